@@ -1,0 +1,143 @@
+"""What all operations share: return types, the choice of an implementation, and checks of arguments."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Impl = Literal["triton", "reference"]
+
+
+class ScanOutput(NamedTuple):
+    """What a recurrence returns.
+
+    Attributes:
+        o: outputs, `[B, T, HV, V]`.
+        final_state: the state after the last token of each sequence, float32, `[N, HV, K, V]`.
+    """
+
+    o: Tensor
+    final_state: Tensor
+
+
+class AttentionOutput(NamedTuple):
+    """What attention returns.
+
+    Attributes:
+        o: outputs, `[B, T, HQ, V]`.
+        lse: natural log of the sum of exponentials of the scaled scores, float32, `[B, T, HQ]`; −∞ where no key is seen.
+    """
+
+    o: Tensor
+    lse: Tensor
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter (`TRITON_INTERPRET=1`)."""
+    import os
+
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] = ("triton", "reference")) -> str:
+    """The implementation to run: the one asked for, or Triton for CUDA tensors and the eager reference for others.
+
+    Raises:
+        ValueError: an unknown name, or "triton" for tensors on a CPU outside Triton's interpreter.
+    """
+    if impl is None:
+        return "triton" if x.is_cuda else "reference"
+    if impl not in choices:
+        raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, choices))}, got {impl!r}")
+    if impl == "triton" and not x.is_cuda and not interpreting():
+        raise ValueError(
+            f"{op}: impl='triton' needs CUDA tensors, got tensors on {x.device}; "
+            "pass impl='reference', or set TRITON_INTERPRET=1 to run the kernels on a CPU"
+        )
+    return impl
+
+
+def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Match tensors with shape specifications such as `"B T H K"`; letters bind at first sight, numbers stand for themselves.
+
+    All tensors must lie on the device of the first one. None stands for an absent optional tensor.
+
+    Args:
+        op: the name to begin error messages with.
+        dims: letters bound so far; extended in place and returned.
+        specs: by argument name, the tensor and its specification.
+
+    Raises:
+        ValueError: what was got and what was expected.
+    """
+    device = None
+    for name, (x, spec) in specs.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {type(x).__name__}")
+        letters = spec.split()
+        shape = x.shape
+        ok = len(shape) == len(letters)
+        if ok:
+            for letter, size in zip(letters, shape, strict=True):
+                if (int(letter) if letter.isdigit() else dims.setdefault(letter, size)) != size:
+                    ok = False
+        if not ok:
+            bound = ", ".join(f"{k}={v}" for k, v in dims.items() if k in letters)
+            wanted = f"[{', '.join(letters)}]" + (f" with {bound}" if bound else "")
+            raise ValueError(f"{op}: {name} must have shape {wanted}, got {list(shape)}")
+        if device is None:
+            device = x.device
+        elif x.device != device:
+            raise ValueError(f"{op}: {name} is on {x.device}, expected {device} like the other tensors")
+    return dims
+
+
+def check_dtype(op: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> None:
+    """Raise a ValueError for a tensor whose dtype is not one of `allowed`."""
+    for name, x in tensors.items():
+        if x is not None and x.dtype not in allowed:
+            names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise ValueError(f"{op}: {name} must be {names}, got {str(x.dtype).removeprefix('torch.')}")
+
+
+def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
+    """Raise a ValueError unless all tensors share one dtype."""
+    present = {name: x.dtype for name, x in tensors.items() if x is not None}
+    if len(set(present.values())) > 1:
+        got = ", ".join(f"{name} {str(d).removeprefix('torch.')}" for name, d in present.items())
+        raise ValueError(f"{op}: {', '.join(present)} must share one dtype, got {got}")
+
+
+def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None:
+    """Raise a ValueError unless `size` is a multiple of `divisor`."""
+    if divisor <= 0 or size % divisor:
+        raise ValueError(f"{op}: {name} must be a multiple of {of}, got {name}={size} and {of}={divisor}")
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int) -> int | None:
+    """Check the borders of a packed batch; return the number of sequences, None for an unpacked batch.
+
+    Values are checked on a CPU only: reading them from a GPU would stall its stream.
+
+    Raises:
+        ValueError: what was got and what was expected.
+    """
+    if cu_seqlens is None:
+        return None
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"{op}: cu_seqlens must have shape [N + 1] with N ≥ 1, got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {str(cu_seqlens.dtype).removeprefix('torch.')}")
+    if batch != 1:
+        raise ValueError(f"{op}: a packed batch has B = 1, got B = {batch} together with cu_seqlens")
+    if not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"{op}: cu_seqlens must rise from 0 to T = {tokens} without falling, got {cu_seqlens.tolist()[:16]}"
+            )
+    return cu_seqlens.numel() - 1

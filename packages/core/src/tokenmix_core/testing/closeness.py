@@ -1,0 +1,37 @@
+"""How close is close enough: errors against float64, with a measured bar."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    """‖x − reference‖ / ‖reference‖ in float64; the plain norm of x where the reference is zero. NaN and inf give inf."""
+    x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
+    if x.shape != reference.shape:
+        raise AssertionError(f"shapes differ: {list(x.shape)} and {list(reference.shape)}")
+    if not torch.isfinite(x).all():
+        return float("inf")
+    norm = reference.norm().item()
+    error = (x - reference).norm().item()
+    return error / norm if norm else error
+
+
+def assert_within(
+    name: str, x: Tensor, exact: Tensor, baseline: Tensor, *, factor: float = 2.0, floor: float | None = None
+) -> None:
+    """Assert that x errs at most `factor` times as much as `baseline`, the eager reference in x's own dtype, does.
+
+    `exact` is the float64 reference. `floor` guards against a baseline that is right by luck: it defaults to one unit
+    of rounding of x's dtype, the error that storing the exact result would make.
+    """
+    if floor is None:
+        floor = torch.finfo(x.dtype).eps
+    error, bar = relative_error(x, exact), max(factor * relative_error(baseline, exact), floor)
+    assert error <= bar, f"{name}: relative error {error:.3e} exceeds {bar:.3e} ({factor} x the eager reference's)"
+
+
+def poison_(x: Tensor) -> Tensor:
+    """Fill with NaN, in place, so that an element a kernel forgets to write is seen."""
+    return x.fill_(float("nan")) if x.is_floating_point() else x
