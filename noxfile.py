@@ -1,0 +1,166 @@
+# /// script
+# dependencies = ["nox>=2025.5"]
+# ///
+"""Everything that checks, measures or releases the workspace. `uvx nox -l` lists the sessions."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["lint", "types", "contracts", "tests"]
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+# what the tests of a package need beside its own dependencies
+TEST_EXTRAS = ("data", "eval", "peft", "plots", "tensorboard", "test")
+
+
+def distribution(package: str) -> dict:
+    """The `[project]` table of packages/<package>."""
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+
+
+def sync(session: nox.Session, *args: str) -> None:
+    """Install from the workspace's lock into the session's own environment."""
+    session.run_install(
+        "uv", "sync", "--quiet", f"--python={session.virtualenv.location}", *args,
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )  # fmt: skip
+
+
+def sync_package(session: nox.Session, package: str) -> None:
+    """Install one package alone, with what its tests need."""
+    available = distribution(package).get("optional-dependencies", {})
+    extras = [f"--extra={extra}" for extra in TEST_EXTRAS if extra in available]
+    sync(session, f"--package={distribution(package)['name']}", *extras)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """Test one package in an environment that holds nothing but it; needs no GPU."""
+    sync_package(session, package)
+    # one thread a worker: two workers on two cores
+    session.run(
+        "pytest", f"packages/{package}/tests", "-m", "not gpu", "-n", os.environ.get("TEST_WORKERS", "2"), *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Test the kernels of all packages on the CUDA device of this machine."""
+    sync(session, "--all-packages", "--all-groups", "--extra=peft")
+    session.run("pytest", "packages", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Measure our operations and their peers on whatever this machine has."""
+    sync(session, "--all-packages", "--all-groups")
+    session.run("pytest", *(f"packages/{p}/benchmarks" for p in PACKAGES), "--benchmark-only", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    sync(session, "--only-group=dev")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types of all packages."""
+    sync(session, "--all-packages", "--all-groups", "--extra=peft")
+    session.run("pyright", f"--pythonpath={session.bin}/python", *session.posargs)
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Which module may import which."""
+    sync(session, "--all-packages", "--all-groups")
+    session.run("lint-imports")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all packages; install each alone from its wheel and import it without Triton and without a GPU."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run_install("uv", "build", "--quiet", "--all-packages", "--no-sources", f"--out-dir={dist}", external=True)
+    for package in PACKAGES:
+        project = distribution(package)
+        module = project["name"].replace("-", "_")
+        env = Path(session.create_tmp()) / package
+        session.run("uv", "venv", "--quiet", "--clear", f"--python={session.virtualenv.location}", str(env), external=True)
+        python = str(env / "bin" / "python")
+        wheel = next(dist.glob(f"{module}-{project['version']}-*.whl"))
+        session.run("uv", "pip", "install", "--quiet", f"--python={python}", f"--find-links={dist}", str(wheel), external=True)
+        session.run("uv", "pip", "check", f"--python={python}", external=True)
+        session.run("uv", "pip", "uninstall", "--quiet", f"--python={python}", "triton", external=True)
+        session.run(
+            python, "-c", f"import pkgutil, importlib, {module} as m; "
+            f"[importlib.import_module(i.name) for i in pkgutil.iter_modules(m.__path__, '{module}.') if i.name != '{module}.testing']; "
+            "import torch; assert not torch.cuda.is_initialized()",
+            env={"CUDA_VISIBLE_DEVICES": ""}, external=True,
+        )  # fmt: skip
+        session.run(str(env / "bin" / next(iter(project["scripts"]))), "--help", external=True, silent=True)
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Test with the lowest versions of direct dependencies that the packages allow."""
+    for package in PACKAGES:
+        project = distribution(package)
+        extras = ",".join(e for e in TEST_EXTRAS if e in project.get("optional-dependencies", {}))
+        session.run_install(
+            "uv", "pip", "install", "--quiet", f"--python={session.virtualenv.location}", "--resolution=lowest-direct",
+            "--editable", f"packages/{package}[{extras}]", external=True,
+        )  # fmt: skip
+        session.run("pytest", f"packages/{package}/tests", "-m", "not gpu", "-n", "2", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Resolve anew and compare with the committed pin; `nox -s lock -- --update` writes it."""
+    fresh = Path(session.create_tmp()) / "requirements.lock"
+    session.run("uv", "lock", "--quiet", "--upgrade", external=True)
+    session.run(
+        "uv", "export", "--quiet", "--all-packages", "--all-extras", "--all-groups", "--no-emit-workspace", "--no-header",
+        "--no-annotate", "--format=requirements-txt", f"--output-file={fresh}", external=True,
+    )  # fmt: skip
+    pin = ROOT / "requirements.lock"
+    if "--update" in session.posargs:
+        shutil.copy(fresh, pin)
+    elif not pin.exists() or not filecmp.cmp(fresh, pin, shallow=False):
+        session.error("requirements.lock differs from a fresh resolution; look at the difference, then `nox -s lock -- --update`")
+
+
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Build one package and publish it: `nox -s release -- PACKAGE [--dry-run]`; core goes first."""
+    if not session.posargs or session.posargs[0] not in PACKAGES:
+        session.error(f"name the package to release: one of {', '.join(PACKAGES)}")
+    package, *options = session.posargs
+    project = distribution(package)
+    changelog = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
+    if f"## {project['version']}" not in changelog:
+        session.error(f"packages/{package}/CHANGELOG.md says nothing of {project['version']}")
+    dist = ROOT / "dist" / package
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("uv", "build", f"--package={project['name']}", "--no-sources", f"--out-dir={dist}", external=True)
+    session.run("uv", "publish", *options, *map(str, sorted(dist.glob("*.*"))), external=True)
+
+
+if __name__ == "__main__":
+    sys.exit(nox.main())
