@@ -23,6 +23,17 @@ PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 # what the tests of a package need beside its own dependencies
 TEST_EXTRAS = ("data", "eval", "peft", "plots", "tensorboard", "test")
 
+# import every module at the top of a package, except the test support behind an extra
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import {module} as package
+for info in pkgutil.iter_modules(package.__path__, "{module}."):
+    if info.name != "{module}.testing":
+        importlib.import_module(info.name)
+import torch
+assert "triton" not in sys.modules and not torch.cuda.is_initialized()
+"""
+
 
 def distribution(package: str) -> dict:
     """The `[project]` table of packages/<package>."""
@@ -32,9 +43,13 @@ def distribution(package: str) -> dict:
 def sync(session: nox.Session, *args: str) -> None:
     """Install from the workspace's lock into the session's own environment."""
     session.run_install(
-        "uv", "sync", "--quiet", f"--python={session.virtualenv.location}", *args,
+        "uv",
+        "sync",
+        "--quiet",
+        f"--python={session.virtualenv.location}",
+        *args,
         env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
-    )  # fmt: skip
+    )
 
 
 def sync_package(session: nox.Session, package: str) -> None:
@@ -51,9 +66,15 @@ def tests(session: nox.Session, package: str) -> None:
     sync_package(session, package)
     # one thread a worker: two workers on two cores
     session.run(
-        "pytest", f"packages/{package}/tests", "-m", "not gpu", "-n", os.environ.get("TEST_WORKERS", "2"), *session.posargs,
+        "pytest",
+        f"packages/{package}/tests",
+        "-m",
+        "not gpu",
+        "-n",
+        os.environ.get("TEST_WORKERS", "2"),
+        *session.posargs,
         env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
 
 
 @nox.session
@@ -102,18 +123,17 @@ def wheels(session: nox.Session) -> None:
         project = distribution(package)
         module = project["name"].replace("-", "_")
         env = Path(session.create_tmp()) / package
-        session.run("uv", "venv", "--quiet", "--clear", f"--python={session.virtualenv.location}", str(env), external=True)
+        session.run(
+            "uv", "venv", "--quiet", "--clear", f"--python={session.virtualenv.location}", str(env), external=True
+        )
         python = str(env / "bin" / "python")
         wheel = next(dist.glob(f"{module}-{project['version']}-*.whl"))
-        session.run("uv", "pip", "install", "--quiet", f"--python={python}", f"--find-links={dist}", str(wheel), external=True)
+        session.run(
+            "uv", "pip", "install", "--quiet", f"--python={python}", f"--find-links={dist}", str(wheel), external=True
+        )
         session.run("uv", "pip", "check", f"--python={python}", external=True)
         session.run("uv", "pip", "uninstall", "--quiet", f"--python={python}", "triton", external=True)
-        session.run(
-            python, "-c", f"import pkgutil, importlib, {module} as m; "
-            f"[importlib.import_module(i.name) for i in pkgutil.iter_modules(m.__path__, '{module}.') if i.name != '{module}.testing']; "
-            "import torch; assert not torch.cuda.is_initialized()",
-            env={"CUDA_VISIBLE_DEVICES": ""}, external=True,
-        )  # fmt: skip
+        session.run(python, "-c", IMPORT_ALL.format(module=module), env={"CUDA_VISIBLE_DEVICES": ""}, external=True)
         session.run(str(env / "bin" / next(iter(project["scripts"]))), "--help", external=True, silent=True)
 
 
@@ -124,10 +144,26 @@ def lowest(session: nox.Session) -> None:
         project = distribution(package)
         extras = ",".join(e for e in TEST_EXTRAS if e in project.get("optional-dependencies", {}))
         session.run_install(
-            "uv", "pip", "install", "--quiet", f"--python={session.virtualenv.location}", "--resolution=lowest-direct",
-            "--editable", f"packages/{package}[{extras}]", external=True,
-        )  # fmt: skip
-        session.run("pytest", f"packages/{package}/tests", "-m", "not gpu", "-n", "2", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+            "uv",
+            "pip",
+            "install",
+            "--quiet",
+            f"--python={session.virtualenv.location}",
+            "--resolution=lowest-direct",
+            "--editable",
+            f"packages/{package}[{extras}]",
+            external=True,
+        )
+        session.run(
+            "pytest",
+            f"packages/{package}/tests",
+            "-m",
+            "not gpu",
+            "-n",
+            "2",
+            *session.posargs,
+            env={"OMP_NUM_THREADS": "1"},
+        )
 
 
 @nox.session(venv_backend="none")
@@ -136,14 +172,26 @@ def lock(session: nox.Session) -> None:
     fresh = Path(session.create_tmp()) / "requirements.lock"
     session.run("uv", "lock", "--quiet", "--upgrade", external=True)
     session.run(
-        "uv", "export", "--quiet", "--all-packages", "--all-extras", "--all-groups", "--no-emit-workspace", "--no-header",
-        "--no-annotate", "--format=requirements-txt", f"--output-file={fresh}", external=True,
-    )  # fmt: skip
+        "uv",
+        "export",
+        "--quiet",
+        "--all-packages",
+        "--all-extras",
+        "--all-groups",
+        "--no-emit-workspace",
+        "--no-header",
+        "--no-annotate",
+        "--format=requirements-txt",
+        f"--output-file={fresh}",
+        external=True,
+    )
     pin = ROOT / "requirements.lock"
     if "--update" in session.posargs:
         shutil.copy(fresh, pin)
     elif not pin.exists() or not filecmp.cmp(fresh, pin, shallow=False):
-        session.error("requirements.lock differs from a fresh resolution; look at the difference, then `nox -s lock -- --update`")
+        session.error(
+            "requirements.lock differs from a fresh resolution; look at the difference, then `nox -s lock -- --update`"
+        )
 
 
 @nox.session(venv_backend="none")

@@ -77,7 +77,9 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
         if x is None:
             continue
         if not isinstance(x, Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {type(x).__name__}")
+            raise ValueError(
+                f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {type(x).__name__}"
+            )
         letters = spec.split()
         shape = x.shape
         ok = len(shape) == len(letters)
