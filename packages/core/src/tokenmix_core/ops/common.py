@@ -27,7 +27,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         o: outputs, `[B, T, HQ, V]`.
-        lse: natural log of the sum of exponentials of the scaled scores, float32, `[B, T, HQ]`; −∞ where no key is seen.
+        lse: natural log of the sum of exponentials of the scaled scores, `[B, T, HQ]`, float32; −∞ where no key is seen.
     """
 
     o: Tensor
@@ -60,7 +60,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] 
 
 
 def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Match tensors with shape specifications such as `"B T H K"`; letters bind at first sight, numbers stand for themselves.
+    """Match tensors with shapes such as `"B T H K"`: a letter binds at first sight, a number stands for itself.
 
     All tensors must lie on the device of the first one. None stands for an absent optional tensor.
 
