@@ -1,6 +1,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokenmix_core import chunking
 
 LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=8)

@@ -27,7 +27,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         o: outputs, `[B, T, HQ, V]`.
-        lse: natural log of the sum of exponentials of the scaled scores, `[B, T, HQ]`, float32; −∞ where no key is seen.
+        lse: natural log of the sum of exponentials of the scores, `[B, T, HQ]`, float32; −∞ where no key is seen.
     """
 
     o: Tensor
