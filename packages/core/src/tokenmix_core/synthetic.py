@@ -131,7 +131,7 @@ _ADJECTIVES = (
     "polite proud quick quiet rapid rare rough round royal rusty shy silent silver slim slow small smart smooth soft "
     "solid sour spare steep still stout strange sunny sweet swift tall tame thin tiny vast vivid warm wide wild wise "
     "young zesty"
-).split()
+)
 _NOUNS = (
     "acorn anchor apple arrow attic badge bakery barn basket beach bell bench berry bicycle blanket boat bottle bridge "
     "broom bucket button cabin camel candle canyon carpet castle cedar chair cliff clock cloud coast comet copper "
@@ -141,7 +141,7 @@ _NOUNS = (
     "olive orchard otter owl paddle palace pearl pebble pencil piano pillow pine planet pond prairie quilt rabbit "
     "raven ribbon river rocket saddle sail shell shovel spoon spruce squirrel stable statue stone storm table temple "
     "thunder tiger tower trumpet tunnel turtle valley velvet village violin walnut wagon willow window wolf zebra"
-).split()
+)
 
 
 def niah(
@@ -179,7 +179,7 @@ def niah(
     if kind.haystack == "text" and not haystack:
         raise ValueError(f"niah: {task} needs the words of a running text as haystack, got none")
     rng = np.random.default_rng((seed, index))
-    key = f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
+    key = f"{rng.choice(_ADJECTIVES.split())}-{rng.choice(_NOUNS.split())}"
     answer = str(rng.integers(10**6, 10**7)) if kind.value == "number" else _uuid(rng)
     needle = f"One of the special magic {kind.value}s for {key} is: {answer}."
     head = (
