@@ -1,0 +1,12 @@
+"""Operations: one public function for each mathematical operation and form of execution."""
+
+from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step
+from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
+
+__all__ = [
+    "chunk_ssd",
+    "recurrent_ssd",
+    "short_conv",
+    "short_conv_step",
+    "ssd_step",
+]

@@ -1,0 +1,58 @@
+"""The short causal convolution in eager PyTorch, for any device and dtype."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.common import ScanOutput
+
+
+def short_conv_reference(
+    x: Float[Tensor, "B T D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Float[Tensor, "N D W_minus_1"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+) -> ScanOutput:
+    """The definition as a sum of W shifted products, accumulated in float32 (float64 for float64 inputs)."""
+    if cu_seqlens is None:
+        return _one_row(x, weight, bias, activation, initial_state)
+    borders = cu_seqlens.tolist()
+    parts = [
+        _one_row(x[:, begin:end], weight, bias, activation, None if initial_state is None else initial_state[n : n + 1])
+        for n, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True))
+    ]
+    return ScanOutput(torch.cat([part.o for part in parts], 1), torch.cat([part.final_state for part in parts]))
+
+
+def _one_row(x, weight, bias, activation, initial_state) -> ScanOutput:
+    T, width = x.shape[1], weight.shape[1]
+    if initial_state is None:
+        initial_state = x.new_zeros(x.shape[0], x.shape[2], width - 1)
+    inputs = torch.cat([initial_state.mT, x], 1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    # the last tap weighs the newest input
+    o = sum(inputs[:, w : w + T].to(dtype) * weight[:, w].to(dtype) for w in range(width))
+    if bias is not None:
+        o = o + bias.to(dtype)
+    if activation == "silu":
+        o = torch.nn.functional.silu(o)
+    return ScanOutput(o.to(x.dtype), inputs[:, T:].mT.contiguous())
+
+
+def short_conv_step_reference(
+    x: Float[Tensor, "B D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None,
+    state: Float[Tensor, "B D W_minus_1"],
+    *,
+    activation: str | None = None,
+) -> Float[Tensor, "B D"]:
+    """One token, updating `state` in place."""
+    o, new_state = _one_row(x.unsqueeze(1), weight, bias, activation, state)
+    state.copy_(new_state)
+    return o.squeeze(1)

@@ -1,0 +1,156 @@
+"""Public functions of the SSD operation: shapes, validation and the choice of an implementation."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.common import (
+    Impl,
+    ScanOutput,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    resolve_impl,
+)
+from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+def chunk_ssd(
+    q: Float[Tensor, "B T G K"],
+    k: Float[Tensor, "B T G K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    *,
+    scale: float = 1.0,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> ScanOutput:
+    r"""State-space duality (Mamba-2; with G = HV also simple gated linear attention), parallel over chunks of tokens.
+
+    .. math:: S_t = e^{g_t} S_{t-1} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
+
+    Mamba-2 passes q = C, k = B, v = Δ · x and g = Δ · A. Value head h reads group h // (HV / G) of q and k, which are
+    never expanded. Differentiable in every tensor argument and through both results.
+
+    Args:
+        q, k: `[B, T, G, K]`; G divides HV.
+        v: `[B, T, HV, V]`. q, k and v share one dtype: bfloat16, float16 or float32 (the reference also float64).
+        g: `[B, T, HV]`, natural log of the decay, ≤ 0, any float dtype; float32 is best.
+        scale: factor of the output.
+        initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
+        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
+        impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
+            Triton needs K and V of 16, 32, 64, 128 or 256.
+
+    Returns:
+        ScanOutput: o `[B, T, HV, V]` in v's dtype and final_state `[N, HV, K, V]` in float32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, group count or cu_seqlens do not fit; it says what was got and expected.
+    """
+    impl = _check("chunk_ssd", q, k, v, g, initial_state, cu_seqlens, impl)
+    if impl == "triton":
+        from tokenmix_core.ops.ssd.autograd import chunk_ssd_triton
+
+        return chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens)
+    return chunk_ssd_reference(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def recurrent_ssd(
+    q: Float[Tensor, "B T G K"],
+    k: Float[Tensor, "B T G K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    *,
+    scale: float = 1.0,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> ScanOutput:
+    """The same function as `chunk_ssd`, computed token by token: best for a few tokens a sequence.
+
+    Arguments, results and errors are those of `chunk_ssd`; gradients too.
+    """
+    impl = _check("recurrent_ssd", q, k, v, g, initial_state, cu_seqlens, impl)
+    if impl == "triton":
+        from tokenmix_core.ops.ssd.autograd import recurrent_ssd_triton
+
+        return recurrent_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens)
+    return recurrent_ssd_reference(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+@torch.no_grad()
+def ssd_step(
+    q: Float[Tensor, "B G K"],
+    k: Float[Tensor, "B G K"],
+    v: Float[Tensor, "B HV V"],
+    g: Float[Tensor, "B HV"],
+    state: Float[Tensor, "B HV K V"],
+    *,
+    scale: float = 1.0,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B HV V"]:
+    """One decoding step: update `state` in place and read it out. Not differentiable.
+
+    Args:
+        q, k: `[B, G, K]`, one token.
+        v: `[B, HV, V]`.
+        g: `[B, HV]`, natural log of the decay.
+        state: `[B, HV, K, V]` float32, contiguous; overwritten with exp(g) · state + k vᵀ.
+        scale: factor of the output.
+        impl: as for `chunk_ssd`.
+
+    Returns:
+        o `[B, HV, V]` in v's dtype: scale · stateᵀ q, of the updated state.
+
+    Raises:
+        ValueError: as `chunk_ssd`.
+    """
+    impl = resolve_impl("ssd_step", impl, q)
+    dims = bind_shapes(
+        "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V")
+    )
+    _check_rest("ssd_step", impl, dims, q, k, v, g, state=state)
+    if not state.is_contiguous():
+        raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
+    if impl == "triton":
+        from tokenmix_core.ops.ssd.autograd import ssd_step_triton
+
+        return ssd_step_triton(q, k, v, g, state, scale)
+    return ssd_step_reference(q, k, v, g, state, scale=scale)
+
+
+def _check(op, q, k, v, g, initial_state, cu_seqlens, impl) -> str:
+    impl = resolve_impl(op, impl, q)
+    dims = bind_shapes(op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"))
+    if dims["T"] < 1:
+        raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    # q again, so that the others' device is compared with its
+    bind_shapes(op, dims, q=(q, "B T G K"), initial_state=(initial_state, "N HV K V"), cu_seqlens=(cu_seqlens, "_"))
+    _check_rest(op, impl, dims, q, k, v, g, initial_state=initial_state)
+    return impl
+
+
+def _check_rest(op, impl, dims, q, k, v, g, **state: Tensor | None) -> None:
+    """Dtypes, head counts and what Triton needs."""
+    floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
+    check_dtype(op, floats, q=q, k=k, v=v, g=g)
+    check_same_dtype(op, q=q, k=k, v=v)
+    check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), **state)
+    check_multiple(op, "HV", dims["HV"], "G", dims["G"])
+    for letter in "KV":
+        if impl == "triton" and dims[letter] not in HEAD_SIZES:
+            raise ValueError(
+                f"{op}: impl='triton' needs {letter} in {', '.join(map(str, HEAD_SIZES))}, got {letter}={dims[letter]}; "
+                "pad the head size or pass impl='reference'"
+            )
