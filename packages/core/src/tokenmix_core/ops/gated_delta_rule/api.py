@@ -1,0 +1,183 @@
+"""The gated delta rule: public functions, validation and dispatch."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.common import (
+    Impl,
+    ScanOutput,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    resolve_impl,
+)
+from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
+
+HEAD_SIZES = (64, 128, 256)
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def chunk_gated_delta_rule(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    qk_l2norm: bool = False,
+    impl: Impl | None = None,
+) -> ScanOutput:
+    """The gated delta rule over whole sequences, chunk by chunk: what training and prefill use.
+
+        S_t = exp(g_t) S_{t−1} + β_t k_t (v_t − exp(g_t) S_{t−1}ᵀ k_t)ᵀ        o_t = scale · S_tᵀ q_t
+
+    (Yang et al. 2025, Gated Delta Networks, eq. 10, with the state transposed.) Gradients flow to every tensor
+    argument, through `o` and through `final_state`.
+
+    Args:
+        q: queries; H heads.
+        k: keys, in q's dtype.
+        v: values, in q's dtype; HV heads, a multiple of H: q/k head h serves value heads h·HV/H to (h+1)·HV/H − 1.
+        g: natural log of the decay, ≤ 0; a value below −80 counts as −80, which leaves nothing.
+        beta: write strength in [0, 2].
+        scale: factor on the outputs; None is K ** −0.5.
+        initial_state: the state before the first token of each sequence; zero when None. N is B, or the number of packed
+            sequences.
+        cu_seqlens: borders of packed sequences (then B = 1), which may be empty.
+        qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
+        impl: "triton" (K and V in {64, 128, 256}; bfloat16, float16 or float32), "reference" (any size and device), or
+            None for Triton on CUDA tensors and the reference on others.
+
+    Returns:
+        `o [B, T, HV, V]` in v's dtype and `final_state [N, HV, K, V]` in float32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
+    """
+    op = "chunk_gated_delta_rule"
+    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl)
+    if impl == "reference":
+        return ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm))
+    from tokenmix_core.ops.gated_delta_rule.autograd import chunk
+
+    return ScanOutput(*chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm))
+
+
+def recurrent_gated_delta_rule(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    qk_l2norm: bool = False,
+    impl: Impl | None = None,
+) -> ScanOutput:
+    """The gated delta rule token by token, for short inputs and decoding; arguments as `chunk_gated_delta_rule`'s."""
+    op = "recurrent_gated_delta_rule"
+    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl)
+    if impl == "reference":
+        return ScanOutput(*recurrent_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm))
+    from tokenmix_core.ops.gated_delta_rule.autograd import recurrent
+
+    return ScanOutput(*recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm))
+
+
+def gated_delta_rule_step(
+    q: Float[Tensor, "B H K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B HV V"],
+    g: Float[Tensor, "B HV"],
+    beta: Float[Tensor, "B HV"],
+    state: Float[Tensor, "B HV K V"],
+    *,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B HV V"]:
+    """One token of decoding: updates `state` (float32, contiguous) in place and returns the outputs. Not differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
+    """
+    op = "gated_delta_rule_step"
+    dims = bind_shapes(
+        op,
+        {},
+        q=(q, "B H K"),
+        k=(k, "B H K"),
+        v=(v, "B HV V"),
+        g=(g, "B HV"),
+        beta=(beta, "B HV"),
+        state=(state, "B HV K V"),
+    )
+    impl = resolve_impl(op, impl, q)
+    _check_sizes(op, dims, impl)
+    _check_dtypes(op, q, k, v, g, beta, state, impl)
+    if not state.is_contiguous():
+        raise ValueError(f"{op}: state must be contiguous to be updated in place, got strides {state.stride()}")
+    scale = dims["K"] ** -0.5 if scale is None else float(scale)
+    with torch.no_grad():
+        if impl == "reference":
+            token = (x.unsqueeze(1) for x in (q, k, v, g, beta))
+            o, updated = recurrent_reference(*token, scale, state, qk_l2norm=qk_l2norm)
+            state.copy_(updated)
+            return o.squeeze(1)
+        from tokenmix_core.ops.gated_delta_rule.autograd import step
+
+        return step(q, k, v, g, beta, state, scale, qk_l2norm)
+
+
+def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tuple[str, float]:
+    """Validate a whole-sequence call; return the implementation and the scale."""
+    dims = bind_shapes(
+        op,
+        {},
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T HV V"),
+        g=(g, "B T HV"),
+        beta=(beta, "B T HV"),
+    )
+    if dims["B"] < 1 or dims["T"] < 1:
+        raise ValueError(f"{op}: B and T must be at least 1, got B={dims['B']} and T={dims['T']}")
+    if cu_seqlens is not None and cu_seqlens.device != q.device:
+        raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {q.device} like the other tensors")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    if initial_state is not None:
+        bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V"))
+    impl = resolve_impl(op, impl, q)
+    _check_sizes(op, dims, impl)
+    _check_dtypes(op, q, k, v, g, beta, initial_state, impl)
+    return impl, dims["K"] ** -0.5 if scale is None else float(scale)
+
+
+def _check_sizes(op: str, dims: dict[str, int], impl: str) -> None:
+    check_multiple(op, "HV", dims["HV"], "H", dims["H"])
+    if impl == "triton":
+        for letter in ("K", "V"):
+            if dims[letter] not in HEAD_SIZES:
+                raise ValueError(
+                    f"{op}: impl='triton' takes {letter} in {{64, 128, 256}}, got {letter}={dims[letter]}; "
+                    "pad the heads, or pass impl='reference'"
+                )
+
+
+def _check_dtypes(op, q, k, v, g, beta, state, impl: str) -> None:
+    inputs = _INPUTS if impl == "triton" else (*_INPUTS, torch.float64)
+    check_dtype(op, inputs, q=q, g=g, beta=beta)
+    check_same_dtype(op, q=q, k=k, v=v)
+    if state is not None:
+        check_dtype(op, (torch.float32,) if impl == "triton" else (torch.float32, torch.float64), state=state)

@@ -1,0 +1,157 @@
+"""The gated delta rule in eager PyTorch: token by token as the specification, chunkwise as what a CPU runs.
+
+Both take any head size and any device, compute in float32 (float64 for float64 inputs) and differentiate by plain
+autograd. The derivation of the chunkwise form is in README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv, next_power_of_2
+
+# A natural-log decay below this leaves no trace in float32 or float64, while its cumulative sum would cost digits.
+MIN_LOG_DECAY = -80.0
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """x · rsqrt(Σ x² + 1e−6) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def recurrent_reference(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    scale: float,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    qk_l2norm: bool = False,
+) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
+    """Token by token, as the equation reads. Returns outputs in v's dtype and final states."""
+    if cu_seqlens is not None:
+        borders = cu_seqlens.tolist()
+        parts = [
+            recurrent_reference(
+                *(x[:, start:end] for x in (q, k, v, g, beta)),
+                scale,
+                None if initial_state is None else initial_state[n : n + 1],
+                qk_l2norm=qk_l2norm,
+            )
+            for n, (start, end) in enumerate(zip(borders, borders[1:], strict=False))
+        ]
+        outputs, states = zip(*parts, strict=True)
+        return torch.cat(outputs, 1), torch.cat(states, 0)
+
+    dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), torch.float32)
+    group = v.shape[2] // q.shape[2]
+    out_dtype = v.dtype
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        q, k = l2_normalise(q), l2_normalise(k)
+    q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+    if initial_state is None:
+        state = q.new_zeros(q.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
+    else:
+        state = initial_state.to(dtype)
+
+    outputs = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        seen = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        update = beta[:, t, :, None] * (v[:, t] - seen)
+        state = state + k[:, t, :, :, None] * update[:, :, None, :]
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
+    return o.to(out_dtype), state.to(torch.promote_types(torch.float32, dtype))
+
+
+def chunk_reference(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    scale: float,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
+    """Chunkwise: dense algebra over all chunks at once, and a loop over chunks for the states alone.
+
+    Rows of an unpacked batch are sequences of one length: both kinds of batch are gathered into chunks
+    `[chunks, heads, C, size]`, ordered by their index within the sequence, padded with tokens that change nothing.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), torch.float32)
+    out_dtype, device = v.dtype, q.device
+    borders = cu_seqlens.tolist() if cu_seqlens is not None else range(0, B * T + 1, T)
+    index, steps = _chunks(list(borders), min(chunk_size, max(16, next_power_of_2(T))), device)
+    chunks, C = index.shape
+
+    def gather(x: Tensor) -> Tensor:
+        # one more row, of zeros, is what padding reads
+        x = torch.nn.functional.pad(x.reshape(B * T, *x.shape[2:]).to(dtype), (0, 0) * (x.dim() - 2) + (0, 1))
+        return x[index].movedim(2, 1)
+
+    # heads of q and k become [H, 1], those of v and the gates [H, HV / H], so that products broadcast
+    q, k = gather(q).unsqueeze(2), gather(k).unsqueeze(2)
+    v, g, beta = (gather(x).unflatten(1, (H, HV // H)) for x in (v, g, beta))
+    if qk_l2norm:
+        q, k = l2_normalise(q), l2_normalise(k)
+
+    b = g.clamp(min=MIN_LOG_DECAY).cumsum(-1)
+    gamma, rest = b.exp().unsqueeze(-1), (b[..., -1:] - b).exp().unsqueeze(-1)
+    lower = torch.ones(C, C, dtype=torch.bool, device=device).tril()
+    decay = (b.unsqueeze(-1) - b.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp() * beta.unsqueeze(-2)
+    system = (k @ k.mT * decay).tril(-1)
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([v, (gamma * k)], -1), upper=False, unitriangular=True
+    )
+    fresh, seen = solved.split([V, K], -1)
+    write = (k * rest * beta.unsqueeze(-1)).mT
+    last = gamma[..., -1:, :]
+
+    N = len(borders) - 1
+    state = q.new_zeros(N, H, HV // H, K, V) if initial_state is None else initial_state.to(dtype).unflatten(1, (H, -1))
+    entering, residual, first = [], [], 0
+    for active in steps:
+        here = slice(first, first + len(active))
+        whole = len(active) == N
+        s = state if whole else state[active]
+        r = fresh[here] - seen[here] @ s
+        entering.append(s)
+        residual.append(r)
+        s = last[here] * s + write[here] @ r
+        state = s if whole else state.index_copy(0, active, s)
+        first += len(active)
+
+    if chunks:
+        r, s = torch.cat(residual), torch.cat(entering)
+        out = scale * (gamma * (q @ s) + (q @ k.mT * decay) @ r)
+        flat = out.new_zeros(B * T + 1, HV, V).index_copy(0, index.flatten(), out.flatten(1, 2).movedim(1, 2).flatten(0, 1))
+        o = flat[:-1].view(B, T, HV, V)
+    else:
+        o = torch.zeros(B, T, HV, V, dtype=dtype, device=device)
+    return o.to(out_dtype), state.flatten(1, 2)
+
+
+def _chunks(borders: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The tokens of each chunk `[chunks, C]` (T where there is none), and the sequences active at each chunk index."""
+    tokens = borders[-1]
+    starts = torch.tensor(borders[:-1])
+    ends = torch.tensor(borders[1:])
+    longest = int((ends - starts).max())
+    rows, steps = [torch.empty(0, C, dtype=torch.long)], []
+    for i in range(cdiv(longest, C)):
+        active = (ends - starts > i * C).nonzero().squeeze(1)
+        at = starts[active, None] + i * C + torch.arange(C)
+        rows.append(at.masked_fill(at >= ends[active, None], tokens))
+        steps.append(active.to(device))
+    return torch.cat(rows).to(device), steps

@@ -1,0 +1,152 @@
+"""Timing side by side: interleaved medians, peak memory, host time, and the seconds of a first call.
+
+Every benchmark module exposes `rows(device) -> list[dict]`; a row is made by `measure` and holds the keys
+`op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], object]
+
+
+def interleaved_medians(runs: Mapping[str, Run], device: str, *, repeats: int = 50, warmup: int = 3) -> dict[str, float]:
+    """Median milliseconds of each run, taken in turns, so that drift of clocks and caches meets all of them alike.
+
+    CUDA runs are timed by events around each call, with the L2 cache flushed before it; others by the host's clock.
+    """
+    for run in runs.values():
+        for _ in range(warmup):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    if device == "cpu":
+        for _ in range(repeats):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                times[name].append((time.perf_counter() - start) * 1e3)
+        return {name: statistics.median(x) for name, x in times.items()}
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
+    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # the flush also keeps the device busy while the host enqueues, so launch gaps stay out of the events
+            flush.zero_()
+            start.record()
+            run()
+            end.record()
+            events.append((name, start, end))
+        torch.cuda.synchronize()
+    for name, start, end in events:
+        times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def peak_megabytes(run: Run, device: str) -> float | None:
+    """Peak device memory that a run allocates beyond what was allocated before it, in MiB; None on a CPU."""
+    if device == "cpu":
+        return None
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | None:
+    """Median host time of enqueueing a run, in µs; None on a CPU, where the host does the work itself."""
+    if device == "cpu":
+        return None
+    run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def first_call_seconds(setup: str, call: str) -> float:
+    """Seconds that `call` takes in a fresh process with an empty compile cache; `setup` runs before, untimed."""
+    code = f"{setup}\nimport time\nstart = time.perf_counter()\n{call}\nprint('seconds', time.perf_counter() - start)"
+    with tempfile.TemporaryDirectory() as cache:
+        environment = dict(os.environ, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the first call failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout.rsplit("seconds", 1)[1])
+
+
+def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> Run:
+    """A run of forward and backward that returns gradients instead of adding them to `.grad`."""
+    return lambda: torch.autograd.grad(forward(), inputs, upstream)
+
+
+def measure(
+    op: str,
+    shape: str,
+    device: str,
+    forwards: Mapping[str, Callable[[], Tensor]],
+    inputs: Sequence[Tensor],
+    *,
+    first_calls: Mapping[str, Callable[[], float]] | None = None,
+    repeats: int = 50,
+) -> list[dict]:
+    """Rows of one shape: every implementation forward, and forward with backward, interleaved in one process.
+
+    `forwards` maps an implementation's name to a function of no arguments that returns the output; `inputs` are the
+    leaves to differentiate by; `first_calls` gives, by implementation, a function that measures its first call.
+    """
+
+    def without_grad(forward: Callable[[], Tensor]) -> Run:
+        def run():
+            with torch.no_grad():
+                return forward()
+
+        return run
+
+    upstream = torch.randn_like(next(iter(forwards.values()))())
+    forward_runs = {name: without_grad(f) for name, f in forwards.items()}
+    training_runs = {name: forward_backward(f, inputs, upstream) for name, f in forwards.items()}
+    forward_ms = interleaved_medians(forward_runs, device, repeats=repeats)
+    training_ms = interleaved_medians(training_runs, device, repeats=repeats)
+    return [
+        {
+            "op": op,
+            "shape": shape,
+            "impl": name,
+            "fwd_ms": forward_ms[name],
+            "fwdbwd_ms": training_ms[name],
+            "peak_mb": peak_megabytes(training_runs[name], device),
+            "host_us": host_microseconds(training_runs[name], device),
+            "first_call_s": first_calls[name]() if first_calls and name in first_calls else None,
+        }
+        for name in forwards
+    ]
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Rows as text, a line each, for a terminal."""
+
+    def cell(value: object) -> str:
+        return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    keys = list(rows[0])
+    cells = [keys] + [[cell(row[key]) for key in keys] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)
