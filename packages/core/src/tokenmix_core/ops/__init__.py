@@ -1,5 +1,6 @@
 """Operations: one public function for each mathematical operation and form of execution."""
 
+from tokenmix_core.ops.attention.api import attention, attention_decode, merge_attention
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
     gated_delta_rule_step,
@@ -9,9 +10,12 @@ from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 __all__ = [
+    "attention",
+    "attention_decode",
     "chunk_gated_delta_rule",
     "chunk_ssd",
     "gated_delta_rule_step",
+    "merge_attention",
     "recurrent_gated_delta_rule",
     "recurrent_ssd",
     "short_conv",

@@ -1,0 +1,187 @@
+"""Softmax attention: one function over several backends, the joining of partial results, and decoding from a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.attention.autograd import attention_decode_op, attention_op
+from tokenmix_core.ops.attention.backends import IMPLS, Call, Mask, choose_impl, limit
+from tokenmix_core.ops.common import (
+    AttentionOutput,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def attention(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: str | None = None,
+) -> AttentionOutput:
+    """Softmax attention with grouped heads, differentiable in q, k and v through both outputs.
+
+    With i the query's position counted in keys (the last query stands at the last key), S(i) the keys it sees, and head
+    h of k and v shared by the HQ / H query heads from h · HQ / H on:
+
+        lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)
+        o_i   = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
+
+    S(i) is every key; with `causal` those with j ≤ i; with a `window` of w of these only i − w < j, and the first `sinks`
+    keys of the sequence. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
+
+    Args:
+        q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
+        causal: whether a query sees only itself and what came before.
+        window: how many keys a query sees, itself included; needs `causal`.
+        sinks: how many first keys of its sequence a query sees beside the window.
+        scale: factor of the scores, positive; None is K ** −0.5.
+        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        impl: "triton", "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn" (the package), "reference", or
+            None for the fastest that covers the call (`choose_impl` has the rule).
+
+    Returns:
+        o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+    """
+    op = "attention"
+    dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
+    mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
+    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    if cu_seqlens is not None:
+        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
+        if dims["TQ"] != dims["TK"]:
+            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
+    call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, cu_seqlens is not None)
+    impl = _resolve(op, impl, call)
+    o, lse = attention_op(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
+    return AttentionOutput(o, lse.transpose(1, 2))
+
+
+def merge_attention(outputs: Sequence[AttentionOutput]) -> AttentionOutput:
+    """Join attention over disjoint sets of keys into attention over their union, differentiable in every o and lse.
+
+        lse = log Σ_i exp(lse_i)        o = Σ_i exp(lse_i − lse) o_i
+
+    Args:
+        outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse may be −∞: no key was seen.
+
+    Raises:
+        ValueError: an empty sequence, or shapes, dtypes or devices that differ.
+    """
+    if not outputs:
+        raise ValueError("merge_attention: outputs must hold at least one result, got none")
+    dims: dict[str, int] = {}
+    for i, (o, lse) in enumerate(outputs):
+        bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
+    check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
+    lses = torch.stack([out.lse for out in outputs])
+    top = lses.detach().amax(0)
+    top = top.masked_fill(top.isneginf(), 0.0)
+    weights = (lses - top).exp()
+    total = weights.sum(0)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    weights = (weights / total).unsqueeze(-1)
+    o = sum(weights[i] * out.o for i, out in enumerate(outputs))
+    return AttentionOutput(o.to(outputs[0].o.dtype), (top + total.log()).masked_fill(blind, float("-inf")))
+
+
+def attention_decode(
+    q: Float[Tensor, "B TQ HQ K"],
+    k_cache: Float[Tensor, "B S H K"],
+    v_cache: Float[Tensor, "B S H V"],
+    cache_seqlens: Int[Tensor, "B"],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> AttentionOutput:
+    """Causal attention of each sequence's last TQ tokens to its cache; no gradient.
+
+    Sequence b holds `cache_seqlens[b]` tokens, the TQ new ones included, at the front of its row of the cache; what lies
+    behind them is never read into the result. The result is `attention` of the queries with those keys.
+
+    Args:
+        q: the queries of the newest TQ tokens, few (usually one).
+        k_cache, v_cache: caches of S places, in the dtype of q.
+        cache_seqlens: tokens in the cache, int32 or int64, on the device of q; never read by the host on CUDA.
+        window, sinks, scale: as in `attention`.
+        impl: "triton" (split over the keys, then merged), "reference", or None: "triton" on CUDA up to heads of 256,
+            "reference" otherwise.
+
+    Returns:
+        o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query before the first token of its sequence.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option; on a CPU also a length outside 0 … S.
+    """
+    op = "attention_decode"
+    dims = bind_shapes(
+        op, {}, q=(q, "B TQ HQ K"), k_cache=(k_cache, "B S H K"), v_cache=(v_cache, "B S H V"),
+        cache_seqlens=(cache_seqlens, "B"),
+    )  # fmt: skip
+    mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
+    check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
+    if not cache_seqlens.is_cuda and not torch.compiler.is_compiling():
+        lengths = cache_seqlens.tolist()
+        if any(not 0 <= n <= dims["S"] for n in lengths):
+            raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")
+    call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
+    if impl is None:
+        impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
+    elif impl not in ("triton", "reference"):
+        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
+    elif (why := limit(impl, call)) is not None:
+        raise ValueError(f"{op}: impl={impl!r} {why}")
+    o, lse = attention_decode_op(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
+    return AttentionOutput(o, lse)
+
+
+def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:
+    """Check what both forms of attention share; return the mask in its simplest form and the scale as a number."""
+    check_dtype(op, _DTYPES, q=q)
+    check_same_dtype(op, q=q, k=k, v=v)
+    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"{op}: window must be None or an integer of at least 1, got {window!r}")
+    if window is not None and not causal:
+        raise ValueError(f"{op}: a window needs causal=True, got window={window} with causal=False")
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"{op}: sinks must be an integer of at least 0, got {sinks!r}")
+    if scale is None:
+        scale = dims["K"] ** -0.5
+    elif not scale > 0:
+        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
+    # a window that holds every key hides nothing, and without a window nothing is hidden from a sink
+    keys = dims.get("TK", dims.get("S"))
+    window = None if window is not None and window >= keys else window
+    return Mask(bool(causal), window, 0 if window is None else sinks), float(scale)
+
+
+def _resolve(op: str, impl: str | None, call: Call) -> str:
+    if impl is None:
+        return choose_impl(call)
+    if impl not in IMPLS:
+        raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
+    if (why := limit(impl, call)) is not None:
+        raise ValueError(f"{op}: impl={impl!r} {why}")
+    return impl

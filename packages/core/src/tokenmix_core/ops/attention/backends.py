@@ -1,0 +1,173 @@
+"""Which implementation can run a call, which one should, and where it lives."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops.common import interpreting
+
+IMPLS = ("triton", "sdpa", "flash_attn", "reference")
+
+# below this many queries a row the libraries' plain causal kernels have no lead over ours
+_LONG = 128
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool
+    window: int | None
+    sinks: int
+
+
+class Backend(NamedTuple):
+    """`forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
+    `backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask, scale) -> (dq, dk, dv)`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class Call(NamedTuple):
+    """What the choice of an implementation depends on: the device, the dtype, sizes, and the mask. No values."""
+
+    device: str
+    dtype: torch.dtype
+    tq: int
+    tk: int
+    head_k: int
+    head_v: int
+    mask: Mask
+    packed: bool = False
+
+
+def limit(impl: str, call: Call) -> str | None:
+    """Why `impl` cannot run this call, as a sentence with the way out; None where it can."""
+    return _LIMITS[impl](call)
+
+
+def choose_impl(call: Call) -> str:
+    """The fastest implementation that covers the call, by rule.
+
+    On CUDA: "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where
+    cuDNN leads; "triton" for everything else it takes; "reference" for what is left (heads beyond 256, float64).
+    On a CPU: "sdpa" for attention without a window, "reference" otherwise. "flash_attn" runs only when asked for: no
+    call is known on which it is the fastest.
+    """
+    plain = call.mask.window is None and not call.packed and call.tq >= _LONG
+    plain = plain and (call.tq == call.tk or not call.mask.causal)
+    if call.device == "cuda":
+        order = ("sdpa", "triton") if plain else ("triton",)
+    else:
+        order = ("sdpa",)
+    return next((impl for impl in order if limit(impl, call) is None), "reference")
+
+
+def backward_impl(impl: str, x: Tensor, through_lse: bool) -> str:
+    """Whose backward follows a forward by `impl`: its own, unless a gradient of the log-sum-exp has to be carried."""
+    if through_lse and impl in ("sdpa", "flash_attn"):
+        return "triton" if x.is_cuda else "reference"
+    return impl
+
+
+def load(impl: str) -> Backend:
+    """Import the implementation; Triton and optional libraries are imported here at the earliest."""
+    if impl == "triton":
+        from tokenmix_core.ops.attention import backward, forward
+
+        return Backend(forward.attention_forward, backward.attention_backward)
+    if impl == "sdpa":
+        from tokenmix_core.ops.attention import sdpa
+
+        return Backend(sdpa.forward, sdpa.backward)
+    if impl == "flash_attn":
+        from tokenmix_core.ops.attention import flash
+
+        return Backend(flash.forward, flash.backward)
+    return Backend(_reference_forward, _reference_backward)
+
+
+def load_decode(impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Import the decoding function of "triton" or "reference"."""
+    if impl == "triton":
+        from tokenmix_core.ops.attention.decode import attention_decode
+
+        return attention_decode
+    from tokenmix_core.ops.attention.reference import attention_decode_reference
+
+    return attention_decode_reference
+
+
+def _triton_limit(call: Call) -> str | None:
+    if call.device != "cuda" and not interpreting():
+        return (
+            f"needs CUDA tensors, got tensors on {call.device}; pass impl='reference', "
+            "or set TRITON_INTERPRET=1 to run the kernels on a CPU"
+        )
+    if max(call.head_k, call.head_v) > 256:
+        return f"takes head sizes up to 256, got K={call.head_k} and V={call.head_v}; pass impl='reference'"
+    if call.dtype == torch.float64:
+        return "takes bfloat16, float16 and float32, got float64; pass impl='reference'"
+    return None
+
+
+def _sdpa_limit(call: Call) -> str | None:
+    if call.device == "cuda":
+        return _flash_limit(call)
+    if call.mask.window is not None:
+        return "has no sliding window on a CPU; pass impl='reference'"
+    if call.mask.causal and call.tq != call.tk:
+        return f"needs as many queries as keys for causal=True on a CPU, got {call.tq} and {call.tk}; pass impl='reference'"
+    if call.head_k != call.head_v:
+        return f"needs K = V, got K={call.head_k} and V={call.head_v}; pass impl='reference'"
+    return None
+
+
+def _flash_attn_limit(call: Call) -> str | None:
+    if call.device != "cuda":
+        return f"needs CUDA tensors, got tensors on {call.device}; pass impl='sdpa' or impl='reference'"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "needs the package flash-attn, which is not installed; pass impl='triton' or impl='sdpa'"
+    return _flash_limit(call)
+
+
+def _flash_limit(call: Call) -> str | None:
+    """What FlashAttention-2 cannot do, in torch or in its own package."""
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
+    if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
+        return f"needs K = V, a multiple of 8 up to 256, got K={call.head_k} and V={call.head_v}; pass impl='triton'"
+    if call.mask.window is not None and call.mask.sinks:
+        return f"has no sinks beside a window, got sinks={call.mask.sinks}; pass impl='triton'"
+    if call.mask.causal and call.tq > call.tk:
+        return (
+            f"needs at least as many keys as queries for causal=True, got {call.tk} and {call.tq}; pass impl='triton'"
+        )
+    return None
+
+
+_LIMITS: dict[str, Callable[[Call], str | None]] = {
+    "triton": _triton_limit,
+    "sdpa": _sdpa_limit,
+    "flash_attn": _flash_attn_limit,
+    "reference": lambda call: None,
+}
+
+
+def _reference_forward(q, k, v, cu_seqlens, mask: Mask, scale):
+    from tokenmix_core.ops.attention.reference import attention_reference
+
+    o, lse = attention_reference(q, k, v, scale=scale, cu_seqlens=cu_seqlens, **mask._asdict())
+    return o, lse.transpose(1, 2)
+
+
+def _reference_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
+    from tokenmix_core.ops.attention.reference import attention_reference_backward
+
+    dlse = None if dlse is None else dlse.transpose(1, 2)
+    return attention_reference_backward(q, k, v, o, do, dlse, scale=scale, cu_seqlens=cu_seqlens, **mask._asdict())

@@ -1,0 +1,177 @@
+"""Softmax attention, eager: the specification of the operation and of its gradient, on any device and in float64.
+
+Queries are taken in blocks, each with only the keys that its rows may see, so that memory stays linear in the sequence
+length and a window costs what the window holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.common import AttentionOutput
+
+# scores of one block of queries: 2²⁴ of them are 64 MiB in float32
+_BLOCK_SCORES = 1 << 24
+
+
+def attention_reference(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+) -> AttentionOutput:
+    """Attention as `attention` defines it, differentiable by autograd.
+
+    Scores, softmax and log-sum-exp are computed in float32 at least; the probabilities are rounded to the dtype of v
+    before they weigh the values, as matrix units need them.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows, lses = [], []
+    for queries, keys in _sequences(q.shape[1], k.shape[1], cu_seqlens):
+        for block in _blocks(q[:, queries], k[:, keys], causal, window, sinks):
+            b_q, b_k, b_v = q[:, queries][:, block.rows], block.gather(k[:, keys]), block.gather(v[:, keys])
+            p, lse = _softmax(b_q, b_k, block.mask, scale)
+            rows.append(torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), b_v).flatten(2, 3))
+            lses.append(lse.flatten(1, 2).transpose(1, 2))
+    if not rows:
+        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), _wide(q).new_full(q.shape[:3], float("-inf")))
+    return AttentionOutput(torch.cat(rows, 1), torch.cat(lses, 1))
+
+
+@torch.no_grad()
+def attention_reference_backward(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    o: Float[Tensor, "B TQ HQ V"],
+    do: Float[Tensor, "B TQ HQ V"],
+    dlse: Float[Tensor, "B TQ HQ"] | None,
+    *,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    scale: float,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, by the formula that the kernels follow (README.md), block by block."""
+    delta = (_wide(o) * do).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    dq, dk, dv = (torch.zeros_like(_wide(x)) for x in (q, k, v))
+    heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    for queries, keys in _sequences(q.shape[1], k.shape[1], cu_seqlens):
+        for block in _blocks(q[:, queries], k[:, keys], causal, window, sinks):
+            b_q, b_k, b_v = q[:, queries][:, block.rows], block.gather(k[:, keys]), block.gather(v[:, keys])
+            b_do = _wide(do[:, queries][:, block.rows]).unflatten(2, (heads, group))
+            b_delta = delta[:, queries][:, block.rows].unflatten(2, (heads, group)).permute(0, 2, 3, 1).unsqueeze(-1)
+            p, _ = _softmax(b_q, b_k, block.mask, scale)
+            ds = p * (torch.einsum("bihgv,bjhv->bhgij", b_do, _wide(b_v)) - b_delta) * scale
+            dq[:, queries][:, block.rows] = torch.einsum("bhgij,bjhk->bihgk", ds, _wide(b_k)).flatten(2, 3)
+            b_q = _wide(b_q).unflatten(2, (heads, group))
+            block.scatter(dk[:, keys], torch.einsum("bhgij,bihgk->bjhk", ds, b_q))
+            block.scatter(dv[:, keys], torch.einsum("bhgij,bihgv->bjhv", p, b_do))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def attention_decode_reference(
+    q: Float[Tensor, "B TQ HQ K"],
+    k_cache: Float[Tensor, "B S H K"],
+    v_cache: Float[Tensor, "B S H V"],
+    cache_seqlens: Int[Tensor, "B"],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+) -> AttentionOutput:
+    """Attention of the last TQ tokens of each sequence to its cache, as `attention_decode` defines it."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tq, keys = q.shape[1], k_cache.shape[1]
+    if not q.is_cuda:
+        keys = int(cache_seqlens.max()) if len(cache_seqlens) else 0
+    k, v = k_cache[:, :keys], v_cache[:, :keys]
+    o_k = torch.arange(keys, device=q.device)
+    o_q = cache_seqlens[:, None] - tq + torch.arange(tq, device=q.device)
+    mask = visible(o_q.flatten(), o_k, True, window, sinks).view(len(q), 1, 1, tq, keys)
+    p, lse = _softmax(q, k, mask, scale)
+    # 0 times whatever lies behind a sequence in its cache must be 0
+    v = v.masked_fill((o_k >= cache_seqlens[:, None])[:, :, None, None], 0.0)
+    o = torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3)
+    return AttentionOutput(o, lse.flatten(1, 2).transpose(1, 2).contiguous())
+
+
+def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
+    """Whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`, positions counted in keys."""
+    o_q, o_k = o_q[:, None], o_k[None, :]
+    mask = (o_k <= o_q) if causal else torch.ones_like(o_k <= o_q)
+    return mask if window is None else mask & ((o_k > o_q - window) | (o_k < sinks))
+
+
+class _Block(NamedTuple):
+    """Consecutive queries with the keys that at least one of them may see: the first `sinks` and `[start, stop)`."""
+
+    rows: slice
+    sinks: int
+    start: int
+    stop: int
+    mask: Tensor
+
+    def gather(self, x: Tensor) -> Tensor:
+        near = x[:, self.start : self.stop]
+        return torch.cat([x[:, : self.sinks], near], 1) if self.sinks else near
+
+    def scatter(self, x: Tensor, dx: Tensor) -> None:
+        x[:, : self.sinks] += dx[:, : self.sinks]
+        x[:, self.start : self.stop] += dx[:, self.sinks :]
+
+
+def _sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    borders = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
+    for start, stop in zip(borders, borders[1:], strict=False):
+        rows = slice(start, stop)
+        yield rows, (slice(0, tk) if cu_seqlens is None else rows)
+
+
+def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int) -> Iterator[_Block]:
+    (batch, tq, heads, _), tk = q.shape, k.shape[1]
+    shift = tk - tq
+    seen = tk if window is None else min(tk, 2 * window + sinks)
+    size = max(16, _BLOCK_SCORES // max(1, batch * heads * seen))
+    size = size if window is None else min(size, max(16, window))
+    for first in range(0, tq, size):
+        last = min(first + size, tq) - 1
+        stop = max(0, min(tk, last + shift + 1)) if causal else tk
+        start = 0 if window is None else min(stop, max(0, first + shift - window + 1))
+        far = 0 if window is None else min(sinks, start)
+        o_q = torch.arange(first, last + 1, device=q.device) + shift
+        o_k = torch.arange(start, stop, device=q.device)
+        if far:
+            o_k = torch.cat([torch.arange(far, device=q.device), o_k])
+        yield _Block(slice(first, last + 1), far, start, stop, visible(o_q, o_k, causal, window, sinks))
+
+
+def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Probabilities `[B, H, G, rows, keys]` and log-sum-exp `[B, H, G, rows]`; 0 and −∞ in rows that see no key.
+
+    `mask` is `[rows, keys]`, or any shape that broadcasts to that of the probabilities.
+    """
+    q = _wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+    blind = ~mask.any(-1)
+    s = torch.einsum("bihgk,bjhk->bhgij", q, _wide(k)) * scale
+    # a row of −∞ has no derivative: give it zeros, then discard it
+    s = s.masked_fill(~mask, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
+    lse = s.logsumexp(-1)
+    p = (s - lse.unsqueeze(-1)).exp()
+    return p.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, float("-inf"))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

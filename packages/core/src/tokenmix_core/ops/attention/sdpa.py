@@ -1,0 +1,100 @@
+"""torch's own attention kernels, through the operators under `scaled_dot_product_attention` that return the log-sum-exp.
+
+On a CPU torch's flash kernel, sequence by sequence where packed. On CUDA cuDNN for plain attention on Hopper and newer,
+FlashAttention-2 for the rest (packed batches, windows, queries fewer than keys, older devices).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.attention.flash import borders, window_sides
+
+_aten = torch.ops.aten
+
+
+def forward(q, k, v, cu_seqlens, mask: Mask, scale):
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    if not q.is_cuda:
+        return _cpu_forward(q, k, v, cu_seqlens, mask, scale)
+    if _takes_cudnn(q, k, cu_seqlens, mask):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal, scale=scale)
+        return o.transpose(1, 2), lse.view(o.shape[:3])
+    left, right = window_sides(mask)
+    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    packed = cu is not None
+    q, k, v = (x.squeeze(0) if packed else x for x in (q, k, v))
+    o, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, cu, cu, max_q, max_k, 0.0, mask.causal, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return (o.unsqueeze(0), lse.unsqueeze(0)) if packed else (o, lse)
+
+
+def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
+    """dq, dk and dv. The log-sum-exp must have no gradient: these kernels cannot carry one."""
+    assert dlse is None
+    if not q.is_cuda:
+        return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
+    # the state of a generator that only dropout reads
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    if _takes_cudnn(q, k, cu_seqlens, mask):
+        q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal,
+            scale=scale,
+        )  # fmt: skip
+        return tuple(x.transpose(1, 2) for x in grads)
+    left, right = window_sides(mask)
+    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    packed = cu is not None
+    q, k, v, o, lse, do = (x.squeeze(0) if packed else x for x in (q, k, v, o, lse, do))
+    grads = _aten._flash_attention_backward(
+        do, q, k, v, o, lse, cu, cu, max_q, max_k, 0.0, mask.causal, seed, offset,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return tuple(x.unsqueeze(0) for x in grads) if packed else grads
+
+
+def _takes_cudnn(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, mask: Mask) -> bool:
+    plain = cu_seqlens is None and mask.window is None and (not mask.causal or q.shape[1] == k.shape[1])
+    return plain and q.shape[3] <= 128 and q.shape[1] > 1 and _has_cudnn(q.device.index)
+
+
+@functools.cache
+def _has_cudnn(device: int | None) -> bool:
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
+    if cu_seqlens is not None:
+        parts = [_cpu_forward(*(x[:, s] for x in (q, k, v)), None, mask, scale) for s in _slices(cu_seqlens)]
+        return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask.causal, scale=scale)
+    return o.transpose(1, 2), lse
+
+
+def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
+    if cu_seqlens is not None:
+        parts = [
+            _cpu_backward(*(x[:, s] for x in (q, k, v, o)), lse[:, :, s], do[:, s], None, mask, scale)
+            for s in _slices(cu_seqlens)
+        ]
+        return tuple(torch.cat(grads, 1) for grads in zip(*parts, strict=True))
+    q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, mask.causal, scale=scale
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _slices(cu_seqlens: Tensor) -> list[slice]:
+    """The sequences that hold tokens."""
+    cu = cu_seqlens.tolist()
+    return [slice(a, b) for a, b in zip(cu, cu[1:], strict=False) if a < b]
