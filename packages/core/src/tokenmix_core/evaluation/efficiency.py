@@ -1,0 +1,222 @@
+"""Speed and memory of inference by context length: prefill, decoding one token at a time, and the cache's bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+
+LENGTHS = (512, 1024, 2048, 4096)
+DECODE_TOKENS = 32
+
+
+class Stopwatch:
+    """Seconds that work on a device takes: CUDA events on a GPU, the processor's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Seconds that `work()` takes, waiting for the device once, at its end."""
+        if not self.cuda:
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+class PeakMemory:
+    """Peak memory since `reset`: of the CUDA allocator, else of the process as Linux counts it; None elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.known = True
+
+    def reset(self) -> None:
+        """Begin to measure."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            # proc(5): 5 resets the peak resident set size
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.known = False
+
+    def bytes(self) -> int | None:
+        """The peak so far."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if not self.known:
+            return None
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of memory that a cache's tensors hold, each storage counted once, whatever objects it is made of."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def visit(x: Any) -> None:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(x, dict):
+            for value in x.values():
+                visit(value)
+        elif isinstance(x, list | tuple | set):
+            for value in x:
+                visit(value)
+        elif hasattr(x, "__dict__") and not isinstance(x, type | torch.nn.Module) and not callable(x):
+            visit(vars(x))
+
+    visit(cache)
+    return sum(storages.values())
+
+
+@torch.inference_mode()
+def measure_inference(
+    model: Any, length: int, *, batch_size: int = 1, decode_tokens: int = DECODE_TOKENS, repeats: int = 3, seed: int = 0
+) -> dict[str, Any]:
+    """Time a prefill of `length` random tokens and `decode_tokens` greedy steps after it.
+
+    Returns:
+        A table row: medians over `repeats` after one run to warm up, the cache's bytes after the prefill, and the peak
+        memory over both phases.
+    """
+    device = model.device
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(0, text.vocab_size(model), (batch_size, length), generator=generator).to(device)
+    watch, memory = Stopwatch(device), PeakMemory(device)
+    prefills, steps = [], []
+    held = 0
+
+    def prefill() -> Any:
+        return model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+
+    for repeat in range(repeats + 1):
+        if repeat == 1:
+            memory.reset()
+        outputs: list[Any] = []
+        seconds = watch.time(lambda: outputs.append(prefill()))  # noqa: B023
+        output = outputs.pop()
+        held = cache_bytes(output.past_key_values)
+
+        def decode(output: Any = output) -> None:
+            for _ in range(decode_tokens):
+                token = output.logits[:, -1:].argmax(-1)
+                output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+
+        step = watch.time(decode) / decode_tokens
+        del output, decode
+        if repeat:
+            prefills.append(seconds)
+            steps.append(step)
+    seconds, step = statistics.median(prefills), statistics.median(steps)
+    return {
+        "context": length,
+        "batch": batch_size,
+        "prefill ms": 1e3 * seconds,
+        "prefill tokens/s": batch_size * length / seconds,
+        "decode ms/token": 1e3 * step,
+        "decode tokens/s": batch_size / step,
+        "cache bytes": held,
+        "peak bytes": memory.bytes(),
+    }
+
+
+def measure_training(
+    model: Any, length: int, *, batch_size: int = 1, repeats: int = 3, seed: int = 0
+) -> dict[str, Any]:
+    """Time a forward and backward pass over `batch_size` sequences of random tokens; a table row of the median."""
+    device = model.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, text.vocab_size(model), (batch_size, length), generator=generator).to(device)
+    watch, memory = Stopwatch(device), PeakMemory(device)
+    was_training = model.training
+    model.train()
+    seconds = []
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+
+    try:
+        for repeat in range(repeats + 1):
+            if repeat == 1:
+                memory.reset()
+            taken = watch.time(step)
+            if repeat:
+                seconds.append(taken)
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)
+    median = statistics.median(seconds)
+    return {
+        "context": length,
+        "batch": batch_size,
+        "step ms": 1e3 * median,
+        "tokens/s": batch_size * length / median,
+        "peak bytes": memory.bytes(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or how many CPU threads torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What a speed depends on beside the shape."""
+    return {
+        "device": device_name(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "parameters": model.num_parameters(),
+    }
+
+
+def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str], *, log_y: bool = True) -> Plot:
+    """A plot of some of the rows' columns over their context length; `columns` gives each one's name in the legend."""
+    series: Series = {
+        name: ([row["context"] for row in rows], [row[column] for row in rows])
+        for column, name in columns.items()
+        if all(row[column] is not None for row in rows)
+    }
+    return {"title": title, "x": "context (tokens)", "y": y, "log_x": True, "log_y": log_y, "series": series}
+
+
+def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Prefill and decode latency, cache bytes and peak memory by context length, for a batch of one by default."""
+    options.choose("efficiency", ("efficiency",))
+    lengths = sorted(options.lengths or LENGTHS)
+    batch_size = options.batch_size or 1
+    rows = [
+        measure_inference(model, length, batch_size=batch_size, repeats=options.limit or 3, seed=options.seed)
+        for length in tqdm(lengths, desc="efficiency", unit="length", disable=not options.progress)
+    ]
+    plots = [
+        curve("Latency", "ms", rows, {"prefill ms": "prefill", "decode ms/token": "decode, one token"}),
+        curve("Memory", "bytes", rows, {"cache bytes": "cache", "peak bytes": "peak"}),
+    ]
+    return {"suite": "efficiency", "settings": settings_of(model), "rows": rows, "plots": plots}

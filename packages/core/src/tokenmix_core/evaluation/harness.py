@@ -1,0 +1,220 @@
+"""lm-eval driven with a model object: one adapter for every suite of published tasks."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.extras import require
+
+OWN_TASKS = Path(__file__).parent / "tasks"
+_RULER_SEED = 1234
+
+
+def run_tasks(
+    suite: str,
+    model: Any,
+    tokenizer: Any,
+    tasks: Mapping[str, str],
+    options: EvalOptions,
+    *,
+    include: Sequence[str | Path] = (OWN_TASKS,),
+    builtin: bool = True,
+    average_over: Sequence[str] | None = None,
+    by_sample: Callable[[str, list[dict[str, Any]], str], list[dict[str, Any]]] | None = None,
+) -> SuiteResult:
+    """Run lm-eval's tasks, each by itself and from the same seed, so that no result depends on its company.
+
+    Args:
+        suite: what the result is called.
+        tasks: by lm-eval's name, the metric that stands for the task in averages.
+        include: folders with further task files.
+        builtin: whether lm-eval's own tasks are there too.
+        average_over: the tasks whose metric enters the average; all by default, none for an empty sequence.
+        by_sample: further rows made from a task's name, its samples and its metric.
+
+    Raises:
+        ImportError: lm-eval, or a library that a task needs, is not installed.
+        ValueError: a task that cannot be set up; for data that is neither here nor reachable, what is to be fetched.
+    """
+    require("lm_eval", "eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    chosen = options.choose(suite, tuple(tasks))
+    max_length = options.max_length
+    if suite == "ruler":
+        check_ruler(chosen, tokenizer, options.lengths or ())
+        # RULER's lengths include the answer; without this, prompts would be cut at the training length
+        max_length = max_length or max(options.lengths or ())
+    batch_size = options.batch_size or 8
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
+        # tasks that measure lengths load the tokenizer by name
+        tokenizer.save_pretrained(folder)
+        metadata: dict[str, Any] = {"tokenizer": folder}
+        if options.lengths:
+            metadata["max_seq_lengths"] = list(options.lengths)
+        if options.max_length:
+            metadata["max_length"] = options.max_length
+        manager = TaskManager(include_path=[str(p) for p in include], include_defaults=builtin, metadata=metadata)
+        loaded = load_tasks(manager, chosen)
+        lm = HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        for name, task in loaded.items():
+            if options.progress:
+                print(f"{suite}: {name}", file=sys.stderr, flush=True)
+            output = simple_evaluate(
+                model=lm,
+                tasks=[task],
+                task_manager=manager,
+                limit=options.limit,
+                batch_size=batch_size,
+                bootstrap_iters=1000,
+                log_samples=by_sample is not None,
+                random_seed=options.seed,
+                numpy_random_seed=options.seed,
+                torch_random_seed=options.seed,
+                fewshot_random_seed=options.seed,
+                verbosity=None,
+            )
+            rows += _rows(name, output)
+            if by_sample is not None:
+                rows += by_sample(name, output["samples"][name], tasks[name])
+    if suite == "ruler":
+        rows += _length_averages(rows)
+    else:
+        rows += _average(rows, tasks, chosen if average_over is None else average_over)
+    settings = {"limit": options.limit, "max_length": lm.max_length, "seed": options.seed}
+    plots = [_bars_by_length(rows)] if suite == "ruler" else []
+    return {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
+
+
+def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The task objects, their data loaded or built, each from the same seed.
+
+    Raises:
+        ValueError: unknown tasks, or in one sentence all data that is to be fetched.
+    """
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise ValueError(f"lm-eval has no task {', '.join(unknown)}")
+    loaded: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        random.seed(_RULER_SEED)
+        try:
+            with _offline(bool(missing)):
+                loaded.update(manager.load([name])["tasks"])
+        except OSError as error:
+            # datasets, huggingface_hub and requests all derive their network errors from it
+            missing[name] = _what_is_missing(name, error)
+    if missing:
+        rest = f"; what needs none of it: --tasks {','.join(loaded)}" if loaded else ""
+        raise ValueError(
+            f"data that is not on this machine cannot be reached: {', '.join(dict.fromkeys(missing.values()))} (for "
+            f"{', '.join(missing)}); run the same command once with a network, or copy the folder HF_HOME from a "
+            f"machine that did and set HF_HUB_OFFLINE=1{rest}"
+        )
+    return loaded
+
+
+def _what_is_missing(task: str, error: OSError) -> str:
+    found = re.search(r"(?:[Dd]ataset|reach) '?([\w.-]+/[\w.-]+)'?", str(error)) or re.search(
+        r"host='([^']+)'", str(error)
+    )
+    what = found.group(1) if found else str(error).strip().splitlines()[0][:200]
+    return f"{what} and NLTK's punkt_tab" if "essays" in what else what
+
+
+@contextmanager
+def _offline(wanted: bool) -> Iterator[None]:
+    """Make hub clients fail at once instead of retrying for half a minute: one unreachable data set tells enough."""
+    if not wanted:
+        yield
+        return
+    from datasets import config
+    from huggingface_hub import constants
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+
+
+def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
+    """Refuse lengths that RULER's generators would try to reach for ever.
+
+    Raises:
+        ValueError: a length that cannot hold the shortest prompt of a task, or a tokenizer with too short tokens.
+    """
+
+    def count(string: str) -> int:
+        return len(tokenizer(string, verbose=False)["input_ids"])
+
+    if not lengths:
+        raise ValueError("ruler needs context lengths, got none")
+    if "ruler_vt" in tasks:
+        vt = require("lm_eval.tasks.ruler.vt_utils", "eval")
+        needed = count(vt.generate_input_output(5, 1, 4, is_icl=True)[0]) + 40
+        if needed > 500:
+            raise ValueError(
+                f"ruler_vt begins with an example of at most 500 tokens, and this tokenizer needs {needed} for it; "
+                f"choose the other tasks: {', '.join(t for t in tasks if t != 'ruler_vt') or 'none is left'}"
+            )
+    if "ruler_cwe" in tasks:
+        cwe = require("lm_eval.tasks.ruler.cwe_utils", "eval")
+        for length in lengths:
+            needed = count(cwe.generate_input_output(10, length)[1]) + 160
+            if needed > length:
+                raise ValueError(f"ruler_cwe at {length} tokens needs at least {needed} with this tokenizer")
+    if min(lengths) < 512:
+        raise ValueError(f"ruler needs lengths of at least 512 tokens, got {min(lengths)}")
+
+
+def _rows(task: str, output: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    samples = output.get("n-samples", {}).get(task, {}).get("effective")
+    for key, value in output["results"][task].items():
+        metric, _, filtered = key.partition(",")
+        if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        # RULER marks lengths that were not asked for
+        if metric.isdigit() and value == -1:
+            continue
+        error = output["results"][task].get(f"{metric}_stderr,{filtered}")
+        name = metric if filtered == "none" else f"{metric} ({filtered})"
+        row = {"task": task, "metric": name, "value": float(value)}
+        row["stderr"] = float(error) if isinstance(error, int | float) else None
+        rows.append({**row, "examples": samples})
+    return rows
+
+
+def _average(rows: list[dict[str, Any]], tasks: Mapping[str, str], names: Sequence[str]) -> list[dict[str, Any]]:
+    values = [r["value"] for r in rows if r["task"] in names and r["metric"] == tasks[r["task"]]]
+    if len(values) < 2:
+        return []
+    return [{"task": "average", "metric": f"{len(values)} tasks", "value": sum(values) / len(values)}]
+
+
+def _length_averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lengths = sorted({int(r["metric"]) for r in rows})
+    values = {length: [r["value"] for r in rows if int(r["metric"]) == length] for length in lengths}
+    return [{"task": "average", "metric": str(n), "value": sum(v) / len(v)} for n, v in values.items()]
+
+
+def _bars_by_length(rows: list[dict[str, Any]]) -> Plot:
+    series: Series = {}
+    for row in rows:
+        x, y = series.setdefault(row["task"], ([], []))
+        x.append(int(row["metric"]))
+        y.append(row["value"])
+    return {"title": "RULER", "x": "context (tokens)", "y": "score", "log_x": True, "log_y": False, "series": series}

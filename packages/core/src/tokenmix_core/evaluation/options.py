@@ -1,0 +1,111 @@
+"""What a suite is given and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options that all suites share; None stands for the suite's own default.
+
+    Attributes:
+        limit: examples for each task.
+        batch_size: sequences in one forward pass.
+        lengths: context lengths to measure at, in tokens.
+        max_length: longest prompt, answer included, that is put to the model; longer ones are cut.
+        tasks: names of the suite's tasks to run.
+        text: a text file to measure on or to hide needles in; the held-out part of the built-in corpus by default.
+        seed: what random data depends on.
+        progress: show progress bars.
+
+    Raises:
+        ValueError: a value that makes no sense, named.
+    """
+
+    limit: int | None = None
+    batch_size: int | None = None
+    lengths: tuple[int, ...] | None = None
+    max_length: int | None = None
+    tasks: tuple[str, ...] | None = None
+    text: str | None = None
+    seed: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "batch_size", "max_length"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be an integer from 0 on, got {self.seed!r}")
+        if self.lengths is not None:
+            if not self.lengths or any(not isinstance(n, int) or n < 2 for n in self.lengths):
+                raise ValueError(f"lengths must be integers from 2 on, got {self.lengths!r}")
+            if len(set(self.lengths)) < len(self.lengths):
+                raise ValueError(f"lengths must differ from each other, got {self.lengths!r}")
+        if self.tasks is not None and not self.tasks:
+            raise ValueError("tasks must name at least one task, got none")
+
+    def choose(self, suite: str, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the suite's `tasks` that are wanted, in the suite's order.
+
+        Raises:
+            ValueError: a wanted task that the suite does not have.
+        """
+        if self.tasks is None:
+            return tasks
+        if unknown := [task for task in self.tasks if task not in tasks]:
+            raise ValueError(f"suite {suite} has no task {unknown[0]!r}; it has {', '.join(tasks)}")
+        return tuple(task for task in tasks if task in self.tasks)
+
+
+# by name, the points' x and y, equally long
+Series = dict[str, tuple[list[float], list[float]]]
+
+
+class Plot(TypedDict):
+    """Curves over one axis.
+
+    Attributes:
+        title, x, y: what the plot and its axes are called, units included.
+        log_x, log_y: whether an axis is logarithmic.
+        series: the curves.
+    """
+
+    title: str
+    x: str
+    y: str
+    log_x: bool
+    log_y: bool
+    series: Series
+
+
+class SuiteResult(TypedDict):
+    """What a suite returns: plain data, fit for JSON.
+
+    Attributes:
+        suite: its name.
+        settings: what the numbers depend on.
+        rows: flat records, the lines of the table.
+        plots: what to draw.
+    """
+
+    suite: str
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    plots: list[Plot]
+
+
+class Suite(NamedTuple):
+    """A named evaluation.
+
+    Attributes:
+        summary: one line on what it measures, for `info` and `--help`.
+        run: `(model, tokenizer, options) -> SuiteResult`.
+    """
+
+    summary: str
+    run: Callable[[Any, Any, EvalOptions], SuiteResult]

@@ -1,0 +1,186 @@
+"""Recall measured on any causal language model: associative recall in token space, needles in haystacks of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.evaluation.text import BUILT_IN
+from tokenmix_core.synthetic import IGNORE_INDEX, NIAH_TASKS, NiahExample, RecallExamples, mqar, niah
+
+MQAR_LENGTHS = (64, 128, 256, 512)
+MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256)
+# sequences whose index begins here are never trained on
+MQAR_HELD_OUT = 2**40
+NIAH_LENGTHS = (1024, 2048, 4096)
+_HAYSTACK_WORDS = 200_000
+
+
+@torch.inference_mode()
+def score_recall(
+    model: Any, examples: RecallExamples, *, batch_size: int = 8, progress: bool = False
+) -> tuple[float, float]:
+    """Accuracy (share of scored positions whose most likely token is the label) and mean loss there, in nats.
+
+    Raises:
+        ValueError: tokens that lie outside the model's vocabulary, or no scored position.
+    """
+    size = text.vocab_size(model)
+    if (top := int(examples.input_ids.max())) >= size:
+        raise ValueError(f"token {top} does not lie in the model's vocabulary of {size}")
+    right = loss = count = 0.0
+    batches = list(zip(examples.input_ids.split(batch_size), examples.labels.split(batch_size), strict=True))
+    for input_ids, labels in tqdm(batches, desc="recall", unit="batch", leave=False, disable=not progress):
+        logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits[:, :-1]
+        targets = labels[:, 1:].to(logits.device)
+        scored = targets != IGNORE_INDEX
+        logits, targets = logits[scored].float(), targets[scored]
+        right += float((logits.argmax(-1) == targets).sum())
+        loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+        count += len(targets)
+    if not count:
+        raise ValueError("score_recall: no position is scored")
+    return right / count, loss / count
+
+
+def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Multi-query associative recall: accuracy by number of pairs, for each length (64 to 512 tokens by default).
+
+    The vocabulary is Zoology's 8,192 tokens, or the model's where that is smaller. The examples' indices lie past any
+    that training reaches.
+    """
+    lengths = options.lengths or MQAR_LENGTHS
+    cases = {f"mqar-{t}-{p}": (t, p) for t in lengths for p in MQAR_PAIRS if 4 * p <= t}
+    size = min(8192, text.vocab_size(model))
+    limit = options.limit or 128
+    cases = {name: (t, p) for name, (t, p) in cases.items() if size // 2 - 1 >= p}
+    rows = []
+    series: Series = {}
+    chosen = options.choose("mqar", tuple(cases))
+    for name in tqdm(chosen, desc="mqar", unit="task", disable=not options.progress):
+        length, pairs = cases[name]
+        examples = mqar(limit, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT)
+        accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
+        row = {"task": name, "length": length, "pairs": pairs, "accuracy": accuracy, "loss": loss}
+        rows.append({**row, "queries": limit * pairs})
+        x, y = series.setdefault(f"{length} tokens", ([], []))
+        x.append(pairs)
+        y.append(accuracy)
+    title = "Multi-query associative recall"
+    plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "log_y": False, "series": series}
+    settings = {"vocab_size": size, "chance": 1 / (size - size // 2), "seed": options.seed}
+    return {"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]}
+
+
+class NeedleScore(NamedTuple):
+    """How a model did on one needle: whether greedy decoding names it, and the loss of its tokens in nats each."""
+
+    found: bool
+    loss: float
+
+
+def score_niah(
+    model: Any, tokenizer: Any, examples: Sequence[NiahExample], *, batch_size: int = 8
+) -> list[NeedleScore]:
+    """Let a model complete each prompt greedily, in left-padded batches, and look for the answer in what it says."""
+    scores = []
+    for start in range(0, len(examples), batch_size):
+        batch = examples[start : start + batch_size]
+        room = max(len(tokenizer(" " + e.answer, add_special_tokens=False)["input_ids"]) for e in batch) + 8
+        said = generate_text(model, tokenizer, [e.context + e.question for e in batch], max_new_tokens=room)
+        scores += [
+            NeedleScore(e.answer in s, answer_loss(model, tokenizer, e)) for e, s in zip(batch, said, strict=True)
+        ]
+    return scores
+
+
+def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """S-NIAH 1 to 3: share of needles that greedy decoding names, by context length (1K to 4K by default) and depth.
+
+    `answer loss` moves long before the accuracy does.
+    """
+    limit, batch_size = options.limit or 50, options.batch_size or 8
+    tasks = options.choose("niah", tuple(NIAH_TASKS))
+    needs_text = any(NIAH_TASKS[task].haystack == "text" for task in tasks)
+    haystack = text.words(options.text, tokenizer, _HAYSTACK_WORDS) if needs_text else []
+    rows = []
+    by_length: Series = {}
+    by_depth: Series = {}
+    cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
+    found_at: dict[str, list[tuple[float, bool]]] = {task: [] for task in tasks}
+    for task, length in tqdm(cases, desc="niah", unit="task", disable=not options.progress):
+        examples = [
+            niah(
+                task,
+                max_tokens=length,
+                count_tokens=lambda string: len(tokenizer(string, verbose=False)["input_ids"]),
+                depth=(i + 0.5) / limit,
+                haystack=haystack,
+                seed=options.seed,
+                index=i,
+            )
+            for i in range(limit)
+        ]
+        bar = tqdm(examples, desc=f"{task}, {length} tokens", leave=False, disable=not options.progress)
+        scores = []
+        for start in range(0, limit, batch_size):
+            batch = examples[start : start + batch_size]
+            scores += score_niah(model, tokenizer, batch, batch_size=batch_size)
+            bar.update(len(batch))
+        bar.close()
+        accuracy, loss = (float(np.mean(column)) for column in zip(*scores, strict=True))
+        rows.append({"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit})
+        found_at[task] += [(e.depth, score.found) for e, score in zip(examples, scores, strict=True)]
+        x, y = by_length.setdefault(task, ([], []))
+        x.append(length)
+        y.append(accuracy)
+    for task, hits in found_at.items():
+        depth, found = np.array(hits).T
+        tenth = np.minimum((depth * 10).astype(int), 9)
+        present = np.unique(tenth)
+        by_depth[task] = (((present + 0.5) / 10).tolist(), [float(found[tenth == t].mean()) for t in present])
+    title = "Needle in a haystack"
+    plots: list[Plot] = [
+        {"title": title, "x": "context (tokens)", "y": "accuracy", "log_x": True, "log_y": False, "series": by_length},
+        {"title": title, "x": "depth", "y": "accuracy", "log_x": False, "log_y": False, "series": by_depth},
+    ]
+    settings: dict[str, Any] = {"seed": options.seed}
+    if needs_text:
+        settings["haystack"] = options.text or BUILT_IN
+    return {"suite": "niah", "settings": settings, "rows": rows, "plots": plots}
+
+
+@torch.inference_mode()
+def generate_text(model: Any, tokenizer: Any, prompts: list[str], *, max_new_tokens: int, **settings: Any) -> list[str]:
+    """The continuations of `prompts`, decoded; greedy unless transformers' generation `settings` say otherwise."""
+    rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
+    pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    longest = max(map(len, rows))
+    input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    out = model.generate(
+        input_ids=input_ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        use_cache=True,
+        **{"do_sample": False, **settings},
+    )
+    return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+
+
+@torch.inference_mode()
+def answer_loss(model: Any, tokenizer: Any, example: NiahExample) -> float:
+    """The mean loss of the true answer's tokens after the prompt, in nats."""
+    prompt = tokenizer(example.context + example.question, verbose=False)["input_ids"]
+    answer = tokenizer(" " + example.answer, add_special_tokens=False)["input_ids"]
+    input_ids = torch.tensor([prompt + answer], device=model.device)
+    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    return float(F.cross_entropy(logits.float(), input_ids[0, -len(answer) :]))

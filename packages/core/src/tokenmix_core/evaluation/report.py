@@ -1,0 +1,144 @@
+"""Results on disk: one JSON file and its plots for each suite, and a report of tables made from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmix_core.evaluation.options import Plot, SuiteResult
+from tokenmix_core.extras import require
+
+REPORT = "report.md"
+_MARKERS = "osD^v<>ph*"
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, then move it there in one step; errors leave nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        # mkstemp makes it private; a result is as readable as any new file
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a Markdown table that is aligned in a terminal too; a column for each key, in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    widths = [max(3, len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
+
+    def line(values: Sequence[str]) -> str:
+        parts = (
+            value.rjust(width) if right else value.ljust(width)
+            for value, width, right in zip(values, widths, numeric, strict=True)
+        )
+        return "| " + " | ".join(parts) + " |"
+
+    rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
+    return "\n".join([line(columns), line(rule), *(line(values) for values in cells)])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e7:
+            return f"{value:.3e}"
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, str):
+        return value.replace("|", "\\|").replace("\r", "").replace("\n", "⏎")
+    return (
+        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000 else str(value)
+    )
+
+
+def draw(plot: Plot, path: Path) -> None:
+    """Draw curves into a PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require("matplotlib", "plots")
+    # the object interface: it chooses no window system and keeps no global state
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for i, (name, (x, y)) in enumerate(plot["series"].items()):
+        marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 40 else None
+        axes.plot(x, y, marker=marker, markersize=4, linewidth=1.4, label=name)
+    if plot["log_x"]:
+        axes.set_xscale("log", base=2)
+    if plot["log_y"]:
+        axes.set_yscale("log")
+    axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
+    axes.grid(alpha=0.3)
+    if plot["series"]:
+        axes.legend(frameon=False)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def write_result(result: SuiteResult, folder: Path) -> list[Path]:
+    """Write `<suite>.json` and its plots, then make the folder's report anew.
+
+    Without matplotlib the plots are left out, with a word on stderr.
+
+    Returns:
+        The files that were written.
+    """
+    folder = Path(folder)
+    suite = result["suite"]
+    written = [folder / f"{suite}.json"]
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
+    write_atomically(written[0], lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    for path, plot in zip(_plot_paths(result, folder), result["plots"], strict=True):
+        try:
+            draw(plot, path)
+        except ImportError as error:
+            print(f"{suite}: no plot is drawn, for {error}", file=sys.stderr)
+            break
+        written.append(path)
+    written.append(write_report(folder))
+    return written
+
+
+def _plot_paths(result: SuiteResult, folder: Path) -> list[Path]:
+    count = len(result["plots"])
+    return [folder / f"{result['suite']}{f'-{i + 1}' if count > 1 else ''}.png" for i in range(count)]
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.md`: the tables and plots of every result in the folder."""
+    parts = ["# Evaluation"]
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict) or not result.keys() >= {"suite", "settings", "rows", "plots"}:
+            continue
+        settings = "; ".join(f"{name}: {_cell(value)}" for name, value in result["settings"].items())
+        parts += [f"## {result['suite']}", settings] if settings else [f"## {result['suite']}"]
+        if result["rows"]:
+            parts.append(format_table(result["rows"]))
+        for plot, image in zip(result["plots"], _plot_paths(result, folder), strict=True):
+            if image.exists():
+                parts.append(f"![{plot['title']}]({image.name})")
+    path = folder / REPORT
+    text = "\n\n".join(parts) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return path

@@ -1,0 +1,181 @@
+"""The suites by name, and the function that runs them and writes what they find."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.efficiency import efficiency_suite
+from tokenmix_core.evaluation.harness import run_tasks
+from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
+from tokenmix_core.evaluation.perplexity import perplexity_suite
+from tokenmix_core.evaluation.recall import generate_text, mqar_suite, niah_suite
+from tokenmix_core.evaluation.report import format_table, write_result
+
+# lm-eval's names, and the metric that stands for each task in the average, as the papers report it
+COMMONSENSE = {
+    "wikitext": "word_perplexity",
+    "lambada_openai": "acc",
+    "piqa": "acc",
+    "hellaswag": "acc_norm",
+    "winogrande": "acc",
+    "openbookqa": "acc_norm",
+    "arc_easy": "acc",
+    "arc_challenge": "acc_norm",
+    "boolq": "acc",
+    "sciq": "acc",
+    "social_iqa": "acc",
+}
+RECALL = dict.fromkeys(("swde", "squad_completion", "fda", "recall_triviaqa", "recall_nq", "recall_drop"), "contains")
+RULER = (
+    *(f"niah_single_{i}" for i in (1, 2, 3)),
+    *(f"niah_multikey_{i}" for i in (1, 2, 3)),
+    "niah_multivalue",
+    "niah_multiquery",
+    "ruler_vt",
+    "ruler_cwe",
+    "ruler_fwe",
+    "ruler_qa_squad",
+    "ruler_qa_hotpot",
+)
+RULER_LENGTHS = (4096,)
+# LongBench-E: the sets whose lengths are spread evenly
+LONGBENCH = tuple(
+    f"longbench_{name}_e"
+    for name in (
+        "2wikimqa",
+        "hotpotqa",
+        "multifieldqa_en",
+        "qasper",
+        "multi_news",
+        "gov_report",
+        "trec",
+        "triviaqa",
+        "samsum",
+        "lcc",
+        "repobench-p",
+    )
+)
+_LONGBENCH_RANGES = ((0, 4000), (4000, 8000), (8000, sys.maxsize))
+
+
+def commonsense_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Zero-shot common sense and language modelling; the average leaves WikiText's perplexity out."""
+    counted = [task for task in COMMONSENSE if task != "wikitext"]
+    return run_tasks("commonsense", model, tokenizer, COMMONSENSE, options, average_over=counted)
+
+
+def recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Cloze questions on a passage: SWDE, SQuAD and FDA as lm-eval has them, TriviaQA, NQ and DROP as in `tasks/`.
+
+    `max_length=2048` is the papers' usual setting; lm-eval's own three tasks keep the end of a longer prompt.
+    """
+    return run_tasks("recall", model, tokenizer, RECALL, options)
+
+
+def ruler_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """RULER's thirteen tasks at each context length (4,096 tokens by default)."""
+    options = replace(options, lengths=options.lengths or RULER_LENGTHS)
+    return run_tasks("ruler", model, tokenizer, dict.fromkeys(RULER, ""), options)
+
+
+def longbench_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """LongBench-E, whole and by length of the input in words: below 4,000, to 8,000, and above."""
+    tasks = dict.fromkeys(LONGBENCH, "score")
+    return run_tasks("longbench", model, tokenizer, tasks, options, by_sample=_longbench_ranges)
+
+
+def _longbench_ranges(task: str, samples: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    rows = []
+    for low, high in _LONGBENCH_RANGES:
+        values = [float(s[metric]) for s in samples if low <= s["doc"]["length"] < high]
+        if values:
+            name = (
+                f"{metric}, {low // 1000}k-{high // 1000}k words"
+                if high < sys.maxsize
+                else f"{metric}, {low // 1000}k words on"
+            )
+            rows.append({"task": task, "metric": name, "value": sum(values) / len(values), "examples": len(values)})
+    return rows
+
+
+def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Continuations of held-out text, sampled at temperature 0.8 from the given seed."""
+    import torch
+
+    options.choose("samples", ("samples",))
+    length = (options.lengths or (64,))[0]
+    documents = text.documents(options.text, tokenizer)
+    prompts = [d[: 3 * length] for _, d in zip(range(options.limit or 3), documents, strict=False)]
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(options.seed)
+        said = generate_text(
+            model, tokenizer, prompts, max_new_tokens=2 * length, do_sample=True, temperature=0.8, top_k=0
+        )
+    rows = [{"prompt": prompt, "continuation": s} for prompt, s in zip(prompts, said, strict=True)]
+    settings = {"temperature": 0.8, "seed": options.seed, "text": options.text or text.BUILT_IN}
+    return {"suite": "samples", "settings": settings, "rows": rows, "plots": []}
+
+
+SUITES: dict[str, Suite] = {
+    "commonsense": Suite("common sense and WikiText, zero-shot, through lm-eval", commonsense_suite),
+    "recall": Suite("recall from passages in cloze form (SWDE, SQuAD, FDA, TriviaQA, NQ, DROP)", recall_suite),
+    "ruler": Suite("RULER's thirteen long-context tasks, through lm-eval", ruler_suite),
+    "longbench": Suite("LongBench-E, through lm-eval", longbench_suite),
+    "mqar": Suite("multi-query associative recall; offline", mqar_suite),
+    "niah": Suite("single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite),
+    "perplexity-by-position": Suite("loss on held-out text by position; offline", perplexity_suite),
+    "efficiency": Suite("prefill and decode latency, memory, cache bytes by context; offline", efficiency_suite),
+    "samples": Suite("continuations of held-out text; offline", samples_suite),
+}
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    names: Sequence[str],
+    options: EvalOptions | Mapping[str, EvalOptions] | None = None,
+    *,
+    out: str | Path | None = None,
+    suites: Mapping[str, Suite] = SUITES,
+) -> dict[str, SuiteResult]:
+    """Run suites on a model, print each one's table, and write it at once, so that what is done is kept.
+
+    Args:
+        model: any causal language model of transformers; it is put in evaluation mode and back.
+        tokenizer: its tokenizer.
+        names: the suites to run, in order.
+        options: one for all, or by suite's name (others get the defaults).
+        out: the folder for JSON, plots and `report.md`; nothing is written without it.
+        suites: the suites to choose from.
+
+    Raises:
+        ValueError: an unknown suite, or options that a suite cannot satisfy.
+        ImportError: a suite needs a library that is not installed.
+    """
+    if unknown := [name for name in names if name not in suites]:
+        raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"{out} is a file, expected a folder to write results to")
+    results: dict[str, SuiteResult] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        for name in names:
+            chosen = options.get(name) if isinstance(options, Mapping) else options
+            start = time.perf_counter()
+            result = suites[name].run(model, tokenizer, chosen or EvalOptions())
+            result["settings"]["seconds"] = round(time.perf_counter() - start, 1)
+            results[name] = result
+            print(f"\n{name}\n{format_table(result['rows'])}", flush=True)
+            if out is not None:
+                files = write_result(result, Path(out))
+                print(f"written: {', '.join(str(f) for f in files)}", flush=True)
+    finally:
+        model.train(was_training)
+    return results

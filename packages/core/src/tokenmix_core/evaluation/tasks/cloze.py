@@ -1,0 +1,95 @@
+"""Natural Questions, TriviaQA and DROP as cloze tasks for base models (Arora et al. 2024, "Just read twice").
+
+The prompt is a passage, a full stop, and the beginning of a sentence that the answer completes. A model is right when
+what it says, up to the end of the line and at most 48 tokens, contains one of the answers, whatever the case.
+
+With `max_length` in the metadata, passages are cut so that prompt and answer fit: Natural Questions around the answer,
+TriviaQA and DROP behind their beginning, as the benchmark does.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# the tokens that the benchmark keeps free for the answer
+ANSWER_TOKENS = 50
+_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
+
+
+def nq(**metadata: Any) -> dict[str, Any]:
+    """Natural Questions in passages of 2,048 tokens."""
+    return _load("hazyresearch/based_nq_2048", around_answer=True, metadata=metadata)
+
+
+def triviaqa(**metadata: Any) -> dict[str, Any]:
+    """TriviaQA with its web evidence."""
+    return _load("hazyresearch/based_triviaqa", around_answer=False, metadata=metadata)
+
+
+def drop(**metadata: Any) -> dict[str, Any]:
+    """DROP with its Wikipedia passages."""
+    return _load("hazyresearch/based_drop", around_answer=False, metadata=metadata)
+
+
+def _load(name: str, *, around_answer: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    rows = load_dataset(name, split="validation")
+    if max_length := metadata.get("max_length"):
+        tokenizer = AutoTokenizer.from_pretrained(metadata["tokenizer"])
+        rows = rows.map(lambda row: cut(row, tokenizer, max_length, around_answer=around_answer))
+    return {"validation": rows}
+
+
+def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: bool) -> dict[str, Any]:
+    """The row with its passage cut so that the prompt has at most `max_length − 50` tokens.
+
+    Raises:
+        ValueError: the question alone is longer.
+    """
+    passage = _passage(row)
+    question = len(tokenizer(". " + row["question"].strip())["input_ids"])
+    room = max_length - ANSWER_TOKENS - question
+    if room < 1:
+        raise ValueError(
+            f"max_length={max_length} leaves no room for a passage beside a question of {question} tokens and an "
+            f"answer of {ANSWER_TOKENS}"
+        )
+    spans = tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    if len(spans) <= room:
+        return row
+    first = 0
+    if around_answer and (found := re.search(re.escape(_answers(row)[0]), passage, re.IGNORECASE)):
+        middle = sum(1 for _, end in spans if end <= found.start())
+        first = min(max(0, middle - room // 2), len(spans) - room)
+    # characters rather than decoded tokens, so that the text stays what it was
+    return {**row, "context": passage[spans[first][0] : spans[first + room - 1][1]]}
+
+
+def _passage(row: dict[str, Any]) -> str:
+    passage, question = _MARKS.sub("", row["context"]).strip(), row["question"].strip()
+    while question and passage.lower().endswith(question.lower()):
+        passage = passage[: -len(question)].strip()
+    return passage
+
+
+def _answers(row: dict[str, Any]) -> list[str]:
+    return list(row["answers"]) or ["unanswerable"]
+
+
+def prompt(row: dict[str, Any]) -> str:
+    """The passage and the beginning of the sentence to complete."""
+    return f"{_passage(row).strip('.')}. {row['question'].strip()}"
+
+
+def first_answer(row: dict[str, Any]) -> str:
+    """The answer that stands for all in logs."""
+    return " " + _answers(row)[0]
+
+
+def contains(row: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Whether the completion contains one of the answers."""
+    said = results[0].lower()
+    return {"contains": float(any(answer.lower() in said for answer in _answers(row)))}
