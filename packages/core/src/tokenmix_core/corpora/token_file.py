@@ -250,7 +250,9 @@ class TokenFileWriter:
         progress = {"settings": self.settings, "consumed": consumed, "sizes": sizes}
         write_atomically(self.partial / "progress.json", json.dumps(progress))
 
-    def finish(self, *, eos_token_id: int, tokenizer: str, fingerprint: str, source: Mapping[str, Any]) -> TokenFileMeta:
+    def finish(
+        self, *, eos_token_id: int, tokenizer: str, fingerprint: str, source: Mapping[str, Any]
+    ) -> TokenFileMeta:
         """Join the two splits, write offsets and meta, and give the folder its name."""
         self.close()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in ("train", "held_out")}

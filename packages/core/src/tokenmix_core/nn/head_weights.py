@@ -1,0 +1,52 @@
+"""Per-head weights of a loss term, and the statistics by which they are adapted during training."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tokenmix_core.nn.init import is_loaded
+
+
+class HeadWeights(nn.Module):
+    """One weight a head, held in buffers: saved with the model, equal on all processes, never seen by the optimizer.
+
+    The forward pass of the owner reads `weight` and, in training, hands what it observed to `observe`. A callback
+    turns that into new weights between optimizer steps.
+
+    Args:
+        num_heads: H.
+        initial: the weights to begin with.
+
+    Attributes:
+        weight: the weights, float32, `[H]`.
+        average: the moving average of the observed mean, `[H]`.
+        total, count: sum and number of the observations since the last optimizer step, `[H]` and `[]`.
+    """
+
+    weight: Tensor
+    average: Tensor
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, num_heads: int, initial: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads, self.initial = num_heads, initial
+        for name in ("weight", "average", "total"):
+            self.register_buffer(name, torch.empty(num_heads, dtype=torch.float32))
+        self.register_buffer("count", torch.empty((), dtype=torch.float32))
+        self.init_weights_()
+
+    @torch.no_grad()
+    def init_weights_(self) -> None:
+        """Set every buffer that was not loaded to where training begins."""
+        for name, buffer in self.named_buffers():
+            if not is_loaded(buffer):
+                buffer.fill_(self.initial if name == "weight" else 0.0)
+
+    @torch.no_grad()
+    def observe(self, values: Float[Tensor, "N H"]) -> None:
+        """Add N observations of each head. A forward pass that is repeated for checkpointing weighs all of them twice."""
+        self.total += values.float().sum(0)
+        self.count += values.shape[0]

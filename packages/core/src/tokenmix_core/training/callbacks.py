@@ -1,0 +1,133 @@
+"""Callbacks of a training run: the JSONL log, a stop that leaves a checkpoint, and per-head weights that adapt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from transformers import TrainerCallback
+
+from tokenmix_core.corpora.token_file import write_atomically
+from tokenmix_core.nn.head_weights import HeadWeights
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every line of the log to a JSONL file.
+
+    When a run goes on from step s, lines of later steps, which will come again, are dropped first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero and self.path.exists():
+            kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL log; a last line that a killed process did not finish is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+class StopOnSignal(TrainerCallback):
+    """Ctrl-C (or SIGTERM) ends training after the current step with a checkpoint; a second one quits at once.
+
+    With several processes the signal counts when the next line is logged, for there they meet anyway.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
+        except ValueError:
+            # outside the main thread there are no handlers to set
+            self._previous.clear()
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.restore()
+        self.received = number
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\nstopping after this step, with a checkpoint; once more to quit at once", file=sys.stderr)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        stop = self.received is not None
+        if args.world_size > 1:
+            if state.global_step % args.logging_steps:
+                return
+            flag = torch.tensor(int(stop), device=args.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            stop = bool(flag)
+            self.received = self.received or (signal.SIGTERM if stop else None)
+        if stop:
+            control.should_save = control.should_training_stop = True
+
+
+Rule = Callable[[Float[Tensor, "H"], Float[Tensor, "H"]], Float[Tensor, "H"]]
+
+
+class AdaptHeadWeights(TrainerCallback):
+    """Adapts the weights of every `HeadWeights` module of a model to what its heads did.
+
+    After each optimizer step the statistics that the modules gathered, over micro-batches and processes alike, become
+    a mean c for each head, and c̄ ← α c̄ + (1 − α) c. Every `every` steps the weights become `rule(weights, c̄)`. Both
+    are persistent buffers, so they are saved, resumed and equal on all processes.
+
+    Args:
+        rule: a function of the weights `[H]` and the averages `[H]` that returns the new weights `[H]`.
+        every: steps between two updates of the weights.
+        decay: α.
+    """
+
+    def __init__(self, rule: Rule, *, every: int, decay: float) -> None:
+        if every < 1 or not 0 <= decay < 1:
+            raise ValueError(f"every must be at least 1 and decay from 0 to below 1, got {every} and {decay}")
+        self.rule, self.every, self.decay = rule, every, decay
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
+        modules = [module for module in model.modules() if isinstance(module, HeadWeights)]
+        if not modules:
+            raise ValueError(f"{type(model).__name__} has no HeadWeights module whose weights could be adapted")
+        # one message for all layers
+        gathered = torch.cat([torch.cat([m.total, m.count[None]]) for m in modules])
+        if args.world_size > 1:
+            dist.all_reduce(gathered)
+        for module, part in zip(modules, gathered.split([len(m.total) + 1 for m in modules]), strict=True):
+            mean = part[:-1] / part[-1].clamp(min=1)
+            module.average.lerp_(mean, 1 - self.decay)
+            module.total.zero_()
+            module.count.zero_()
+            if state.global_step % self.every == 0:
+                module.weight.copy_(self.rule(module.weight, module.average))

@@ -1,0 +1,114 @@
+"""Checkpoints that are whole or not there: written aside and renamed, with a manifest that resume checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenmix_core.corpora.token_file import file_sha256, write_atomically
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+
+
+def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, in order."""
+    found = {}
+    for path in output_dir.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if path.is_dir() and step.isdecimal():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Record size and sha256 of every file of a checkpoint, beside `content`."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    with ThreadPoolExecutor(8) as pool:
+        sums = list(pool.map(file_sha256, files))
+    listed = {
+        p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": s}
+        for p, s in zip(files, sums, strict=True)
+    }
+    write_atomically(folder / MANIFEST, json.dumps({**content, "files": listed}, indent=1))
+
+
+def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that is damaged, or that belongs to another run.
+
+    Args:
+        folder: the checkpoint.
+        identity: what the run's loss curve depends on.
+
+    Raises:
+        ValueError: which file is missing, truncated or damaged, or what differs from the run.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files, saved = manifest["files"], manifest["identity"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
+            "written by this trainer or is damaged"
+        ) from error
+    wanted = json.loads(json.dumps(identity))
+    differing = sorted(key for key in {*saved, *wanted} if saved.get(key) != wanted.get(key))
+    if differing:
+        told = "; ".join(f"{key} was {saved.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
+        raise ValueError(f"{folder} belongs to another run: {told}")
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{folder} is damaged: {name} is missing")
+        if path.stat().st_size != expected["bytes"]:
+            raise ValueError(
+                f"{folder} is damaged: {name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
+            )
+    with ThreadPoolExecutor(8) as pool:
+        sums = pool.map(file_sha256, [folder / name for name in files])
+        for (name, expected), got in zip(files.items(), sums, strict=True):
+            if got != expected["sha256"]:
+                raise ValueError(f"{folder} is damaged: the content of {name} is not what was written")
+
+
+def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path:
+    """The last checkpoint of a run, checked.
+
+    A checkpoint that was being written when its process was killed never had its name, so the last one is whole unless
+    something happened to it later; then it is refused rather than an older one taken silently.
+
+    Raises:
+        ValueError: there is none, or the last one is damaged or foreign.
+    """
+    found = checkpoint_steps(output_dir)
+    if not found:
+        raise ValueError(f"{output_dir} holds no checkpoint to resume from")
+    *older, last = found.values()
+    try:
+        check_checkpoint(last, identity)
+    except ValueError as error:
+        hint = f"; remove it to go on from {older[-1].name}" if older and "damaged" in str(error) else ""
+        raise ValueError(f"{error}{hint}") from error
+    return last
+
+
+def publish(partial: Path, output_dir: Path) -> None:
+    """Give everything that was written into `partial` its place in `output_dir`; folders come whole or not at all."""
+    for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+        target = output_dir / path.name
+        if target.is_dir():
+            # the same step once more
+            shutil.rmtree(target)
+        os.replace(path, target)
+    partial.rmdir()
+
+
+def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints."""
+    for path in list(checkpoint_steps(output_dir).values())[:-keep]:
+        shutil.rmtree(path)

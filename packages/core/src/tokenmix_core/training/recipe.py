@@ -1,0 +1,355 @@
+"""A recipe: the complete, frozen description of a training run, and how a YAML file or flags change its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, TrainerCallback
+
+_SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class Tokens(int):
+    """A number of tokens; as text also with a suffix, "0.5M" or "15B", or as a power, "2**19"."""
+
+    def __new__(cls, value: int | str) -> Tokens:
+        if isinstance(value, str):
+            text = value.strip().replace("_", "").replace(",", "")
+            try:
+                if "**" in text:
+                    base, exponent = map(int, text.split("**"))
+                    value = base**exponent
+                else:
+                    scale = _SUFFIXES.get(text[-1:], 1)
+                    number = float(text[:-1] if scale > 1 else text) * scale
+                    value = round(number)
+                    if value != number:
+                        raise ValueError
+            except (ValueError, OverflowError):
+                raise ValueError(
+                    f"expected a number of tokens such as 524288, 2**19, 0.5M or 15B, got {text!r}"
+                ) from None
+        return super().__new__(cls, value)
+
+
+def _check(owner: Any, **bounds: tuple[float, float]) -> None:
+    for name, (low, high) in bounds.items():
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            wanted = f"from {low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """What a model is trained on.
+
+    Attributes:
+        sources: one or several of "stdlib" (the built-in corpus), "mqar", "s-niah-1" to "s-niah-3", or the folder of a
+            token file made by `data prepare`.
+        weights: the share of rows from each source; none given means equal shares.
+        tokenizer: "bytes", or a tokenizer of the hub or of a folder.
+        seq_len: tokens in a row.
+        documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
+            documents of a row see each other.
+        mqar_pairs, mqar_vocab_size: size of the recall task, for the source "mqar".
+        data_seed: the seed of the order of rows and of synthetic rows.
+    """
+
+    sources: list[str] = field(default_factory=lambda: ["stdlib"])
+    weights: list[float] = field(default_factory=list)
+    tokenizer: str = "bytes"
+    seq_len: int = 4096
+    documents: Literal["separate", "joined"] = "separate"
+    mqar_pairs: int = 8
+    mqar_vocab_size: int = 8192
+    data_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf))
+        if not self.sources:
+            raise ValueError("sources must name at least one source of data, got none")
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(f"weights must be one for each of the sources {self.sources}, got {self.weights}")
+        if self.documents not in ("separate", "joined"):
+            raise ValueError(f"documents must be 'separate' or 'joined', got {self.documents!r}")
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """AdamW, the schedule of its learning rate, and the batch.
+
+    The learning rate rises linearly from `initial_learning_rate` to `learning_rate` over `warmup_tokens`, then follows
+    half a cosine down to `min_learning_rate` at `total_tokens`. Matrices decay; vectors (norms, biases, gates) do not.
+
+    Attributes:
+        batch_tokens: tokens in one optimizer step, over all processes and accumulated micro-batches.
+        micro_batch_tokens: the most tokens that one process puts through the model at once.
+    """
+
+    total_tokens: Tokens = Tokens(10**9)
+    warmup_tokens: Tokens = Tokens(0)
+    batch_tokens: Tokens = Tokens(2**19)
+    micro_batch_tokens: Tokens = Tokens(2**15)
+    learning_rate: float = 3e-4
+    initial_learning_rate: float = 0.0
+    min_learning_rate: float = 3e-5
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        many = (1, math.inf)
+        _check(self, total_tokens=many, batch_tokens=many, micro_batch_tokens=many, warmup_tokens=(0, math.inf))
+        _check(self, adam_beta1=(0, 1), adam_beta2=(0, 1), adam_epsilon=(0, 1), weight_decay=(0, math.inf))
+        _check(self, learning_rate=(0, math.inf), max_grad_norm=(0, math.inf))
+        _check(self, initial_learning_rate=(0, self.learning_rate), min_learning_rate=(0, self.learning_rate))
+        if self.warmup_tokens >= self.total_tokens:
+            raise ValueError(f"warmup_tokens must be below total_tokens={self.total_tokens}, got {self.warmup_tokens}")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return math.ceil(self.total_tokens / self.batch_tokens)
+
+    def learning_rate_factor(self, step: int) -> float:
+        """The learning rate of a step, counted from 0, as a factor of `learning_rate`."""
+        peak = self.learning_rate or 1.0
+        warmup = math.ceil(self.warmup_tokens / self.batch_tokens)
+        if step < warmup:
+            low = self.initial_learning_rate / peak
+            return low + (1 - low) * (step + 1) / (warmup + 1)
+        low = self.min_learning_rate / peak
+        progress = min(1.0, (step - warmup) / max(1, self.steps - 1 - warmup))
+        return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+
+    def split(self, seq_len: int, world_size: int) -> tuple[int, int]:
+        """`(rows, accumulation)`: rows of a micro-batch on each process, and micro-batches in a step.
+
+        Raises:
+            ValueError: the batch cannot be divided so.
+        """
+        rows, rest = divmod(self.batch_tokens, seq_len)
+        if rest or rows % world_size:
+            raise ValueError(
+                f"batch_tokens must be a multiple of seq_len times the number of processes, {seq_len} × {world_size}, "
+                f"got {self.batch_tokens}"
+            )
+        rows //= world_size
+        micro = min(rows, self.micro_batch_tokens // seq_len)
+        if micro == 0 or rows % micro:
+            raise ValueError(
+                f"micro_batch_tokens must be a multiple of seq_len={seq_len} that divides the {rows * seq_len} tokens "
+                f"of a step on one process, got {self.micro_batch_tokens}"
+            )
+        return micro, rows // micro
+
+
+@dataclass(frozen=True)
+class RunRecipe:
+    """How the run is carried out.
+
+    Attributes:
+        precision: "bf16" is bfloat16 autocast with float32 weights; "auto" is that where the GPU has it, else "fp32".
+        seed: the seed of the weights and of dropout.
+        gradient_checkpointing: recompute activations in the backward pass.
+        torch_compile: compile the model.
+        fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
+        dataloader_num_workers: processes that read data; 0 reads in the training process.
+        logging_steps, save_steps: steps between two lines of the log, and between two checkpoints.
+        save_total_limit: how many checkpoints are kept.
+        report_to: "tensorboard", "wandb", ...; the JSONL log is always written.
+        evaluations: suites to run on the trained model.
+        evaluation_lengths: the context lengths they measure at; none given leaves that to each suite.
+        evaluation_limit: examples for each of their tasks.
+        sample_prompt: what the sample that is shown at the end begins with; empty for none.
+    """
+
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    seed: int = 0
+    gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    fsdp: bool = False
+    dataloader_num_workers: int = 0
+    logging_steps: int = 10
+    save_steps: int = 1000
+    save_total_limit: int = 2
+    report_to: list[str] = field(default_factory=list)
+    evaluations: list[str] = field(default_factory=list)
+    evaluation_lengths: list[int] = field(default_factory=list)
+    evaluation_limit: int = 64
+    sample_prompt: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self, seed=(0, 2**32 - 1), dataloader_num_workers=(0, 1024), evaluation_limit=(1, math.inf))
+        _check(self, logging_steps=(1, math.inf), save_steps=(1, math.inf), save_total_limit=(1, math.inf))
+        if self.precision not in ("auto", "bf16", "fp32"):
+            raise ValueError(f"precision must be 'auto', 'bf16' or 'fp32', got {self.precision!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A complete training run. A variant is made with `dataclasses.replace` in a new function.
+
+    Attributes:
+        name: what the recipe is called on the command line.
+        description: one line on what it trains.
+        model: fields of the model's config.
+        model_type: the registered type of the model.
+        data, optimizer, run: see there.
+        callbacks: each one makes a `TrainerCallback` for the run from the recipe.
+    """
+
+    name: str
+    description: str
+    model: Mapping[str, Any]
+    model_type: str = "tokenmix_hybrid"
+    data: DataRecipe = DataRecipe()  # noqa: RUF009
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+    run: RunRecipe = RunRecipe()  # noqa: RUF009
+    callbacks: tuple[Callable[[Recipe], TrainerCallback], ...] = ()
+
+    def model_config(self) -> PreTrainedConfig:
+        """The config of the model.
+
+        Raises:
+            ValueError: an unknown type, or what the config finds wrong.
+        """
+        from transformers import AutoConfig
+
+        # registers core's own type
+        import tokenmix_core.modeling  # noqa: F401
+
+        return AutoConfig.for_model(self.model_type, **self.model)
+
+    def values(self) -> dict[str, Any]:
+        """All fields that a YAML file or a flag can set, as plain data; `overridden` takes them back."""
+        groups = (self.data, self.optimizer, self.run)
+        flat = {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+        plain = {k: int(v) if isinstance(v, Tokens) else v for k, v in flat.items()}
+        return {**plain, "model": dict(self.model)}
+
+    def identity(self) -> dict[str, Any]:
+        """What the loss curve depends on; a checkpoint goes on only under an equal one."""
+        values = self.values()
+        about_run = {f.name for f in dataclasses.fields(RunRecipe)} - {"precision", "seed"}
+        kept = {k: v for k, v in values.items() if k not in about_run and k != "micro_batch_tokens"}
+        return {"model_type": self.model_type, **kept}
+
+
+def overridden(recipe: Recipe, flags: Sequence[str] = (), config: str | Path | None = None) -> Recipe:
+    """The recipe with fields replaced by those of a YAML file, and then by flags.
+
+    Args:
+        recipe: the recipe to begin with.
+        flags: `--field value ...`; `--model.field value` sets a field of the model's config.
+        config: a YAML file with `field: value` lines and, under `model:`, fields of the model's config.
+
+    Raises:
+        ValueError: an unknown field, with the nearest known one, or a value that does not fit its field.
+    """
+    parser = _parser(recipe)
+    model = dict(recipe.model)
+    flags = [*_yaml_flags(config, parser), *flags] if config is not None else list(flags)
+    rest = []
+    position = 0
+    while position < len(flags):
+        flag, equals, value = flags[position].partition("=")
+        position += 1
+        if not flag.startswith("--model."):
+            rest.append(flags[position - 1])
+            continue
+        if not equals:
+            if position == len(flags):
+                raise ValueError(f"{flag} needs a value")
+            value = flags[position]
+            position += 1
+        model[_known_name(flag, flag.removeprefix("--model."), _model_fields(recipe))] = _yaml_value(value)
+    *groups, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True, look_for_args_file=False)
+    for text in unknown:
+        if text.startswith("--"):
+            flag = text.partition("=")[0]
+            _known_name(flag, flag[2:].replace("-", "_"), [*_fields(), "model.FIELD"])
+    if unknown:
+        raise ValueError(f"unexpected argument {unknown[0]!r}; fields are given as --field value")
+    data, optimizer, run = groups
+    changed = dataclasses.replace(recipe, model=model, data=data, optimizer=optimizer, run=run)
+    changed.model_config()
+    return changed
+
+
+def _fields() -> list[str]:
+    return [f.name for group in (DataRecipe, OptimizerRecipe, RunRecipe) for f in dataclasses.fields(group)]
+
+
+def _model_fields(recipe: Recipe) -> list[str]:
+    return [name for name in recipe.model_config().to_dict() if not name.startswith("_")]
+
+
+def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    raise ValueError(f"unknown field {shown}; the nearest is {near[0]!r}" if near else f"unknown field {shown}")
+
+
+def _parser(recipe: Recipe) -> Any:
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ValueError(message)
+
+    parser = Parser([DataRecipe, OptimizerRecipe, RunRecipe], add_help=False, allow_abbrev=False)
+    parser.set_defaults(**{k: v for k, v in recipe.values().items() if k != "model"})
+    return parser
+
+
+def _yaml_value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        # YAML takes 1e-6 for text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _yaml_flags(path: str | Path, parser: Any) -> list[str]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `field: value` lines, got {type(content).__name__}")
+    flags: list[str] = []
+    model = content.pop("model", None) or {}
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: model must hold `field: value` lines, got {type(model).__name__}")
+    flags += [f"--model.{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in model.items()]
+    for key, value in content.items():
+        name = _known_name(f"{key!r} in {path}", str(key), _fields())
+        if isinstance(value, list):
+            if value:
+                flags += [f"--{name}", *map(str, value)]
+            else:
+                parser.set_defaults(**{name: []})
+        elif isinstance(value, dict) or value is None:
+            raise ValueError(f"{path}: {name} must have one value or a list of them, got {value!r}")
+        else:
+            flags.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return flags

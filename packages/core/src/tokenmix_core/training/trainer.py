@@ -1,0 +1,394 @@
+"""Running a recipe: transformers' Trainer over accelerate, with rows, schedule, log and checkpoints of our own."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from tokenmix_core.corpora.prepare import built_in_corpus
+from tokenmix_core.corpora.sources import STDLIB
+from tokenmix_core.corpora.token_file import TokenFile, write_atomically
+from tokenmix_core.corpora.tokenizer import load_tokenizer, tokenizer_fingerprint
+from tokenmix_core.synthetic import NIAH_TASKS
+from tokenmix_core.training import checkpoint
+from tokenmix_core.training.callbacks import MetricsFile, StopOnSignal
+from tokenmix_core.training.data import (
+    ChunkRows,
+    MixedRows,
+    MQARRows,
+    NiahRows,
+    collate_joined,
+    collate_separate,
+)
+from tokenmix_core.training.recipe import OptimizerRecipe, Recipe
+
+RUN_RECORD, METRICS = "run.json", "metrics.jsonl"
+MQAR = "mqar"
+# dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
+PEAK_FLOPS = (
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("A10G", 70e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run ended with.
+
+    Attributes:
+        output_dir: where model, tokenizer, log and checkpoints are.
+        model_dir: the folder to load the model from: `output_dir`, or the last checkpoint of a run that was stopped.
+        step: optimizer steps done.
+        loss: the last logged training loss, in nats a token.
+        interrupted: whether a signal stopped it before its end.
+        seconds: wall-clock time of the training loop.
+    """
+
+    output_dir: Path
+    model_dir: Path
+    step: int
+    loss: float
+    interrupted: bool
+    seconds: float
+
+
+class RecipeTrainer(Trainer):
+    """The Trainer of a recipe.
+
+    What it adds: the recipe's schedule and weight decay; no cache in training; tokens/s, model-FLOPs utilisation and
+    auxiliary losses in the log; whole checkpoints; an error as soon as the loss or a weight is not finite.
+    """
+
+    def __init__(self, *args: Any, schedule: OptimizerRecipe, seq_len: int, identity: dict[str, Any], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.schedule, self.seq_len, self.identity = schedule, seq_len, identity
+        # such a model divides its summed loss terms by num_items_in_batch itself
+        self.model_accepts_loss_kwargs = True
+        self._redirected: Path | None = None
+        self._auxiliary: dict[str, Tensor] = {}
+        self._logged: tuple[float, int] | None = None
+        self._peak_flops = _peak_flops(self.args)
+        flops = getattr(self.model, "flops_per_token", None)
+        self._flops_per_token = flops(seq_len) if flops is not None else None
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices decay; norms, biases, gates and other vectors do not."""
+        return [name for name, p in model.named_parameters() if p.dim() >= 2]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule of the recipe."""
+        if self.lr_scheduler is None:
+            # a plain function: what the scheduler saves is its step alone
+            factor = self.schedule.learning_rate_factor
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factor(step))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The model's loss; a cache would let packed documents see each other, so there is none."""
+        inputs = {**inputs, "use_cache": False}
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        for name, value in (outputs.get("auxiliary_losses") or {}).items():
+            total = self._auxiliary.get(name)
+            self._auxiliary[name] = value.detach().float() if total is None else total + value.detach()
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add throughput and auxiliary losses to a line of the training log.
+
+        Raises:
+            FloatingPointError: the loss or the norm of the gradient is not finite.
+        """
+        if "loss" in logs:
+            self._log_throughput(logs)
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(logs.get(name, 0.0)):
+                    super().log(logs, start_time)
+                    raise FloatingPointError(
+                        f"{name} is {logs[name]} at step {self.state.global_step}: training diverged. A lower "
+                        "learning_rate, a longer warm-up or a smaller max_grad_norm may help; the last checkpoint is "
+                        "from before"
+                    )
+        super().log(logs, start_time)
+
+    def _log_throughput(self, logs: dict[str, float]) -> None:
+        now, step = time.perf_counter(), self.state.global_step
+        steps = step - (self._logged[1] if self._logged else 0)
+        for name, total in sorted(self._auxiliary.items()):
+            # each process holds its share of a sum over the whole batch
+            logs[name] = self.accelerator.gather(total[None]).sum().item() / max(1, steps)
+        self._auxiliary.clear()
+        if self._logged is not None and steps:
+            rate = steps * self.schedule.batch_tokens / (now - self._logged[0])
+            logs["tokens_per_second"] = round(rate, 1)
+            if self._flops_per_token and self._peak_flops:
+                utilisation = rate * self._flops_per_token / (self._peak_flops * self.args.world_size)
+                logs["model_flops_utilisation"] = round(utilisation, 4)
+        self._logged = (now, step)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._redirected) if self._redirected else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._require_finite_weights()
+        output_dir = Path(self.args.output_dir)
+        step = self.state.global_step
+        self._redirected = output_dir / checkpoint.PARTIAL
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            partial, self._redirected = self._redirected, None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint.write_manifest(partial / f"checkpoint-{step}", {"step": step, "identity": self.identity})
+            checkpoint.publish(partial, output_dir)
+            checkpoint.remove_old_checkpoints(output_dir, self.args.save_total_limit or 1)
+        self.accelerator.wait_for_everyone()
+
+    def _require_finite_weights(self) -> None:
+        parameters = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]
+        finite = torch.stack([p.detach().isfinite().all() for p in parameters if p.numel()]).all()
+        if not self.accelerator.gather(finite[None]).all():
+            raise FloatingPointError(
+                f"weights are not finite at step {self.state.global_step}: training diverged, and no checkpoint of "
+                "this step is written"
+            )
+
+    def save_final(self) -> None:
+        """Write model and tokenizer into the output folder; each file appears whole."""
+        partial = Path(self.args.output_dir) / checkpoint.PARTIAL
+        self.save_model(str(partial))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            (partial / "training_args.bin").unlink(missing_ok=True)
+            checkpoint.publish(partial, Path(self.args.output_dir))
+        self.accelerator.wait_for_everyone()
+
+
+def _peak_flops(args: TrainingArguments) -> float | None:
+    if not args.bf16 or args.device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(args.device)
+    return next((peak for part, peak in PEAK_FLOPS if part in name), None)
+
+
+def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, str]]:
+    """The rows of a recipe, and the fingerprint of each source.
+
+    Raises:
+        ValueError: a source that does not exist, is damaged, or was prepared with another tokenizer.
+    """
+    data, optimizer = recipe.data, recipe.optimizer
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    datasets, names = [], {}
+    for position, source in enumerate(data.sources):
+        seed = data.data_seed + 1000 * position
+        if source == MQAR:
+            datasets.append(MQARRows(data.seq_len, data.mqar_pairs, data.mqar_vocab_size, seed))
+            names[source] = f"pairs {data.mqar_pairs}, vocabulary {data.mqar_vocab_size}"
+        elif source in NIAH_TASKS:
+            text = None
+            if NIAH_TASKS[source].haystack == "text":
+                text = TokenFile(built_in_corpus(data.tokenizer), fingerprint=fingerprint)
+            datasets.append(NiahRows(source, tokenizer, text, data.seq_len, seed))
+            names[source] = text.meta.sha256["tokens.bin"] if text else fingerprint
+        else:
+            path = built_in_corpus(data.tokenizer) if source == STDLIB else Path(source)
+            file = TokenFile(path, fingerprint=fingerprint)
+            datasets.append(ChunkRows(file, data.seq_len, seed))
+            names[source if source == STDLIB else f"tokens-{position}"] = file.meta.sha256["tokens.bin"]
+    length = optimizer.steps * optimizer.batch_tokens // data.seq_len
+    weights = data.weights or [1.0] * len(datasets)
+    return MixedRows(datasets, weights, length, data.data_seed), names
+
+
+def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> TrainingArguments:
+    """The recipe in the Trainer's terms, for this process and its device."""
+    run, optimizer = recipe.run, recipe.optimizer
+    cuda = torch.cuda.is_available()
+    bf16 = run.precision == "bf16" or (run.precision == "auto" and cuda and torch.cuda.is_bf16_supported())
+    args = TrainingArguments(
+        output_dir=str(output_dir),
+        max_steps=optimizer.steps,
+        learning_rate=optimizer.learning_rate,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_epsilon=optimizer.adam_epsilon,
+        max_grad_norm=optimizer.max_grad_norm,
+        optim="adamw_torch_fused",
+        bf16=bf16,
+        seed=run.seed,
+        data_seed=recipe.data.data_seed,
+        gradient_checkpointing=run.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
+        torch_compile=run.torch_compile,
+        # whole parameters in every checkpoint, so that each one can be loaded as a model
+        fsdp=True if run.fsdp else None,  # type: ignore[arg-type]
+        fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if run.fsdp else None,
+        ddp_find_unused_parameters=False,
+        # else rank 0's buffers would overwrite what the other ranks observed
+        ddp_broadcast_buffers=False,
+        average_tokens_across_devices=True,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        dataloader_num_workers=run.dataloader_num_workers,
+        dataloader_pin_memory=cuda,
+        logging_steps=run.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_steps=run.save_steps,
+        save_total_limit=run.save_total_limit,
+        report_to=run.report_to or "none",
+        disable_tqdm=not progress,
+    )
+    # one process drives one device: several GPUs take several processes, never torch's DataParallel
+    args._n_gpu = min(1, args.n_gpu)
+    rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = rows, accumulation
+    return args
+
+
+def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
+    """A new model of the recipe, its weights drawn from the recipe's seed.
+
+    Raises:
+        ValueError: a config that is wrong, or a vocabulary smaller than the tokenizer's or the recall task's.
+    """
+    config = recipe.model_config()
+    needed = {"the tokenizer": len(tokenizer)}
+    if MQAR in recipe.data.sources:
+        needed[MQAR] = recipe.data.mqar_vocab_size
+    for user, size in needed.items():
+        if config.vocab_size < size:
+            raise ValueError(f"model.vocab_size must be at least {size} for {user}, got {config.vocab_size}")
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    set_seed(recipe.run.seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> RecipeTrainer:
+    """Everything of a run put together, ready for its `train`."""
+    # the arguments set up the processes
+    args = training_arguments(recipe, output_dir, progress=progress)
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    with args.main_process_first(desc="corpora"):
+        rows, fingerprints = training_rows(recipe, tokenizer)
+    model = build_model(recipe, tokenizer)
+    identity = {k: v for k, v in recipe.identity().items() if k != "sources"}
+    identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32", "fsdp": recipe.run.fsdp}
+    callbacks = [make(recipe) for make in recipe.callbacks]
+    return RecipeTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        data_collator=collate_separate if recipe.data.documents == "separate" else collate_joined,
+        processing_class=tokenizer,
+        callbacks=[*callbacks, MetricsFile(output_dir / METRICS), StopOnSignal()],
+        schedule=recipe.optimizer,
+        seq_len=recipe.data.seq_len,
+        identity=identity,
+    )
+
+
+def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:
+    """Run a recipe.
+
+    The output folder gets the model and its tokenizer, `metrics.jsonl`, `run.json` (the recipe, the corpora's sha256,
+    the versions), and checkpoints. Launched by `torchrun` or `accelerate launch` it runs on all their processes.
+
+    Args:
+        recipe: what to run.
+        output_dir: an empty or new folder; with `resume`, one with a checkpoint of this very recipe.
+        resume: go on from the last checkpoint, along the curve that the run would have had.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: a recipe that does not fit together, a folder that holds another run, or a checkpoint that is
+            missing, damaged or foreign.
+        FloatingPointError: training diverged.
+    """
+    output_dir = Path(output_dir)
+    if not resume and output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise ValueError(f"{output_dir} is not empty; resume the run that it holds, or choose another folder")
+    if resume and not checkpoint.checkpoint_steps(output_dir):
+        raise ValueError(f"{output_dir} holds no checkpoint to resume from")
+    trainer = build_trainer(recipe, output_dir, progress=progress)
+    source = None
+    if resume:
+        source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)
+    if trainer.args.should_save:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # left by a process that was killed while it wrote
+        shutil.rmtree(output_dir / checkpoint.PARTIAL, ignore_errors=True)
+        write_atomically(output_dir / RUN_RECORD, json.dumps(run_record(recipe, trainer), indent=2) + "\n")
+    trainer.accelerator.wait_for_everyone()
+    signals = next(c for c in trainer.callback_handler.callbacks if isinstance(c, StopOnSignal))
+    started = time.perf_counter()
+    try:
+        trainer.train(resume_from_checkpoint=None if source is None else str(source))
+    finally:
+        signals.restore()
+    step = trainer.state.global_step
+    interrupted = step < recipe.optimizer.steps
+    if not interrupted:
+        trainer.save_final()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return TrainResult(
+        output_dir=output_dir,
+        model_dir=output_dir / f"checkpoint-{step}" if interrupted else output_dir,
+        step=step,
+        loss=losses[-1] if losses else math.nan,
+        interrupted=interrupted,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
+    """What a run was, as plain data."""
+    import transformers
+
+    import tokenmix_core
+
+    args = trainer.args
+    cuda = args.device.type == "cuda"
+    return {
+        "recipe": recipe.name,
+        "values": recipe.values(),
+        "identity": trainer.identity,
+        "parameters": trainer.model.num_parameters(),
+        "processes": args.world_size,
+        "device": torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "tokenmix_core": tokenmix_core.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
