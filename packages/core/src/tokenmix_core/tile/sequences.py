@@ -1,0 +1,55 @@
+"""Where a program's tokens lie, in unpacked and in packed batches, without tables made beforehand."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
+    """The first row (int64) and the length of sequence `i_n`, rows counted over the flattened `[B · T]`."""
+    if PACKED:
+        begin = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - begin).to(tl.int32)
+    else:
+        begin = i_n.to(tl.int64) * T
+        length = T
+    return begin, length
+
+
+@triton.jit
+def first_chunk(i_n, begin, T, C, PACKED: tl.constexpr):
+    """The slot of sequence `i_n`'s first chunk of C tokens.
+
+    In a packed batch slots are `begin // C + i_n` onwards: sequences never share one, and `T // C + N` slots suffice,
+    so that no table of offsets is needed.
+    """
+    if PACKED:
+        slot = begin // C + i_n
+    else:
+        slot = i_n.to(tl.int64) * tl.cdiv(T, C)
+    return slot
+
+
+@triton.jit
+def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: tl.constexpr):
+    """Which chunk of C tokens lies in slot `i_c` (see `first_chunk`).
+
+    Returns the sequence, its first row, its length, and the chunk's first token in it, which is past the length where
+    the slot is unused.
+    """
+    if PACKED:
+        BN: tl.constexpr = 256
+        sequences = 0
+        for i in range(0, N, BN):
+            o_n = i + tl.arange(0, BN)
+            slots = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int64) // C + o_n
+            sequences += tl.sum(((slots <= i_c) & (o_n < N)).to(tl.int32), 0)
+        i_n = sequences - 1
+        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        first = ((i_c - first_chunk(i_n, begin, T, C, PACKED)) * C).to(tl.int32)
+    else:
+        chunks = tl.cdiv(T, C)
+        i_n = i_c // chunks
+        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        first = (i_c - i_n * chunks) * C
+    return i_n, begin, length, first
