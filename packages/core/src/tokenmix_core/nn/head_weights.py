@@ -47,6 +47,6 @@ class HeadWeights(nn.Module):
 
     @torch.no_grad()
     def observe(self, values: Float[Tensor, "N H"]) -> None:
-        """Add N observations of each head. A forward pass that is repeated for checkpointing weighs all of them twice."""
+        """Add N observations of each head."""
         self.total += values.float().sum(0)
         self.count += values.shape[0]

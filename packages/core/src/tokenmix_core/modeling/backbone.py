@@ -1,0 +1,437 @@
+"""The backbone: blocks of a token mixer and a SwiGLU, the model, and the causal language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils import can_return_tuple
+
+from tokenmix_core.chunking import packed_positions
+from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.checkpoint import load_checked
+from tokenmix_core.modeling.config import HybridConfig
+from tokenmix_core.modeling.mixer import Mixer, find_mixer
+from tokenmix_core.nn.init import init_weights_
+from tokenmix_core.nn.loss import IGNORE, linear_cross_entropy
+from tokenmix_core.nn.mlp import SwiGLU
+from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.rotary import RotaryEmbedding
+from tokenmix_core.nn.state import Span
+
+
+@dataclass
+class HybridOutput(ModelOutput):
+    """What the backbone returns.
+
+    Attributes:
+        last_hidden_state: `[B, T, D]`, normalised; zero at padding.
+        past_key_values: the cache, when one is kept.
+        hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
+        auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it.
+    """
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: HybridCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    auxiliary: dict[str, Tensor] | None = None
+
+
+@dataclass
+class HybridCausalLMOutput(ModelOutput):
+    """What the language model returns.
+
+    Attributes:
+        loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
+        logits: `[B, T or logits_to_keep, vocab]`; None in training with labels.
+        past_key_values, hidden_states, auxiliary: as in `HybridOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: HybridCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    auxiliary: dict[str, Tensor] | None = None
+
+
+class HybridBlock(GradientCheckpointingLayer):
+    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)), the latter unless `intermediate_size` is 0."""
+
+    def __init__(self, config: HybridConfig, mixer: Mixer):
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps) if config.intermediate_size else None
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.intermediate_size else None
+
+    def forward(self, hidden_states: Float[Tensor, "B T D"], **mixer_args: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        mixed, auxiliary = self.mixer(self.mixer_norm(hidden_states), **mixer_args)
+        hidden_states = hidden_states + mixed
+        if self.mlp is not None:
+            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        return hidden_states, auxiliary or {}
+
+
+class HybridPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of the family."""
+
+    config: HybridConfig
+    config_class = HybridConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("HybridBlock",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _keep_in_fp32_modules_strict = frozenset({"A_log", "dt_bias", "mixer.D"})
+    # recurrent states cannot be rolled back, which assisted generation would need
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        init_weights_(module, self.config.initializer_range)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs):
+        """Load a checkpoint, as transformers does, but refuse one that is damaged or does not fit.
+
+        Args:
+            strict: refuse weights that are missing or unknown; without it they are initialised, or left out, with a warning.
+
+        Raises:
+            ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does not
+                fit the configuration.
+        """
+        load = super().from_pretrained
+        return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
+
+
+class HybridModel(HybridPreTrainedModel):
+    """Embedding, blocks and a final norm. A paper's mixer joins by `register_mixer` and its name in the configuration."""
+
+    def __init__(self, config: HybridConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        mixers = [
+            find_mixer(config.mixer_type(i)).from_config(config, i, **config.options_of(i))
+            for i in range(config.num_hidden_layers)
+        ]
+        self.layers = nn.ModuleList(HybridBlock(config, mixer) for mixer in mixers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        # one table of angles for each head size, used by all layers that have it
+        self.rotary = nn.ModuleDict(
+            {
+                str(dim): RotaryEmbedding(dim, config.rope_parameters, config.max_position_embeddings)
+                for dim in sorted({m.rotary_dim for m in mixers if m.rotary_dim is not None})
+            }
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixers, layer by layer."""
+        return [layer.mixer for layer in self.layers]
+
+    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+        """An empty cache; arguments as `HybridCache`'s."""
+        return HybridCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "B T"] | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **mixer_inputs: Any,
+    ) -> HybridOutput:
+        """Run the backbone.
+
+        Args:
+            input_ids: `[B, T]`, or `inputs_embeds [B, T, D]` in their place.
+            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: zero for padding, on the left or the right of a row.
+                Padding is taken out before the layers run, for which a call waits for the device once; a step of one token
+                after real tokens is taken as real without looking.
+            position_ids: `[B or 1, T]`, for rotary positions only; by default tokens are counted without padding.
+            cu_seqlens: `[N + 1]`, borders of packed sequences (B = 1); for training and scoring, without a cache.
+            past_key_values: the cache of a former call; updated.
+            use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode.
+            output_hidden_states: return all layers' outputs.
+            mixer_inputs: the inputs that the configuration's `mixer_inputs` names. A tensor `[B, T, ...]` is taken as one
+                value a token and is packed with the tokens.
+
+        Raises:
+            ValueError: inputs that do not fit together, with what was got and what was expected.
+        """
+        hidden = self._embed(input_ids, inputs_embeds)
+        batch, tokens = hidden.shape[:2]
+        self._check_inputs(mixer_inputs)
+        cache = self._cache(past_key_values, use_cache, cu_seqlens)
+        mask = self._padding(attention_mask, batch, tokens, cu_seqlens, cache)
+        if cache is None:
+            span = Span(batch, tokens, hidden.device, mask=mask)
+        else:
+            span = cache.begin(batch, tokens, hidden.device, mask)
+        position_ids = self._positions(position_ids, span, cu_seqlens)
+        mixer_inputs = {name: self._per_token(x, span) for name, x in mixer_inputs.items()}
+        hidden, seen = span.pack(hidden), [hidden]
+        auxiliary: dict[str, list[Tensor]] = {}
+        if hidden.shape[1]:
+            cu_seqlens = span.cu_seqlens if cu_seqlens is None else cu_seqlens
+            rotary = {int(dim): table(position_ids) for dim, table in self.rotary.items()}
+            for i, layer in enumerate(self.layers):
+                args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
+                args |= {"cu_seqlens": cu_seqlens, "rotary": rotary.get(layer.mixer.rotary_dim)}
+                if cache is None:
+                    hidden, more = layer(hidden, **args)
+                else:
+                    with cache.at_work(i, hidden.device) as state:
+                        hidden, more = layer(hidden, state=state, **args)
+                for name, value in more.items():
+                    auxiliary.setdefault(name, []).append(value)
+                if output_hidden_states:
+                    seen.append(span.unpack(hidden))
+        hidden = span.unpack(self.norm(hidden))
+        if cache is not None:
+            cache.end()
+        return HybridOutput(
+            last_hidden_state=hidden,
+            past_key_values=cache,
+            hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
+            auxiliary={name: torch.stack(values) for name, values in auxiliary.items()} or None,
+        )
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward floating-point operations per token of the layers, at this context length."""
+        mlps = sum(2.0 * p.numel() for layer in self.layers if layer.mlp is not None for p in layer.mlp.parameters())
+        return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
+
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
+        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        dtype = self.dtype if dtype is None else dtype
+        return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in self.mixers)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected exactly one of input_ids and inputs_embeds")
+        x, dims = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
+        if x.dim() != dims or not x.shape[0] or not x.shape[1]:
+            name, shape = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
+            raise ValueError(f"{name} must have shape {shape} with B and T at least 1, got {list(x.shape)}")
+        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+
+    def _check_inputs(self, mixer_inputs: dict[str, Any]) -> None:
+        if unknown := sorted(set(mixer_inputs) - set(self.config.mixer_inputs)):
+            known = ", ".join(self.config.mixer_inputs) or "none"
+            raise ValueError(
+                f"{type(self).__name__}.forward: unknown input {', '.join(map(repr, unknown))}; "
+                f"inputs of the mixers are: {known}"
+            )
+
+    def _cache(self, cache: Any, use_cache: bool | None, cu_seqlens: Tensor | None) -> HybridCache | None:
+        if cache is not None and not isinstance(cache, HybridCache):
+            raise ValueError(
+                f"past_key_values must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
+                "which cannot hold what all mixers keep"
+            )
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and not self.training and cu_seqlens is None)
+        if self.training and self.gradient_checkpointing:
+            # the recomputation would update the states a second time
+            use_cache = False
+        if not use_cache:
+            return None
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False, or rows with padding")
+        return self.make_cache() if cache is None else cache
+
+    def _padding(
+        self, mask: Tensor | None, batch: int, tokens: int, cu_seqlens: Tensor | None, cache: HybridCache | None
+    ) -> Bool[Tensor, "B T"] | None:
+        """Which tokens of the call are real; None when all are."""
+        past = 0 if cache is None else cache.length
+        if mask is not None and (
+            mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)
+        ):
+            raise ValueError(
+                f"attention_mask must have shape [B, T] = {[batch, tokens]}"
+                f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"
+            )
+        if mask is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
+        step = tokens == 1 and past > 0 and not cache.padding_at_end
+        if mask is None or step:
+            real = None
+        else:
+            real = mask[:, -tokens:].bool()
+            real = None if bool(real.all()) else real
+        if cache is not None:
+            cache.padding_at_end = real is not None and not bool(real[:, -1].all())
+        return real
+
+    def _positions(self, position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None) -> Tensor:
+        """`[B or 1, T]` in the layout of the layers."""
+        if position_ids is not None:
+            if (
+                position_ids.dim() != 2
+                or position_ids.shape[0] not in (1, span.batch)
+                or position_ids.shape[1] != span.tokens
+            ):
+                raise ValueError(
+                    f"position_ids must have shape {[span.batch, span.tokens]} or {[1, span.tokens]}, "
+                    f"got {list(position_ids.shape)}"
+                )
+            return span.pack(position_ids.expand(span.batch, -1)) if span.mask is not None else position_ids
+        if cu_seqlens is not None:
+            return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
+        if span.uniform:
+            return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
+        return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)
+
+    @staticmethod
+    def _per_token(x: Any, span: Span) -> Any:
+        per_token = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (span.batch, span.tokens)
+        return span.pack(x) if per_token else x
+
+
+class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
+    """The backbone with an output layer: every baseline by configuration alone, every paper by its mixers."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: HybridConfig):
+        super().__init__(config)
+        self.model = HybridModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+        """An empty cache; arguments as `HybridCache`'s."""
+        return self.model.make_cache(max_length, offload=offload)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "B T"] | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        labels: Int[Tensor, "B T"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **mixer_inputs: Any,
+    ) -> HybridCausalLMOutput:
+        """Predict next tokens; arguments as `HybridModel.forward`'s, and:
+
+        Args:
+            labels: `[B, T]`, the input ids themselves or −100; shifted here. The first token of a packed sequence and
+                padding are never predicted, nor predict.
+            logits_to_keep: how many last positions get logits, 0 for all, or their indices.
+            num_items_in_batch: predicted tokens of the whole optimiser step, by which sums are divided; by default those of
+                this call.
+            output_attentions: refused; the kernels do not form attention weights.
+
+        Raises:
+            ValueError: inputs that do not fit together, with what was got and what was expected.
+        """
+        if output_attentions:
+            raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
+        if labels is not None and past_key_values is not None:
+            raise ValueError("labels and past_key_values exclude each other: a loss is taken over whole sequences")
+        if labels is not None and use_cache is None:
+            use_cache = False
+        out = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            cu_seqlens,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            return_dict=True,
+            **mixer_inputs,
+        )
+        hidden, logits, loss = out.last_hidden_state, None, None
+        if labels is not None:
+            loss = self._loss(hidden, labels, attention_mask, cu_seqlens, num_items_in_batch, out.auxiliary)
+        if labels is None or not self.training:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+        return HybridCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            auxiliary=out.auxiliary,
+        )
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training floating-point operations per token, forward and backward (three times the forward), for utilisation.
+
+        The products of all linear layers, the output layer included, and the mixing as the mixers count it (attention over
+        visible keys, recurrences in their recurrent form); embedding, norms and activations are left out.
+        """
+        return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
+
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
+        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        return self.model.state_bytes(seq_len, batch_size, dtype)
+
+    def _loss(
+        self,
+        hidden: Float[Tensor, "B T D"],
+        labels: Int[Tensor, "B T"],
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        num_items: Tensor | int | None,
+        auxiliary: dict[str, Tensor] | None,
+    ) -> Float[Tensor, ""]:
+        if labels.shape != hidden.shape[:2]:
+            raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        if cu_seqlens is not None:
+            # −1, from empty sequences at the front, is the last place, which predicts nothing anyway
+            targets[0, cu_seqlens[1:].long() - 1] = IGNORE
+        if mask is not None:
+            real = mask.bool()
+            targets = targets.masked_fill(~(real & nn.functional.pad(real[:, 1:], (0, 1))), IGNORE)
+        total = linear_cross_entropy(
+            hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), impl=self.config.loss_impl
+        )
+        for name, values in (auxiliary or {}).items():
+            if name.endswith("_loss"):
+                total = total + values.sum()
+        if num_items is None:
+            num_items = (targets != IGNORE).sum().clamp(min=1)
+        return total / num_items
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args: Any, **kwargs: Any) -> None:
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic", "offloaded"):
+            raise ValueError(
+                f"cache_implementation must be None, 'dynamic' or 'offloaded', got {implementation!r}: "
+                "recurrent states and windows have their own cache"
+            )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            if not isinstance(cache, HybridCache):
+                raise ValueError(f"past_key_values must be a HybridCache, got {type(cache).__name__}")
+            cache._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            max_length = generation_config.max_length or 0
+            model_kwargs["past_key_values"] = self.make_cache(max_length, offload=implementation == "offloaded")

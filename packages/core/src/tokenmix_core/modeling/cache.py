@@ -1,0 +1,174 @@
+"""The cache of a model: what each of its layers keeps, as transformers' generation wants to handle it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from tokenmix_core.nn.state import KVState, LayerState, Span
+
+
+class HybridCache(Cache):
+    """Per-layer states of constant size, windows and growing keys and values, for a batch of sequences.
+
+    A call of the model opens a `Span` with `begin` and closes it with `end`. Sequences are stored without their padding; the
+    length that transformers asks for counts padding, since it is compared with input ids. Room for keys and values grows by
+    half when it is full, or is taken at once when `max_length` says how long the sequences will become.
+
+    Args:
+        layers: the state of each layer (`model.make_cache()` builds them).
+        max_length: tokens the sequences are expected to reach, padding included.
+        offload: keep the states of all layers but the one at work in the memory of the CPU.
+    """
+
+    def __init__(self, layers: Iterable[LayerState], *, max_length: int = 0, offload: bool = False):
+        super().__init__(layers=list(layers))
+        self.max_length, self.offload_states = max_length, offload
+        # tokens seen, padding included; exact lengths where sequences differ
+        self.length = 0
+        self.lengths: Tensor | None = None
+        # whether the last token seen by some sequence was padding
+        self.padding_at_end = False
+        self._batch: int | None = None
+        self.span: Span | None = None
+        for part in self._parts():
+            if isinstance(part, KVState):
+                part.expected = max_length
+
+    def begin(self, batch: int, tokens: int, device: torch.device, mask: Tensor | None = None) -> Span:
+        """Open a call of `tokens` places a row; `mask [batch, tokens]` is True for real tokens.
+
+        Raises:
+            ValueError: another batch size than before.
+        """
+        if self._batch not in (None, batch):
+            raise ValueError(f"the cache holds {self._batch} sequences, got a batch of {batch}")
+        self._batch = batch
+        self.span = Span(batch, tokens, device, past=self.length, lengths=self.lengths, mask=mask)
+        for layer in self.layers:
+            layer.span = self.span
+        return self.span
+
+    def end(self) -> None:
+        """Close the call: its tokens are now held."""
+        span, self.span = self.span, None
+        self.lengths = None if span.uniform else span.after
+        self.length += span.tokens
+
+    @contextmanager
+    def at_work(self, layer_idx: int, device: torch.device):
+        """The state of a layer, on the device while it is at work."""
+        layer = self.layers[layer_idx]
+        if not self.offload_states:
+            yield layer
+            return
+        _map([layer], lambda x: x.to(device, non_blocking=True))
+        yield layer
+        _map([layer], lambda x: x.to("cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything the cache holds; spare room does not count."""
+        return sum(part.held(self.length) for part in self._parts())
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of memory the cache takes."""
+        return sum(part.allocated for part in self._parts())
+
+    # what transformers calls
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding included."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Columns of a mask over past and new tokens, and the first one's index."""
+        return self.length + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """−1: nothing limits the length."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held, −1 before the first call."""
+        return -1 if self._batch is None else self._batch
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._batch is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [any(isinstance(p, KVState) and p.window for p in layer.parts.values()) for layer in self.layers]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [not any(isinstance(p, KVState) for p in layer.parts.values()) for layer in self.layers]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes a copy of sequence `beam_idx[i]`."""
+        self._change_batch(lambda x: x.index_select(0, beam_idx.to(x.device)), len(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences named by indices or by a mask."""
+        indices = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence becomes `repeats` neighbours."""
+        self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        for part in self._parts():
+            part.clear()
+        self.length, self.lengths, self.padding_at_end, self._batch = 0, None, False, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a recurrent state cannot forget its last tokens.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "HybridCache cannot drop its last tokens, as recurrent states cannot be rolled back; "
+            "keep a copy.deepcopy of the cache from before them"
+        )
+
+    def activate_past_recording(self) -> None:
+        """Refused, as `crop` is.
+
+        Raises:
+            ValueError: always.
+        """
+        self.crop(0)
+
+    def _parts(self):
+        return [part for layer in self.layers for part in layer.parts.values()]
+
+    def _change_batch(self, fn: Callable[[Tensor], Tensor], batch: int) -> None:
+        if self._batch is None:
+            return
+        _map(self.layers, fn)
+        self.lengths = None if self.lengths is None else fn(self.lengths)
+        self._batch = batch
+
+
+def _map(layers: list[LayerState], fn: Callable[[Tensor], Tensor]) -> None:
+    for layer in layers:
+        for part in layer.parts.values():
+            part.map_(fn)

@@ -1,0 +1,146 @@
+"""The configuration of a language model whose layers name their token mixers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from tokenmix_core.modeling.mixer import find_mixer
+from tokenmix_core.nn.rotary import ROPE_TYPES
+
+# keys that transformers itself puts into a configuration, or takes from one, beside the fields of its class
+_OF_TRANSFORMERS = frozenset(
+    {
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_experts_implementation_internal",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "quantization_config",
+        "rope_scaling",
+        "rope_theta",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+
+
+class HybridConfig(PreTrainedConfig):
+    """Sizes of the backbone and the mixer of each layer.
+
+    Args:
+        vocab_size: words, rows of the embedding.
+        hidden_size: model width D.
+        num_hidden_layers: layers L.
+        intermediate_size: inner width of the SwiGLU; 0 for layers without one.
+        mixers: a label for each layer; a list whose length divides L is repeated.
+        mixer_options: by label, options of the mixer; "type" names a registered mixer type, by default the label itself.
+        norm_eps: of all norms.
+        tie_word_embeddings: use the embedding as output layer too.
+        initializer_range: standard deviation of initial weights.
+        rope_parameters: transformers' convention; rope_type "default", "linear", "llama3" or "yarn".
+        max_position_embeddings: context length the model is made for; a rope_type may need it, nothing else stops there.
+        use_cache: whether inference keeps a cache when it is not told.
+        loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
+
+    Raises:
+        ValueError: an unknown key, label, type or option, or sizes that do not fit.
+    """
+
+    model_type = "tokenmix"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "auxiliary"]
+    # names of extra inputs of the model's forward, handed to the mixers that take them
+    mixer_inputs: ClassVar[tuple[str, ...]] = ()
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    intermediate_size: int = 2048
+    mixers: list[str] | None = None
+    mixer_options: dict[str, dict[str, Any]] | None = None
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 4096
+    use_cache: bool = True
+    loss_impl: str | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        self._check_keys(kwargs)
+        self._check_sizes()
+        pattern = ["attention"] if self.mixers is None else list(self.mixers)
+        if not pattern or self.num_hidden_layers % len(pattern):
+            raise ValueError(
+                f"mixers: expected a label for each of the {self.num_hidden_layers} layers, or a pattern whose length "
+                f"divides them, got {len(pattern)} labels"
+            )
+        self.mixers = pattern * (self.num_hidden_layers // len(pattern))
+        self.mixer_options = {label: dict(options) for label, options in (self.mixer_options or {}).items()}
+        super().__post_init__(**kwargs)
+        self._check_mixers()
+        if (kind := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
+            raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """As transformers', but a dictionary of another kind of model is refused.
+
+        Raises:
+            ValueError: a `model_type` that is not this class's.
+        """
+        if (kind := config_dict.get("model_type", cls.model_type)) != cls.model_type:
+            raise ValueError(f"{cls.__name__}: expected a configuration of model_type {cls.model_type!r}, got {kind!r}")
+        return super().from_dict(config_dict, **kwargs)
+
+    def mixer_type(self, layer_idx: int) -> str:
+        """The registered name of a layer's mixer."""
+        label = self.mixers[layer_idx]
+        return self.mixer_options.get(label, {}).get("type", label)
+
+    def options_of(self, layer_idx: int) -> dict[str, Any]:
+        """The options of a layer's mixer."""
+        options = self.mixer_options.get(self.mixers[layer_idx], {})
+        return {name: value for name, value in options.items() if name != "type"}
+
+    def _check_keys(self, kwargs: dict[str, Any]) -> None:
+        known = {field.name for field in fields(self)}
+        if unknown := sorted(set(kwargs) - known - _OF_TRANSFORMERS):
+            raise ValueError(
+                f"{type(self).__name__}: unknown key {', '.join(map(repr, unknown))}; "
+                f"known are {', '.join(sorted(known))}"
+            )
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.intermediate_size, int) or self.intermediate_size < 0:
+            raise ValueError(f"intermediate_size must be an integer of at least 0, got {self.intermediate_size!r}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be positive, got {self.norm_eps!r}")
+        if self.loss_impl not in (None, "torch", "liger"):
+            raise ValueError(f"loss_impl must be None, 'torch' or 'liger', got {self.loss_impl!r}")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            ids = getattr(self, name)
+            for i in ids if isinstance(ids, list | tuple) else [ids]:
+                if i is not None and not 0 <= i < self.vocab_size:
+                    raise ValueError(f"{name} must lie in the vocabulary of {self.vocab_size}, got {i!r}")
+
+    def _check_mixers(self) -> None:
+        if unused := sorted(set(self.mixer_options) - set(self.mixers)):
+            raise ValueError(f"mixer_options: no layer has the label {', '.join(map(repr, unused))}")
+        for layer_idx in {label: i for i, label in enumerate(self.mixers)}.values():
+            mixer = find_mixer(self.mixer_type(layer_idx))
+            mixer.check_options(self.mixers[layer_idx], self.options_of(layer_idx))

@@ -1,0 +1,38 @@
+"""The registry of token mixers: a name in a configuration, a class here."""
+
+from __future__ import annotations
+
+from tokenmix_core.nn.attention import Attention
+from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
+from tokenmix_core.nn.mamba2 import Mamba2
+from tokenmix_core.nn.mixer import Mixer, MixerOutput
+
+__all__ = ["Mixer", "MixerOutput", "find_mixer", "register_mixer"]
+
+_MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet, "mamba2": Mamba2}
+
+
+def register_mixer(name: str, mixer: type[Mixer]) -> None:
+    """Make a mixer known under the name that configurations use; a package does so when it is imported.
+
+    Raises:
+        ValueError: no subclass of Mixer, or a name that another class has.
+    """
+    if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+        raise ValueError(f"register_mixer: expected a subclass of Mixer for {name!r}, got {mixer!r}")
+    if _MIXERS.setdefault(name, mixer) is not mixer:
+        raise ValueError(f"register_mixer: {name!r} is already {_MIXERS[name].__qualname__}")
+
+
+def find_mixer(name: str) -> type[Mixer]:
+    """The mixer registered under a name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in _MIXERS:
+        raise ValueError(
+            f"unknown mixer type {name!r}; known are {', '.join(sorted(_MIXERS))}; "
+            "import the package that registers it first"
+        )
+    return _MIXERS[name]

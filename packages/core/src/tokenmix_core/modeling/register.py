@@ -1,0 +1,22 @@
+"""Entry into transformers' auto classes."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from tokenmix_core.modeling.backbone import HybridForCausalLM, HybridModel
+from tokenmix_core.modeling.config import HybridConfig
+
+
+def register_model(config: type[HybridConfig], model: type[HybridModel], causal_lm: type[HybridForCausalLM]) -> None:
+    """Let `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` find a family by its `model_type`.
+
+    Raises:
+        ValueError: a model type that another family has.
+    """
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, model, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+
+
+register_model(HybridConfig, HybridModel, HybridForCausalLM)

@@ -1,0 +1,183 @@
+"""Softmax attention with grouped heads: full or windowed, with rotary positions and optional q/k norms."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
+from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.state import KVState, LayerState, Span
+from tokenmix_core.ops import attention, attention_decode
+
+
+class Attention(Mixer):
+    """o = W_o softmax(scale · R(q) R(k)ᵀ) v, with R the rotation by position.
+
+    Args:
+        hidden_size: D.
+        num_heads: query heads HQ.
+        num_kv_heads: key and value heads H, a divisor of HQ; None for HQ.
+        head_dim: K; None for D / HQ.
+        window: a token sees itself and the window − 1 before it; None for all.
+        sinks: first tokens that stay visible beside a window.
+        rope: rotate queries and keys by position.
+        qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
+        qkv_bias: biases of the q, k and v projections (Qwen2).
+        norm_eps: of the q/k norms.
+        impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
+
+    Raises:
+        ValueError: head counts that do not divide, an odd rotated head size, a window below 1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 16,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        rope: bool = True,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        norm_eps: float = 1e-6,
+        impl: str | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"Attention: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+            )
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"Attention: without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}"
+            )
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if rope and head_dim % 2:
+            raise ValueError(f"Attention: rotary positions need an even head_dim, got {head_dim}")
+        if window is not None and window < 1:
+            raise ValueError(f"Attention: window must be None or at least 1, got {window}")
+        if sinks < 0 or (sinks and window is None):
+            raise ValueError(
+                f"Attention: sinks go with a window and are at least 0, got sinks={sinks}, window={window}"
+            )
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.window, self.sinks, self.impl = window, sinks, impl
+        self.rotary_dim = head_dim if rope else None
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+
+    def make_state(self) -> LayerState:
+        return LayerState(
+            kv=KVState(self.num_kv_heads, self.head_dim, self.head_dim, window=self.window, sinks=self.sinks)
+        )
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary_dim is not None:
+            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        if state is None:
+            o = attention(q, k, v, window=self.window, sinks=self.sinks, cu_seqlens=cu_seqlens, impl=self.impl).o
+        else:
+            step = stepping(hidden_states, state)
+            o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
+        return self.o_proj(o.flatten(-2)), None
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # scores and weighted values: 2 · 2 · K operations a visible key and head
+        return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.window, self.sinks)
+
+
+def mean_visible(seq_len: int, window: int | None = None, sinks: int = 0) -> float:
+    """Keys that a token sees, mean over the positions of a causal sequence."""
+    if window is None or seq_len <= window + sinks:
+        return (seq_len + 1) / 2
+    reach = window + sinks
+    return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
+
+
+def cached_attention(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    kv: KVState,
+    span: Span,
+    *,
+    step: bool,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> Float[Tensor, "B T HQ V"]:
+    """Causal attention over what `kv` holds and over the call's own tokens, which are then stored.
+
+    The window and the sinks are those of `kv`. `step` takes the decoding kernel, for one token of each sequence.
+    """
+    options = {"window": kv.window, "sinks": kv.sinks, "scale": scale, "impl": impl}
+    if step:
+        kv.write(k, v, span)
+        # the places that may be filled, known without asking the device; a ring's order does not matter
+        places = min(span.past + 1, kv.places)
+        kernel = impl if impl in ("triton", "reference") else None
+        return attention_decode(
+            q, kv.keys[:, :places], kv.values[:, :places], kv.filled(span), scale=scale, impl=kernel
+        ).o
+    if span.uniform and span.past and kv.window is None and not k.requires_grad:
+        kv.write(k, v, span)
+        places = span.past + span.tokens
+        return attention(q, kv.keys[:, :places], kv.values[:, :places], **options).o
+    if span.past == 0:
+        o = attention(q, k, v, cu_seqlens=span.cu_seqlens, **options).o
+    elif span.uniform:
+        keys, values = (torch.cat(pair, 1) for pair in zip(kv.read(span), (k, v), strict=True))
+        o = attention(q, keys, values, **options).o
+    else:
+        o = _ragged_attention(q, k, v, kv, span, scale)
+    kv.write(k, v, span)
+    return o
+
+
+def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> Tensor:
+    """Several tokens of sequences of unequal lengths: a prompt with padding that arrives in pieces. Rare, so by a mask."""
+    q, k, v = (span.unpack(x) for x in (q, k, v))
+    positions = (
+        span.unpack(span.positions.view(1, -1)) if span.mask is not None else span.positions.view(span.batch, -1)
+    )
+    real = torch.ones_like(positions, dtype=torch.bool) if span.mask is None else span.mask
+    key_positions = torch.cat((kv.positions(span), positions.masked_fill(~real, -1)), 1)
+    distance = positions.unsqueeze(2) - key_positions.unsqueeze(1)
+    visible = (key_positions.unsqueeze(1) >= 0) & (distance >= 0)
+    if kv.window is not None:
+        visible &= (distance < kv.window) | (key_positions.unsqueeze(1) < kv.sinks)
+    # a padding query would see nothing, which softmax answers with NaN
+    visible |= ~real.unsqueeze(2)
+    keys, values = torch.cat((kv.keys, k), 1), torch.cat((kv.values, v), 1)
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=visible.unsqueeze(1),
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return span.pack(o.transpose(1, 2))

@@ -1,0 +1,151 @@
+"""Gated DeltaNet (Yang et al. 2025): short convolutions, the gated delta rule, a gated norm for each head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.init import init_decay_, init_time_step_
+from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
+from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
+
+
+class GatedDeltaNet(Mixer):
+    """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t; y = W_o (norm(o) · silu(W_g x)).
+
+    q, k and v are projections of x, convolved along time and passed through SiLU; q and k have unit length.
+    g = −exp(A_log) · softplus(W_a x + dt_bias), β = sigmoid(W_b x).
+
+    Args:
+        hidden_size: D.
+        num_heads: heads H of q and k.
+        head_dim: K.
+        expand_v: V = expand_v · K.
+        num_v_heads: heads HV of v, gates and state, a multiple of H; None for H.
+        conv_size: width of the convolutions.
+        allow_neg_eigval: β in [0, 2], so that a state can be reflected.
+        output_gate: gate the outputs; without it they are only normalised.
+        norm_eps: of the output norm.
+        impl: implementation of the operations, None, "triton" or "reference".
+
+    Raises:
+        ValueError: head counts that do not divide, sizes that are not whole.
+    """
+
+    float32 = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 6,
+        head_dim: int = 256,
+        expand_v: float = 2.0,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        allow_neg_eigval: bool = False,
+        output_gate: bool = True,
+        norm_eps: float = 1e-6,
+        impl: str | None = None,
+    ):
+        super().__init__()
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        value_dim = round(head_dim * expand_v)
+        if num_heads < 1 or num_v_heads < 1 or num_v_heads % num_heads:
+            raise ValueError(
+                f"GatedDeltaNet: num_v_heads must be a multiple of num_heads, got {num_v_heads} and {num_heads}"
+            )
+        if head_dim < 1 or value_dim < 1 or value_dim != head_dim * expand_v:
+            raise ValueError(
+                f"GatedDeltaNet: head_dim and expand_v · head_dim must be whole and positive, "
+                f"got head_dim={head_dim}, expand_v={expand_v}"
+            )
+        self.num_heads, self.num_v_heads, self.head_dim, self.value_dim = num_heads, num_v_heads, head_dim, value_dim
+        self.max_beta, self.impl = 2.0 if allow_neg_eigval else 1.0, impl
+        self.fit = HeadFit(head_dim, value_dim, (64, 128, 256))
+        keys, values = num_heads * head_dim, num_v_heads * value_dim
+        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        self.a_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
+        self.q_conv = ShortConv(keys, conv_size, impl=impl)
+        self.k_conv = ShortConv(keys, conv_size, impl=impl)
+        self.v_conv = ShortConv(values, conv_size, impl=impl)
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
+        self.g_proj = nn.Linear(hidden_size, values, bias=False) if output_gate else None
+        self.o_norm = GatedRMSNorm(value_dim, norm_eps) if output_gate else RMSNorm(value_dim, norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self.init_weights_()
+
+    def init_weights_(self) -> None:
+        init_decay_(self.A_log)
+        init_time_step_(self.dt_bias)
+
+    def make_state(self) -> LayerState:
+        return LayerState(
+            q_conv=self.q_conv.make_state(),
+            k_conv=self.k_conv.make_state(),
+            v_conv=self.v_conv.make_state(),
+            recurrent=TensorState(*self.fit.state_shape(self.num_v_heads), dtype=torch.float32),
+        )
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        step = stepping(hidden_states, state)
+        q, k, v = (
+            conv(proj(hidden_states), state=state and getattr(state, name), cu_seqlens=cu_seqlens, step=step)
+            for name, proj, conv in (
+                ("q_conv", self.q_proj, self.q_conv),
+                ("k_conv", self.k_proj, self.k_conv),
+                ("v_conv", self.v_proj, self.v_conv),
+            )
+        )
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k = k.unflatten(-1, (self.num_heads, self.head_dim))
+        v = v.unflatten(-1, (self.num_v_heads, self.value_dim))
+        g = -self.A_log.exp() * F.softplus(at_least_float32(self.a_proj(hidden_states)) + self.dt_bias)
+        beta = self.max_beta * at_least_float32(self.b_proj(hidden_states)).sigmoid()
+        q, k, v, g, beta = (
+            self.fit.keys(q),
+            self.fit.keys(k),
+            self.fit.values(v),
+            self.fit.gates(g),
+            self.fit.gates(beta),
+        )
+        options = {"scale": self.head_dim**-0.5, "qk_l2norm": True, "impl": self.impl}
+        if step:
+            recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
+            token = (x.squeeze(1) for x in (q, k, v, g, beta))
+            o = gated_delta_rule_step(*token, recurrent, **options).unsqueeze(1)
+        else:
+            before = None if state is None else state.recurrent.value
+            o, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=before, cu_seqlens=cu_seqlens, **options)
+            if state is not None:
+                state.recurrent.set(after)
+        o = self.fit.outputs(o, self.num_v_heads)
+        if self.g_proj is None:
+            o = self.o_norm(o)
+        else:
+            o = self.o_norm(o, self.g_proj(hidden_states).view_as(o))
+        return self.o_proj(o.flatten(-2)), None
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # Sᵀk, the outer product and Sᵀq: 2KV each; the convolutions: 2W a channel
+        convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
+        return 6.0 * self.num_v_heads * self.head_dim * self.value_dim + convs

@@ -1,0 +1,63 @@
+"""Head sizes that kernels do not have, as heads of sizes that they have."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+class HeadFit:
+    """Fits the heads of a linear recurrence to the sizes of a kernel, exactly.
+
+    A key size K between two sizes is padded with zeros, which add nothing to any product. Columns of the state do not mix,
+    so a value head of size V is cut into equal heads of the largest size that divides V, each with the gates of the whole,
+    or padded when none divides it.
+
+    Args:
+        key_size: K.
+        value_size: V.
+        sizes: what the kernel takes, ascending.
+
+    Raises:
+        ValueError: a key size above the largest.
+    """
+
+    def __init__(self, key_size: int, value_size: int, sizes: tuple[int, ...]):
+        if key_size > sizes[-1]:
+            raise ValueError(f"head sizes of keys go up to {sizes[-1]}, got {key_size}")
+        self.key_size, self.value_size = key_size, value_size
+        self.kernel_key_size = next(size for size in sizes if size >= key_size)
+        divisors = [size for size in sizes if value_size % size == 0]
+        if value_size in sizes or not divisors:
+            self.parts = -(-value_size // sizes[-1])
+            self.kernel_value_size = next(size for size in sizes if size * self.parts >= value_size)
+        else:
+            self.kernel_value_size = divisors[-1]
+            self.parts = value_size // self.kernel_value_size
+
+    def state_shape(self, heads: int) -> tuple[int, int, int]:
+        """The shape of the recurrent state of `heads` value heads, without the batch."""
+        return heads * self.parts, self.kernel_key_size, self.kernel_value_size
+
+    def keys(self, x: Float[Tensor, "B T H K"]) -> Tensor:
+        """q or k with its channels padded."""
+        return _pad(x, self.kernel_key_size)
+
+    def values(self, x: Float[Tensor, "B T HV V"]) -> Tensor:
+        """v with its heads padded and cut."""
+        x = _pad(x, self.parts * self.kernel_value_size)
+        return x if self.parts == 1 else x.unflatten(-1, (self.parts, -1)).flatten(-3, -2)
+
+    def gates(self, x: Float[Tensor, "B T HV"]) -> Tensor:
+        """A gate, repeated for the parts of its head."""
+        return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
+
+    def outputs(self, x: Float[Tensor, "B T parts_HV size"], heads: int) -> Float[Tensor, "B T HV V"]:
+        """The outputs of `heads` value heads, put together again."""
+        x = x if self.parts == 1 else x.unflatten(-2, (heads, self.parts)).flatten(-2)
+        return x if x.shape[-1] == self.value_size else x[..., : self.value_size]
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

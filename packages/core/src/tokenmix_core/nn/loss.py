@@ -1,0 +1,170 @@
+"""Cross-entropy of a linear layer's outputs, a block of tokens at a time: the whole `[tokens, vocab]` never exists."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.nn.precision import at_least_float32
+
+IGNORE = -100
+# tokens a block: with 50,000 words their float32 logits take 200 MB
+BLOCK = 1024
+
+
+def linear_cross_entropy(
+    hidden: Float[Tensor, "tokens D"],
+    weight: Float[Tensor, "vocab D"],
+    labels: Int[Tensor, "tokens"],
+    *,
+    ignore_index: int = IGNORE,
+    block_size: int = BLOCK,
+    impl: Literal["torch", "liger"] | None = None,
+) -> Float[Tensor, ""]:
+    r"""The sum over tokens of −log softmax(weight · hidden)[label], float32 (float64 for float64 inputs).
+
+    .. math:: L = \sum_{t:\, y_t \ne \text{ignore}} \Big(\log \sum_w e^{W_w \cdot h_t} - W_{y_t} \cdot h_t\Big)
+
+    Gradients of hidden and weight are computed together with the loss, block by block, and kept instead of logits; that of
+    the weight is summed in float32. Under autocast the products run in autocast's dtype.
+
+    Args:
+        hidden: `[tokens, D]`.
+        weight: `[vocab, D]`.
+        labels: `[tokens]` int64; tokens with the label `ignore_index` count nothing.
+        block_size: tokens whose logits exist at one time.
+        impl: "torch", "liger" (needs the extra `fast` and CUDA tensors), or None for "torch".
+
+    Raises:
+        ValueError: shapes, dtypes or the implementation do not fit.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or labels.dim() != 1:
+        got = f"{list(hidden.shape)}, {list(weight.shape)}, {list(labels.shape)}"
+        raise ValueError(
+            f"linear_cross_entropy: expected hidden [tokens, D], weight [vocab, D], labels [tokens], got {got}"
+        )
+    if hidden.shape[1] != weight.shape[1] or hidden.shape[0] != labels.shape[0]:
+        raise ValueError(
+            f"linear_cross_entropy: hidden {list(hidden.shape)} fits neither weight {list(weight.shape)} in D "
+            f"nor labels {list(labels.shape)} in tokens"
+        )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"linear_cross_entropy: labels must be int64, got {labels.dtype}")
+    if block_size < 1:
+        raise ValueError(f"linear_cross_entropy: block_size must be at least 1, got {block_size}")
+    if impl not in (None, "torch", "liger"):
+        raise ValueError(f"linear_cross_entropy: impl must be None, 'torch' or 'liger', got {impl!r}")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    if impl == "liger":
+        return _liger(hidden, weight.to(hidden.dtype), labels, ignore_index)
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, block_size)
+
+
+@torch.no_grad()
+def token_losses(
+    hidden: Float[Tensor, "tokens D"],
+    weight: Float[Tensor, "vocab D"],
+    labels: Int[Tensor, "tokens"],
+    *,
+    ignore_index: int = IGNORE,
+    block_size: int = BLOCK,
+) -> Float[Tensor, "tokens"]:
+    """−log softmax(weight · hidden)[label] of each token, zero where the label is `ignore_index`; without gradients."""
+    weight = weight.to(hidden.dtype)
+    losses = [
+        F.cross_entropy(at_least_float32(h @ weight.T), y, ignore_index=ignore_index, reduction="none")
+        for h, y in zip(hidden.split(block_size), labels.split(block_size), strict=True)
+    ]
+    return torch.cat(losses) if losses else at_least_float32(hidden.new_zeros(0))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, ignore_index, block_size):
+        loss, d_hidden, d_weight = _blockwise(
+            hidden, weight, labels, ignore_index, block_size, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        )
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden = (d_hidden * grad).to(d_hidden.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = (d_weight * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        return d_hidden, d_weight, None, None, None
+
+
+# an opaque operator: torch.compile keeps the loop over blocks as one node
+@torch.library.custom_op("tokenmix::linear_cross_entropy", mutates_args=())
+def _blockwise(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    block_size: int,
+    needs_d_hidden: bool,
+    needs_d_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    w = weight.to(hidden.dtype)
+    loss = hidden.new_zeros((), dtype=wide)
+    d_hidden, d_weight = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=True)
+    for start in range(0, hidden.shape[0], block_size):
+        rows = slice(start, start + block_size)
+        h, y = hidden[rows], labels[rows]
+        counts = (y != ignore_index).unsqueeze(1)
+        target = y.unsqueeze(1).masked_fill(~counts, 0)
+        logits = (h @ w.T).to(wide)
+        lse = logits.logsumexp(1, keepdim=True)
+        loss += ((lse - logits.gather(1, target)) * counts).sum()
+        if not (needs_d_hidden or needs_d_weight):
+            continue
+        # dL/dlogits = softmax − onehot, in the buffer of the logits
+        d_logits = logits.sub_(lse).exp_().mul_(counts)
+        d_logits.scatter_add_(1, target, -counts.to(wide))
+        d_logits = d_logits.to(hidden.dtype)
+        if needs_d_hidden:
+            torch.mm(d_logits, w, out=d_hidden[rows])
+        if needs_d_weight:
+            d_weight += d_logits.T @ h
+    return loss, d_hidden, d_weight
+
+
+@_blockwise.register_fake
+def _(hidden, weight, labels, ignore_index, block_size, needs_d_hidden, needs_d_weight):
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    gradients = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=False)
+    return hidden.new_empty((), dtype=wide), *gradients
+
+
+def _gradients(hidden: Tensor, weight: Tensor, needs_d_hidden: bool, needs_d_weight: bool, zero: bool):
+    """Room for both gradients, empty for one that nobody asks for."""
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)
+    shape = weight.shape if needs_d_weight else (0,)
+    d_weight = weight.new_zeros(shape, dtype=wide) if zero else weight.new_empty(shape, dtype=wide)
+    return d_hidden, d_weight
+
+
+def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    if not hidden.is_cuda:
+        raise ValueError(
+            f"linear_cross_entropy: impl='liger' needs CUDA tensors, got {hidden.device}; use impl='torch'"
+        )
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError as error:
+        raise ValueError(
+            "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "
+            "install tokenmix-core[fast] or use impl='torch'"
+        ) from error
+    return liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, reduction="sum")

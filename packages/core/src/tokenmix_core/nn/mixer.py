@@ -1,0 +1,98 @@
+"""What every token mixer is: a module that the backbone can build, run, cache and count."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.nn.precision import KeepsFloat32
+from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.nn.state import LayerState
+
+MixerOutput = tuple[Tensor, dict[str, Tensor] | None]
+
+
+class Mixer(KeepsFloat32):
+    """Base class of token mixers.
+
+    A subclass takes `hidden_size` and `norm_eps` and its own keyword options, which are those that `mixer_options` of a
+    configuration accepts; it defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns parameters
+    or non-persistent buffers. It never meets padding: batches with padding reach it packed.
+
+    Attributes:
+        inputs: names of the extra inputs of the model's `forward` that this mixer takes.
+        rotary_dim: rotated channels of a head; None when it needs no `rotary`.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ()
+    rotary_dim: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:
+        """The mixer of a layer; override it to use more of the configuration, or the layer's index."""
+        return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
+
+    @classmethod
+    def check_options(cls, label: str, options: dict[str, Any]) -> None:
+        """Raise a ValueError for an option that the constructor does not know."""
+        known = [name for name in inspect.signature(cls.__init__).parameters if name not in _GIVEN]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(
+                f"mixer_options[{label!r}]: unknown option {', '.join(map(repr, unknown))}; "
+                f"{cls.__name__} has {', '.join(known)}"
+            )
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+        **inputs: Any,
+    ) -> MixerOutput:
+        """Mix along time.
+
+        Args:
+            hidden_states: `[B, T, D]`; packed sequences have B = 1.
+            state: what the layer keeps; read and updated. `state.span` says where the tokens lie. None without a cache.
+            cu_seqlens: borders of packed sequences.
+            rotary: angles of the tokens, when `rotary_dim` is set.
+            inputs: the extra inputs named by `inputs`.
+
+        Returns:
+            The outputs `[B, T, D]`, and None or named tensors: those whose name ends in `_loss` are sums over tokens that
+            the causal LM divides by the number of predicted tokens and adds to its loss; others are passed on.
+        """
+        raise NotImplementedError
+
+    def make_state(self) -> LayerState:
+        """An empty state for the layer."""
+        raise NotImplementedError
+
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes the layer keeps of `batch_size` sequences of `seq_len` tokens, activations being of `dtype`."""
+        return sum(part.nbytes(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Floating-point operations of mixing one token, forward, mean over a causal sequence, linear layers left out."""
+        raise NotImplementedError
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward floating-point operations per token: two a weight of every linear layer, plus the mixing."""
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 2.0 * weights + self.mixing_flops(seq_len)
+
+
+_GIVEN = ("self", "hidden_size", "norm_eps")
+
+
+def stepping(x: Tensor, state: LayerState | None) -> bool:
+    """Whether a call is one decoding step: one token of each sequence, a state to update in place, no gradients wanted."""
+    one = state is not None and state.span.tokens == 1 and state.span.mask is None
+    return one and not (torch.is_grad_enabled() and x.requires_grad)

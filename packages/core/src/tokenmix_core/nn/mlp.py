@@ -1,0 +1,25 @@
+"""The channel mixer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
+    """The width of a SwiGLU that has the parameters of a plain MLP of `ratio` · `hidden_size`: two thirds of it, rounded up."""
+    return -(-int(hidden_size * ratio * 2 / 3) // multiple) * multiple
+
+
+class SwiGLU(nn.Module):
+    """y = W_down (silu(W_gate x) · W_up x) (Shazeer 2020), without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,34 @@
+"""Parameters that stay in float32 whatever the rest of the model is converted to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or as it is when it is already float64."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+class KeepsFloat32(nn.Module):
+    """A module some of whose own parameters and buffers survive `.to(torch.bfloat16)`, `.half()` and the like in float32.
+
+    Decay rates lose whole percents in bfloat16, and rotary frequencies lose positions.
+    """
+
+    float32: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kept = [t for t in (getattr(self, name, None) for name in self.float32) if t is not None]
+        kept += [t.grad for t in kept if t.grad is not None]
+
+        def convert(t: Tensor) -> Tensor:
+            out = fn(t)
+            if out.dtype.itemsize < 4 and out.is_floating_point() and any(t is x for x in kept):
+                return t.to(out.device)
+            return out
+
+        return super()._apply(convert, recurse)

@@ -1,0 +1,93 @@
+"""Rotary position embedding (Su et al. 2024), with the frequency scalings of transformers' `rope_parameters`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.nn.init import is_loaded
+from tokenmix_core.nn.precision import KeepsFloat32, at_least_float32
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the angles of each token, float32 `[B or 1, T, dim / 2]`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_frequencies(
+    dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
+) -> tuple[Float[Tensor, "half"], float]:
+    """Radians per position of each pair of channels, and the factor on cosines and sines.
+
+    Args:
+        dim: rotated channels of a head, even.
+        rope_parameters: transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and what the type needs.
+        max_position_embeddings: the context length the model is made for.
+
+    Raises:
+        ValueError: an odd dim or an unknown type.
+    """
+    kind = rope_parameters.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(map(repr, ROPE_TYPES))}, got {kind!r}")
+    if dim < 2 or dim % 2:
+        raise ValueError(f"rotary embedding: the head size must be even and positive, got {dim}")
+    theta = float(rope_parameters.get("rope_theta", 10_000.0))
+    if kind == "default":
+        return theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim), 1.0
+    # transformers knows the other scalings; it reads them from a configuration object
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = PreTrainedConfig()
+    config.rope_parameters = {"rope_theta": theta, **rope_parameters}
+    config.head_dim, config.hidden_size, config.num_attention_heads = dim, dim, 1
+    config.max_position_embeddings = max_position_embeddings
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.float(), float(factor)
+
+
+class RotaryEmbedding(KeepsFloat32):
+    """Angles of positions: `rotation = RotaryEmbedding(64, {"rope_theta": 1e4})(position_ids)`.
+
+    Args:
+        dim: rotated channels of a head.
+        rope_parameters: as for `rope_frequencies`.
+        max_position_embeddings: the context length the model is made for.
+    """
+
+    float32 = ("inv_freq",)
+
+    def __init__(self, dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int = 2048):
+        super().__init__()
+        self.args = (dim, dict(rope_parameters), max_position_embeddings)
+        frequencies, self.factor = rope_frequencies(*self.args)
+        self.register_buffer("inv_freq", torch.empty(dim // 2, dtype=torch.float32), persistent=False)
+        if not self.inv_freq.is_meta:
+            self.inv_freq.copy_(frequencies)
+
+    @torch.no_grad()
+    def init_weights_(self) -> None:
+        if not is_loaded(self.inv_freq):
+            self.inv_freq.copy_(rope_frequencies(*self.args)[0])
+
+    @torch.no_grad()
+    def forward(self, position_ids: Int[Tensor, "B T"]) -> Rotation:
+        # outside autocast: a bfloat16 angle is off by whole turns
+        with torch.autocast(position_ids.device.type, enabled=False):
+            angles = position_ids.unsqueeze(-1).float() * self.inv_freq.float()
+            return Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
+
+
+def apply_rotary(x: Float[Tensor, "B T H K"], rotation: Rotation) -> Float[Tensor, "B T H K"]:
+    """Rotate channels i and i + K/2 of every head by the token's angles; computed in float32, returned in x's dtype."""
+    cos, sin = rotation.cos.unsqueeze(2), rotation.sin.unsqueeze(2)
+    a, b = at_least_float32(x).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -1,0 +1,84 @@
+"""The short causal convolution as a module."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.nn.init import init_short_conv_
+from tokenmix_core.nn.state import TensorState
+from tokenmix_core.ops import short_conv, short_conv_step
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution along time with an optional SiLU: `weight [D, W]`, `bias [D]` or None.
+
+    Args:
+        channels: D.
+        width: W, 2 to 8.
+        bias: whether a bias is added.
+        activation: None or "silu".
+        impl: implementation of the operation, as for `tokenmix_core.ops.short_conv`.
+
+    Raises:
+        ValueError: a width outside 2 to 8.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int = 4,
+        *,
+        bias: bool = False,
+        activation: Literal["silu"] | None = "silu",
+        impl: str | None = None,
+    ):
+        super().__init__()
+        if not 2 <= width <= 8:
+            raise ValueError(f"ShortConv: the width must lie from 2 to 8, got {width}")
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.activation, self.impl = activation, impl
+        self.init_weights_()
+
+    def init_weights_(self) -> None:
+        init_short_conv_(self.weight, self.bias)
+
+    def make_state(self) -> TensorState:
+        """The last W − 1 inputs of each sequence, oldest first."""
+        channels, width = self.weight.shape
+        return TensorState(channels, width - 1)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        *,
+        state: TensorState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        step: bool = False,
+    ) -> Float[Tensor, "B T D"]:
+        """Convolve; with a state, after its inputs and updating it; `step` updates it in place for T = 1."""
+        if step:
+            last = state.get(x.shape[0], x)
+            y = short_conv_step(x.squeeze(1), self.weight, self.bias, last, activation=self.activation, impl=self.impl)
+            return y.unsqueeze(1)
+        before = None if state is None else state.value
+        y, last = short_conv(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            initial_state=before,
+            cu_seqlens=cu_seqlens,
+            impl=self.impl,
+        )
+        if state is not None:
+            state.set(last)
+        return y
+
+    def extra_repr(self) -> str:
+        channels, width = self.weight.shape
+        return f"{channels}, width={width}, bias={self.bias is not None}, activation={self.activation!r}"

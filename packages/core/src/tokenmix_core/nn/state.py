@@ -1,0 +1,318 @@
+"""What mixers keep between calls, and where the tokens of one call lie in the sequences kept.
+
+A layer's `LayerState` is made of named parts, each with the batch as its first dimension: `TensorState` holds one tensor
+of constant size (a recurrent state, the last inputs of a convolution), `KVState` keys and values, all or a window of them.
+Sequences are stored without padding, each from its own position 0 on, so that batches of unequal lengths need no masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cu_seqlens_from_lengths
+
+
+class Span:
+    """Where the tokens of one call lie: N rows of `tokens` places each, after what the sequences already hold.
+
+    Without a mask the call's tensors are dense, `[N, tokens, ...]`. With one they are packed, `[1, total, ...]`: padding
+    never reaches a mixer.
+
+    Args:
+        batch: N.
+        tokens: places in a row of this call.
+        device: of the index tensors.
+        past: tokens each sequence holds before the call; an upper bound where `lengths` is given.
+        lengths: `[N]` int64, the exact numbers where sequences differ.
+        mask: `[N, tokens]`, True for real tokens; None when all are real.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        tokens: int,
+        device: torch.device,
+        *,
+        past: int = 0,
+        lengths: Int[Tensor, "N"] | None = None,
+        mask: Bool[Tensor, "N tokens"] | None = None,
+    ):
+        self.batch, self.tokens, self.device, self.past = batch, tokens, device, past
+        self.lengths, self.mask = lengths, mask
+        self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all sequences hold the same number of tokens before and after, known without asking the device."""
+        return self.lengths is None and self.mask is None
+
+    @cached_property
+    def before(self) -> Int[Tensor, "N"]:
+        """Tokens each sequence holds before the call."""
+        if self.lengths is not None:
+            return self.lengths
+        return torch.full((self.batch,), self.past, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def after(self) -> Int[Tensor, "N"]:
+        """Tokens each sequence holds after the call."""
+        return self.before + (self.tokens if self.mask is None else self.mask.sum(1))
+
+    @cached_property
+    def index(self) -> Int[Tensor, "total"]:
+        """The places of the real tokens in the flattened `[N · tokens]`; waits for the device."""
+        assert self.mask is not None
+        return self.mask.flatten().nonzero().squeeze(1)
+
+    @cached_property
+    def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
+        """Borders of the packed sequences; None for a dense call."""
+        return None if self.mask is None else cu_seqlens_from_lengths(self.mask.sum(1))
+
+    @cached_property
+    def rows(self) -> Int[Tensor, "total"]:
+        """The sequence of each token, in the order of the call's tensors."""
+        rows = torch.arange(self.batch, device=self.device).repeat_interleave(
+            self.tokens, output_size=self.batch * self.tokens
+        )
+        return rows if self.mask is None else rows[self.index]
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "total"]:
+        """The position of each token in its sequence, in the order of the call's tensors."""
+        if self.mask is None:
+            offsets = torch.arange(self.tokens, device=self.device).expand(self.batch, -1)
+        else:
+            offsets = self.mask.cumsum(1) - 1
+        positions = (self.before.unsqueeze(1) + offsets).flatten()
+        return positions if self.mask is None else positions[self.index]
+
+    def pack(self, x: Float[Tensor, "N tokens *rest"]) -> Tensor:
+        """Drop the padding: `[1, total, ...]`. Nothing to do for a dense call."""
+        return x if self.mask is None else x.flatten(0, 1)[self.index].unsqueeze(0)
+
+    def unpack(self, x: Float[Tensor, "1 total *rest"]) -> Tensor:
+        """The inverse of `pack`, with zeros for padding."""
+        if self.mask is None:
+            return x
+        out = x.new_zeros(self.batch * self.tokens, *x.shape[2:])
+        return out.index_copy(0, self.index, x.squeeze(0)).unflatten(0, (self.batch, self.tokens))
+
+    def written(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Which tokens a store with this window keeps: their places in the call's tensors, rows and positions."""
+        key = (window, sinks)
+        if key not in self._written:
+            kept = torch.arange(len(self.rows), device=self.device)
+            if window is not None and self.tokens > 1:
+                last = self.positions >= self.after[self.rows] - window
+                kept = (last | (self.positions < sinks)).nonzero().squeeze(1)
+            self._written[key] = kept, self.rows[kept], self.positions[kept]
+        return self._written[key]
+
+
+class TensorState:
+    """One tensor of constant size, `[N, *shape]`.
+
+    Args:
+        shape: without the batch.
+        dtype: None for the dtype of the activations.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None):
+        self.shape, self.dtype = shape, dtype
+        self.value: Tensor | None = None
+
+    def get(self, batch: int, like: Tensor) -> Tensor:
+        """The value, zeros before the first one was stored."""
+        if self.value is None:
+            self.value = like.new_zeros(batch, *self.shape, dtype=self.dtype or like.dtype)
+        return self.value
+
+    def set(self, value: Tensor) -> None:
+        """Store a value for the next call; gradients do not cross calls."""
+        self.value = value.detach().contiguous()
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tensor by a function of it."""
+        if self.value is not None:
+            self.value = fn(self.value)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.value = None
+
+    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
+        """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+        return batch_size * _product(self.shape) * (self.dtype or dtype).itemsize
+
+    def held(self, seq_len: int) -> int:
+        """Bytes of the state now held, of sequences of `seq_len` tokens."""
+        return 0 if self.value is None else self.value.nbytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory taken."""
+        return self.held(0)
+
+
+class KVState:
+    """Keys and values `[N, places, H, K]`, `[N, places, H, V]`: all of them, or the first `sinks` and the last `window`.
+
+    All of them: the place of a token is its position, and the room grows by half when it is full. A window: a ring, where
+    the token at position p ≥ sinks takes the place sinks + (p − sinks) mod window.
+
+    Args:
+        heads: H.
+        key_size: K.
+        value_size: V.
+        window: tokens kept; None keeps all.
+        sinks: first tokens kept beside the window.
+    """
+
+    def __init__(self, heads: int, key_size: int, value_size: int, *, window: int | None = None, sinks: int = 0):
+        self.heads, self.key_size, self.value_size = heads, key_size, value_size
+        self.window, self.sinks = window, sinks if window is not None else 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        # places to make room for at once, where the final length is known beforehand
+        self.expected = 0
+
+    @property
+    def places(self) -> int:
+        """Tokens there is room for."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def place(self, position):
+        """The place of a position, an integer or a tensor of them."""
+        if self.window is None:
+            return position
+        if isinstance(position, int):
+            return position if position < self.sinks else self.sinks + (position - self.sinks) % self.window
+        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
+
+    def write(self, k: Float[Tensor, "B T H K"], v: Float[Tensor, "B T H V"], span: Span) -> None:
+        """Store the call's keys and values, in the layout of the call."""
+        k, v = k.detach(), v.detach()
+        self._make_room(k, v, span)
+        if not span.uniform:
+            kept, rows, positions = span.written(self.window, self.sinks)
+            places = self.place(positions)
+            self.keys[rows, places] = k.flatten(0, 1)[kept]
+            self.values[rows, places] = v.flatten(0, 1)[kept]
+        elif self.window is None or span.tokens == 1:
+            first = self.place(span.past)
+            self.keys[:, first : first + span.tokens] = k
+            self.values[:, first : first + span.tokens] = v
+        else:
+            head = min(max(self.sinks - span.past, 0), span.tokens)
+            kept = _ranges(head, max(head, span.tokens - self.window), span.tokens, span.device)
+            places = self.place(kept + span.past)
+            self.keys.index_copy_(1, places, k.index_select(1, kept))
+            self.values.index_copy_(1, places, v.index_select(1, kept))
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        """What a uniform call sees of the past: all of it, or the sinks and the last window − 1 tokens, in order."""
+        if self.window is None:
+            return self.keys[:, : span.past], self.values[:, : span.past]
+        head = min(self.sinks, span.past)
+        places = self.place(_ranges(head, max(span.past - self.window + 1, head), span.past, span.device))
+        return self.keys.index_select(1, places), self.values.index_select(1, places)
+
+    def positions(self, span: Span) -> Int[Tensor, "N places"]:
+        """The position of the token in each place before the call, −1 for an empty place."""
+        places = torch.arange(self.places, device=span.device).unsqueeze(0)
+        before = span.before.unsqueeze(1)
+        if self.window is None:
+            return torch.where(places < before, places, -1)
+        # the newest position of each ring place that is below the length
+        turns = (before - 1 - places).div(self.window, rounding_mode="floor")
+        newest = torch.where(places < self.sinks, places, places + turns * self.window)
+        return torch.where((newest < before) & (newest >= torch.where(places < self.sinks, 0, self.sinks)), newest, -1)
+
+    def filled(self, span: Span) -> Int[Tensor, "N"]:
+        """Filled places after the call, int32."""
+        after = span.after
+        return (after if self.window is None else after.clamp(max=self.sinks + self.window)).to(torch.int32)
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace keys and values by a function of each."""
+        if self.keys is not None:
+            self.keys, self.values = fn(self.keys), fn(self.values)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+
+    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
+        """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+        places = seq_len if self.window is None else self.sinks + self.window
+        return batch_size * places * self.heads * (self.key_size + self.value_size) * dtype.itemsize
+
+    def held(self, seq_len: int) -> int:
+        """Bytes of the state now held, of sequences of `seq_len` tokens; spare room does not count."""
+        if self.keys is None:
+            return 0
+        places = seq_len if self.window is None else self.places
+        return self.keys[:, :places].nbytes + self.values[:, :places].nbytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory taken, spare room included."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    def _make_room(self, k: Tensor, v: Tensor, span: Span) -> None:
+        needed = span.past + span.tokens if self.window is None else self.sinks + self.window
+        if needed > self.places:
+            room = needed if self.window is not None else self._room(needed)
+            self.keys, self.values = _grow(self.keys, k, span.batch, room), _grow(self.values, v, span.batch, room)
+
+    def _room(self, needed: int) -> int:
+        known = self.expected >= needed
+        room = needed if self.keys is None and not known else needed + needed // 2
+        room = -(-room // 64) * 64
+        return min(room, self.expected) if known else room
+
+
+def _grow(old: Tensor | None, x: Tensor, batch: int, room: int) -> Tensor:
+    """`[batch, room, ...]` like x, beginning with the old places."""
+    # zeros: a place that was never written may be read under a mask, and must not be NaN
+    grown = x.new_zeros(batch, room, *x.shape[2:])
+    if old is not None:
+        grown[:, : old.shape[1]] = old
+    return grown
+
+
+def _ranges(head: int, start: int, stop: int, device: torch.device) -> Int[Tensor, "n"]:
+    """0 … head − 1, then start … stop − 1."""
+    tail = torch.arange(start, stop, device=device)
+    return torch.cat((torch.arange(head, device=device), tail)) if head else tail
+
+
+class LayerState:
+    """The named parts a layer keeps: `LayerState(kv=KVState(...))`, then `state.kv`, with `state.span` for the call."""
+
+    span: Span
+
+    def __init__(self, **parts: TensorState | KVState):
+        self.parts = parts
+
+    def __getattr__(self, name: str):
+        try:
+            return self.__dict__["parts"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __repr__(self) -> str:
+        return f"LayerState({', '.join(f'{name}={type(part).__name__}' for name, part in self.parts.items())})"
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
