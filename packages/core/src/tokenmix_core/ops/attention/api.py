@@ -42,8 +42,8 @@ def attention(
         lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)
         o_i   = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
 
-    S(i) is every key; with `causal` those with j ≤ i; with a `window` of w of these only i − w < j, and the first `sinks`
-    keys of the sequence. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
+    S(i) is every key; with `causal` those with j ≤ i; with a `window` of w of these only i − w < j, and the first
+    `sinks` keys of the sequence. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
@@ -117,8 +117,8 @@ def attention_decode(
 ) -> AttentionOutput:
     """Causal attention of each sequence's last TQ tokens to its cache; no gradient.
 
-    Sequence b holds `cache_seqlens[b]` tokens, the TQ new ones included, at the front of its row of the cache; what lies
-    behind them is never read into the result. The result is `attention` of the queries with those keys.
+    Sequence b holds `cache_seqlens[b]` tokens, the TQ new ones included, at the front of its row of the cache; what
+    lies behind them never enters the result. The result is `attention` of the queries with those keys.
 
     Args:
         q: the queries of the newest TQ tokens, few (usually one).

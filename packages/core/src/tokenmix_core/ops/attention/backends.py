@@ -109,6 +109,8 @@ def _triton_limit(call: Call) -> str | None:
             f"needs CUDA tensors, got tensors on {call.device}; pass impl='reference', "
             "or set TRITON_INTERPRET=1 to run the kernels on a CPU"
         )
+    if call.device != "cuda" and call.dtype == torch.bfloat16:
+        return "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
     if max(call.head_k, call.head_v) > 256:
         return f"takes head sizes up to 256, got K={call.head_k} and V={call.head_v}; pass impl='reference'"
     if call.dtype == torch.float64:
@@ -122,7 +124,7 @@ def _sdpa_limit(call: Call) -> str | None:
     if call.mask.window is not None:
         return "has no sliding window on a CPU; pass impl='reference'"
     if call.mask.causal and call.tq != call.tk:
-        return f"needs as many queries as keys for causal=True on a CPU, got {call.tq} and {call.tk}; pass impl='reference'"
+        return f"needs TQ = TK for causal=True on a CPU, got {call.tq} and {call.tk}; pass impl='reference'"
     if call.head_k != call.head_v:
         return f"needs K = V, got K={call.head_k} and V={call.head_v}; pass impl='reference'"
     return None

@@ -6,6 +6,7 @@ length and a window costs what the window holds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ def attention_decode_reference(
 
 
 def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
-    """Whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`, positions counted in keys."""
+    """Whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`, positions in keys."""
     o_q, o_k = o_q[:, None], o_k[None, :]
     mask = (o_k <= o_q) if causal else torch.ones_like(o_k <= o_q)
     return mask if window is None else mask & ((o_k > o_q - window) | (o_k < sinks))
@@ -135,7 +136,7 @@ class _Block(NamedTuple):
 
 def _sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
     borders = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         rows = slice(start, stop)
         yield rows, (slice(0, tk) if cu_seqlens is None else rows)
 

@@ -1,4 +1,4 @@
-"""torch's own attention kernels, through the operators under `scaled_dot_product_attention` that return the log-sum-exp.
+"""torch's own attention kernels, by the operators under `scaled_dot_product_attention` that return the log-sum-exp.
 
 On a CPU torch's flash kernel, sequence by sequence where packed. On CUDA cuDNN for plain attention on Hopper and newer,
 FlashAttention-2 for the rest (packed batches, windows, queries fewer than keys, older devices).
@@ -7,6 +7,7 @@ FlashAttention-2 for the rest (packed batches, windows, queries fewer than keys,
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -97,4 +98,4 @@ def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
 def _slices(cu_seqlens: Tensor) -> list[slice]:
     """The sequences that hold tokens."""
     cu = cu_seqlens.tolist()
-    return [slice(a, b) for a, b in zip(cu, cu[1:], strict=False) if a < b]
+    return [slice(a, b) for a, b in itertools.pairwise(cu) if a < b]

@@ -1,0 +1,209 @@
+"""The backward kernels: delta = o · do − dlse, then dk and dv by tiles of keys, dq by tiles of queries.
+
+Probabilities are recomputed from the log-sum-exp. The kernel of dk and dv computes transposed scores by a product of
+their own, since transposing a rounded product for the next one miscompiles on Hopper under Triton 3.6.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.attention.tiles import key_tiles, load_tile, masked_tile, query_tiles, store_tile
+from tokenmix_core.tile.masks import locate_tile, visible
+
+
+@triton.jit
+def _attention_delta(
+    o, do, dlse, delta, s_ob, s_ot, s_oh, s_db, s_dt, s_dh, TQ, HQ, tiles,
+    V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, THROUGH_LSE: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    i_t = pid % tiles
+    i_h = (pid // tiles % HQ).to(tl.int64)
+    i_b = (pid // tiles // HQ).to(tl.int64)
+    b_o = load_tile(o + i_b * s_ob + i_h * s_oh, i_t * BM, TQ, s_ot, V, BM, BV, True).to(tl.float32)
+    b_do = load_tile(do + i_b * s_db + i_h * s_dh, i_t * BM, TQ, s_dt, V, BM, BV, True).to(tl.float32)
+    b_delta = tl.sum(b_o * b_do, 1)
+    o_t = i_t * BM + tl.arange(0, BM)
+    o_t64 = (i_b * HQ + i_h) * TQ + o_t
+    if THROUGH_LSE:
+        b_delta -= tl.load(dlse + o_t64, mask=o_t < TQ, other=0.0)
+    tl.store(delta + o_t64, b_delta, mask=o_t < TQ)
+
+
+@triton.jit
+def _meet_queries(
+    b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, queries, shift, keys, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    log2e: tl.constexpr = 1.4426950408889634
+    o_q = i_q * BM + tl.arange(0, BM)
+    m_q = o_q < queries
+    b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
+    b_do = load_tile(p_do, i_q * BM, queries, s_dt, V, BM, BV, MASKED)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * log2e
+    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
+    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
+    if MASKED:
+        m_s = visible(o_q[None, :] + shift, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
+        b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
+    b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_dst = b_pt * (b_dpt - b_delta[None, :])
+    b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
+def _attention_backward_keys(
+    q, k, v, do, lse, delta, dk, dv, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
+    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # the first tiles, which most queries see, start first
+    pid = tl.program_id(0)
+    i_t = pid % tiles
+    i_hk = (pid // tiles % H).to(tl.int64)
+    i_b = (pid // tiles // H).to(tl.int64)
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BN)
+        keys = queries
+        if i_t * BN >= keys:
+            return
+    log2e: tl.constexpr = 1.4426950408889634
+    shift = keys - queries
+    first = i_t * BN
+    last = tl.minimum(first + BN, keys) - 1
+    o_k = first + tl.arange(0, BN)
+    b_k = load_tile(k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt, K, BN, BK, True)
+    b_v = load_tile(v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt, V, BN, BV, True)
+    b_dk = tl.zeros([BN, BK], tl.float32)
+    b_dv = tl.zeros([BN, BV], tl.float32)
+    near, full, end, stop = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
+    for i_h in range(i_hk * (HQ // H), (i_hk + 1) * (HQ // H)):
+        p_q = q + i_b * s_qb + start * s_qt + i_h * s_qh
+        p_do = do + i_b * s_db + start * s_dt + i_h * s_dh
+        o_row = (i_b * HQ + i_h) * TQ + start
+        for i_q in range(full, end):
+            b_dk, b_dv = _meet_queries(
+                b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, i_q, o_k, queries, shift, keys,
+                window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+            )  # fmt: skip
+        for i in range(0, full - near + stop - end):
+            b_dk, b_dv = _meet_queries(
+                b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt,
+                masked_tile(i, 0, near, full, end), o_k, queries, shift, keys,
+                window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+            )  # fmt: skip
+    store_tile(dk + (i_b * TK + start) * H * K + i_hk * K, b_dk * scale, first, keys, H * K, K, BN, BK)
+    store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
+
+
+@triton.jit
+def _meet_keys(
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
+    b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
+    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
+    if MASKED:
+        o_k = i_k * BN + tl.arange(0, BN)
+        b_p = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _attention_backward_queries(
+    q, k, v, do, lse, delta, dq, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
+    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    i_t = tiles - 1 - pid % tiles
+    i_h = (pid // tiles % HQ).to(tl.int64)
+    i_b = (pid // tiles // HQ).to(tl.int64)
+    i_hk = i_h // (HQ // H)
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BM)
+        keys = queries
+        if i_t * BM >= queries:
+            return
+    log2e: tl.constexpr = 1.4426950408889634
+    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
+    b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
+    o_t = i_t * BM + tl.arange(0, BM)
+    o_row = (i_b * HQ + i_h) * TQ + start
+    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * log2e
+    b_delta = tl.load(delta + o_row + o_t, mask=o_t < queries, other=0.0)
+
+    first = i_t * BM + keys - queries
+    last = tl.minimum(first + BM, keys) - 1
+    o_q = first + tl.arange(0, BM)
+    b_dq = tl.zeros([BM, BK], tl.float32)
+    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    for i_k in range(full, end):
+        b_dq = _meet_keys(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * log2e,
+            K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+        )  # fmt: skip
+    for i in range(0, far_sinks + full - near + stop - end):
+        b_dq = _meet_keys(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
+            keys, window, sinks, scale * log2e, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
+
+
+def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
+    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero)."""
+    q, k, v, o, do = (dense_rows(x) for x in (q, k, v, o, do))
+    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    BM = 64
+    _attention_delta[(cdiv(TQ, BM) * HQ * B,)](
+        o, do, None if dlse is None else dlse.contiguous(), delta, *o.stride()[:3], *do.stride()[:3],
+        TQ, HQ, cdiv(TQ, BM), V, BM, block_size(V), dlse is not None,
+    )  # fmt: skip
+    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
+
+    BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
+    tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N
+    _attention_backward_keys[(tiles * H * B,)](
+        q, k, v, do, lse, delta, dk, dv, cu_seqlens, *strides,
+        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+        K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
+    tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
+    _attention_backward_queries[(tiles * HQ * B,)](
+        q, k, v, do, lse, delta, dq, cu_seqlens, *strides,
+        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+        K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dq, dk, dv

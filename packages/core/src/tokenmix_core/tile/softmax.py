@@ -1,0 +1,33 @@
+"""Softmax over keys that arrive tile by tile, with base-2 exponentials."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
+    """Take a tile of scores `b_s [BM, BN]` into the running row maximum `b_m` and row sum `b_l`.
+
+    `scale` > 0 turns scores into base-2 exponents; `b_m` is kept before it, so that scaling and subtraction are one
+    instruction. Hidden scores are −∞; `MASKED` tells that a row may hold nothing else.
+
+    Returns:
+        the probabilities before division by the row sum, the factor that older sums shrink by, `b_m`, `b_l`.
+    """
+    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    if MASKED:
+        b_top = tl.where(b_new == float("-inf"), 0.0, b_new) * scale
+    else:
+        b_top = b_new * scale
+    b_p = tl.exp2(b_s * scale - b_top[:, None])
+    b_shrink = tl.exp2(b_m * scale - b_top)
+    return b_p, b_shrink, b_new, b_l * b_shrink + tl.sum(b_p, 1)
+
+
+@triton.jit
+def finish_softmax(b_m, b_l, scale):
+    """The factor that turns sums into outputs, and the natural log-sum-exp; 0 and −∞ for rows that saw no key."""
+    ln2: tl.constexpr = 0.6931471805599453
+    m_l = b_l > 0
+    b_l = tl.where(m_l, b_l, 1.0)
+    return tl.where(m_l, 1.0 / b_l, 0.0), tl.where(m_l, (b_m * scale + tl.log2(b_l)) * ln2, float("-inf"))

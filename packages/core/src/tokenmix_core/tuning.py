@@ -1,0 +1,145 @@
+"""Kernel configurations by shape: small fixed tables, measured once, in place of autotuning at a user's first call."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from tokenmix_core.chunking import cdiv, next_power_of_2
+
+
+class AttentionTile(NamedTuple):
+    """BM queries meet BN keys."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+# by kernel and head size bound; float32 is multiplied without matrix units and holds twice the bytes
+_ATTENTION: dict[str, dict[int, AttentionTile]] = {
+    "forward": {64: AttentionTile(128, 64, 4, 3), 128: AttentionTile(128, 64, 8, 3), 256: AttentionTile(64, 64, 8, 2)},
+    "backward_keys": {
+        64: AttentionTile(64, 128, 8, 2),
+        128: AttentionTile(64, 128, 8, 2),
+        256: AttentionTile(32, 64, 8, 1),
+    },
+    "backward_queries": {
+        64: AttentionTile(128, 64, 8, 2),
+        128: AttentionTile(128, 64, 8, 2),
+        256: AttentionTile(64, 32, 8, 1),
+    },
+}
+_ATTENTION_FLOAT32: dict[int, AttentionTile] = {
+    64: AttentionTile(32, 32, 4, 2),
+    128: AttentionTile(32, 32, 8, 1),
+    256: AttentionTile(16, 16, 4, 1),
+}
+
+
+def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
+    """The tile of an attention kernel: "forward", "backward_keys" or "backward_queries"."""
+    table = _ATTENTION_FLOAT32 if dtype == torch.float32 else _ATTENTION[kernel]
+    return next(tile for bound, tile in table.items() if head_size <= bound)
+
+
+def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """BN, num_warps and num_stages of the decoding kernel, which is bound by reading the cache."""
+    return (32, 4, 2) if dtype == torch.float32 or head_size > 128 else (64, 4, 3)
+
+
+def splits(programs: int, tiles: int, device: torch.device) -> int:
+    """Into how many parts each of `programs` loops over `tiles` tiles is split, to give every multiprocessor two."""
+    return max(1, min(2 * multiprocessors(device) // programs, tiles // 2, 64))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU, where kernels are only interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class SSDForward(NamedTuple):
+    """Chunks of BT tokens, BV columns of the state a program."""
+
+    BT: int
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+class SSDStates(NamedTuple):
+    """Chunks of BT tokens, a tile `[BK, BV]` of the state a program."""
+
+    BT: int
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+class SSDGradients(NamedTuple):
+    """Chunks of BT tokens, V in steps of BV, `heads` value heads of a group a program."""
+
+    BT: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    heads: int
+
+
+class SSDRecurrent(NamedTuple):
+    """BV columns of the state a program."""
+
+    BV: int
+    num_warps: int
+
+
+class SSDPlan(NamedTuple):
+    """How a call is cut up: `segment` tokens a program, 0 for whole sequences, and the tiles of each kernel."""
+
+    segment: int
+    forward: SSDForward
+    states: SSDStates
+    gradients: SSDGradients
+
+
+# programs that keep 132 multiprocessors busy
+_PROGRAMS = 132
+
+
+def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype) -> SSDPlan:
+    """The plan of an SSD call of N sequences over `[B, T]` tokens."""
+    wide = K == 256 or V == 256
+    if dtype == torch.float32:
+        forward = SSDForward(64, min(V, 32), 4, 1)
+        states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
+        tile = (64, min(V, 32), 8, 1)
+    else:
+        forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2)
+        states = SSDStates(64, min(K, 128), min(V, 64), 4, 3)
+        tile = (64, min(V, 64 if wide else 128), 8, 1)
+
+    # sequences cut into segments read k and v once more, so only where they alone leave the device idle
+    segment = 0
+    programs = N * HV * (V // forward.BV)
+    if programs < _PROGRAMS:
+        pieces = next_power_of_2(cdiv(2 * _PROGRAMS, programs))
+        segment = max(256, next_power_of_2(cdiv(T, pieces)))
+        segment = 0 if segment >= T else segment
+
+    # heads that share q and k are summed in registers as long as enough programs remain
+    heads, chunks = 1, B * cdiv(T, 64)
+    if K <= 128:
+        while (HV // G) % (2 * heads) == 0 and chunks * HV // (2 * heads) >= 2 * _PROGRAMS:
+            heads *= 2
+    return SSDPlan(segment, forward, states, SSDGradients(*tile, heads))
+
+
+def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
+    """The tile of the SSD kernel that goes token by token."""
+    columns = 8 if sequence_heads < _PROGRAMS else 32
+    return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
