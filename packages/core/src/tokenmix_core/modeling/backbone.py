@@ -1,4 +1,4 @@
-"""The backbone: blocks of a token mixer and a SwiGLU, the model, and the causal language model."""
+"""The backbone: blocks of a token mixer and a SwiGLU, and the model made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
@@ -19,9 +19,9 @@ from tokenmix_core.modeling.checkpoint import load_checked
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.mixer import Mixer, find_mixer
 from tokenmix_core.nn.init import init_weights_
-from tokenmix_core.nn.loss import IGNORE, linear_cross_entropy
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.nn.state import Span
 
@@ -38,23 +38,6 @@ class HybridOutput(ModelOutput):
     """
 
     last_hidden_state: Tensor | None = None
-    past_key_values: HybridCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    auxiliary: dict[str, Tensor] | None = None
-
-
-@dataclass
-class HybridCausalLMOutput(ModelOutput):
-    """What the language model returns.
-
-    Attributes:
-        loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
-        logits: `[B, T or logits_to_keep, vocab]`; None in training with labels.
-        past_key_values, hidden_states, auxiliary: as in `HybridOutput`.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
     past_key_values: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     auxiliary: dict[str, Tensor] | None = None
@@ -87,7 +70,6 @@ class HybridPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ("HybridBlock",)
     _skip_keys_device_placement = ("past_key_values",)
-    _keep_in_fp32_modules_strict = frozenset({"A_log", "dt_bias", "mixer.D"})
     # recurrent states cannot be rolled back, which assisted generation would need
     _is_stateful = True
 
@@ -100,18 +82,22 @@ class HybridPreTrainedModel(PreTrainedModel):
         """Load a checkpoint, as transformers does, but refuse one that is damaged or does not fit.
 
         Args:
-            strict: refuse weights that are missing or unknown; without it they are initialised, or left out, with a warning.
+            strict: refuse weights that are missing or unknown; without it they are initialised, or left out, with a
+                warning.
 
         Raises:
-            ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does not
-                fit the configuration.
+            ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does
+                not fit the configuration.
         """
         load = super().from_pretrained
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 
 
 class HybridModel(HybridPreTrainedModel):
-    """Embedding, blocks and a final norm. A paper's mixer joins by `register_mixer` and its name in the configuration."""
+    """Embedding, blocks and a final norm.
+
+    A paper's mixer joins by `register_mixer` and its name in the configuration.
+    """
 
     def __init__(self, config: HybridConfig):
         super().__init__(config)
@@ -130,6 +116,13 @@ class HybridModel(HybridPreTrainedModel):
             }
         )
         self.gradient_checkpointing = False
+        # loading in a narrow dtype leaves these alone
+        self._keep_in_fp32_modules_strict = {
+            f"{path}.{name}"
+            for path, module in self.named_modules()
+            if isinstance(module, KeepsFloat32)
+            for name in module.float32
+        }
         self.post_init()
 
     @property
@@ -158,16 +151,16 @@ class HybridModel(HybridPreTrainedModel):
 
         Args:
             input_ids: `[B, T]`, or `inputs_embeds [B, T, D]` in their place.
-            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: zero for padding, on the left or the right of a row.
-                Padding is taken out before the layers run, for which a call waits for the device once; a step of one token
-                after real tokens is taken as real without looking.
+            attention_mask: `[B, T]`, or `[B, past + T]` with a cache: zero for padding, on the left or the right of a
+                row. Padding is taken out before the layers run, for which a call waits for the device once; a step of
+                one token after real tokens is taken as real without looking.
             position_ids: `[B or 1, T]`, for rotary positions only; by default tokens are counted without padding.
             cu_seqlens: `[N + 1]`, borders of packed sequences (B = 1); for training and scoring, without a cache.
             past_key_values: the cache of a former call; updated.
             use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode.
             output_hidden_states: return all layers' outputs.
-            mixer_inputs: the inputs that the configuration's `mixer_inputs` names. A tensor `[B, T, ...]` is taken as one
-                value a token and is packed with the tokens.
+            mixer_inputs: the inputs that the configuration's `mixer_inputs` names. A tensor `[B, T, ...]` is taken as
+                one value a token and is packed with the tokens.
 
         Raises:
             ValueError: inputs that do not fit together, with what was got and what was expected.
@@ -301,137 +294,3 @@ class HybridModel(HybridPreTrainedModel):
     def _per_token(x: Any, span: Span) -> Any:
         per_token = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (span.batch, span.tokens)
         return span.pack(x) if per_token else x
-
-
-class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
-    """The backbone with an output layer: every baseline by configuration alone, every paper by its mixers."""
-
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-
-    def __init__(self, config: HybridConfig):
-        super().__init__(config)
-        self.model = HybridModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
-        """An empty cache; arguments as `HybridCache`'s."""
-        return self.model.make_cache(max_length, offload=offload)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Int[Tensor, "B T"] | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Int[Tensor, "B T"] | None = None,
-        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-        past_key_values: HybridCache | None = None,
-        inputs_embeds: Float[Tensor, "B T D"] | None = None,
-        labels: Int[Tensor, "B T"] | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        **mixer_inputs: Any,
-    ) -> HybridCausalLMOutput:
-        """Predict next tokens; arguments as `HybridModel.forward`'s, and:
-
-        Args:
-            labels: `[B, T]`, the input ids themselves or −100; shifted here. The first token of a packed sequence and
-                padding are never predicted, nor predict.
-            logits_to_keep: how many last positions get logits, 0 for all, or their indices.
-            num_items_in_batch: predicted tokens of the whole optimiser step, by which sums are divided; by default those of
-                this call.
-            output_attentions: refused; the kernels do not form attention weights.
-
-        Raises:
-            ValueError: inputs that do not fit together, with what was got and what was expected.
-        """
-        if output_attentions:
-            raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
-        if labels is not None and past_key_values is not None:
-            raise ValueError("labels and past_key_values exclude each other: a loss is taken over whole sequences")
-        if labels is not None and use_cache is None:
-            use_cache = False
-        out = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            cu_seqlens,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            output_hidden_states,
-            return_dict=True,
-            **mixer_inputs,
-        )
-        hidden, logits, loss = out.last_hidden_state, None, None
-        if labels is not None:
-            loss = self._loss(hidden, labels, attention_mask, cu_seqlens, num_items_in_batch, out.auxiliary)
-        if labels is None or not self.training:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden[:, kept])
-        return HybridCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            auxiliary=out.auxiliary,
-        )
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Training floating-point operations per token, forward and backward (three times the forward), for utilisation.
-
-        The products of all linear layers, the output layer included, and the mixing as the mixers count it (attention over
-        visible keys, recurrences in their recurrent form); embedding, norms and activations are left out.
-        """
-        return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
-
-    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
-        return self.model.state_bytes(seq_len, batch_size, dtype)
-
-    def _loss(
-        self,
-        hidden: Float[Tensor, "B T D"],
-        labels: Int[Tensor, "B T"],
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        num_items: Tensor | int | None,
-        auxiliary: dict[str, Tensor] | None,
-    ) -> Float[Tensor, ""]:
-        if labels.shape != hidden.shape[:2]:
-            raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
-        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-        if cu_seqlens is not None:
-            # −1, from empty sequences at the front, is the last place, which predicts nothing anyway
-            targets[0, cu_seqlens[1:].long() - 1] = IGNORE
-        if mask is not None:
-            real = mask.bool()
-            targets = targets.masked_fill(~(real & nn.functional.pad(real[:, 1:], (0, 1))), IGNORE)
-        total = linear_cross_entropy(
-            hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), impl=self.config.loss_impl
-        )
-        for name, values in (auxiliary or {}).items():
-            if name.endswith("_loss"):
-                total = total + values.sum()
-        if num_items is None:
-            num_items = (targets != IGNORE).sum().clamp(min=1)
-        return total / num_items
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args: Any, **kwargs: Any) -> None:
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic", "offloaded"):
-            raise ValueError(
-                f"cache_implementation must be None, 'dynamic' or 'offloaded', got {implementation!r}: "
-                "recurrent states and windows have their own cache"
-            )
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            if not isinstance(cache, HybridCache):
-                raise ValueError(f"past_key_values must be a HybridCache, got {type(cache).__name__}")
-            cache._is_user_defined = True
-        elif generation_config.use_cache is not False:
-            max_length = generation_config.max_length or 0
-            model_kwargs["past_key_values"] = self.make_cache(max_length, offload=implementation == "offloaded")

@@ -15,9 +15,10 @@ from tokenmix_core.nn.state import KVState, LayerState, Span
 class HybridCache(Cache):
     """Per-layer states of constant size, windows and growing keys and values, for a batch of sequences.
 
-    A call of the model opens a `Span` with `begin` and closes it with `end`. Sequences are stored without their padding; the
-    length that transformers asks for counts padding, since it is compared with input ids. Room for keys and values grows by
-    half when it is full, or is taken at once when `max_length` says how long the sequences will become.
+    A call of the model opens a `Span` with `begin` and closes it with `end`. Sequences are stored without their
+    padding; the length that transformers asks for counts padding, since it is compared with input ids. Room for keys
+    and values grows by half when it is full, or is taken at once when `max_length` says how long the sequences will
+    become.
 
     Args:
         layers: the state of each layer (`model.make_cache()` builds them).

@@ -42,12 +42,14 @@ class HybridConfig(PreTrainedConfig):
         num_hidden_layers: layers L.
         intermediate_size: inner width of the SwiGLU; 0 for layers without one.
         mixers: a label for each layer; a list whose length divides L is repeated.
-        mixer_options: by label, options of the mixer; "type" names a registered mixer type, by default the label itself.
+        mixer_options: by label, options of the mixer; "type" names a registered mixer type, by default the label
+            itself.
         norm_eps: of all norms.
         tie_word_embeddings: use the embedding as output layer too.
         initializer_range: standard deviation of initial weights.
         rope_parameters: transformers' convention; rope_type "default", "linear", "llama3" or "yarn".
-        max_position_embeddings: context length the model is made for; a rope_type may need it, nothing else stops there.
+        max_position_embeddings: context length the model is made for; a rope_type may need it, nothing else stops
+            there.
         use_cache: whether inference keeps a cache when it is not told.
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
 
@@ -55,7 +57,7 @@ class HybridConfig(PreTrainedConfig):
         ValueError: an unknown key, label, type or option, or sizes that do not fit.
     """
 
-    model_type = "tokenmix"
+    model_type = "tokenmix_hybrid"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "auxiliary"]
     # names of extra inputs of the model's forward, handed to the mixers that take them
     mixer_inputs: ClassVar[tuple[str, ...]] = ()

@@ -7,7 +7,7 @@ from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2
 from tokenmix_core.nn.mixer import Mixer, MixerOutput
 
-__all__ = ["Mixer", "MixerOutput", "find_mixer", "register_mixer"]
+__all__ = ["Mixer", "MixerOutput", "find_mixer", "known_mixers", "register_mixer"]
 
 _MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet, "mamba2": Mamba2}
 
@@ -24,6 +24,11 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
         raise ValueError(f"register_mixer: {name!r} is already {_MIXERS[name].__qualname__}")
 
 
+def known_mixers() -> list[str]:
+    """The registered names."""
+    return sorted(_MIXERS)
+
+
 def find_mixer(name: str) -> type[Mixer]:
     """The mixer registered under a name.
 
@@ -32,7 +37,7 @@ def find_mixer(name: str) -> type[Mixer]:
     """
     if name not in _MIXERS:
         raise ValueError(
-            f"unknown mixer type {name!r}; known are {', '.join(sorted(_MIXERS))}; "
+            f"unknown mixer type {name!r}; known are {', '.join(known_mixers())}; "
             "import the package that registers it first"
         )
     return _MIXERS[name]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from tokenmix_core.modeling.backbone import HybridForCausalLM, HybridModel
+from tokenmix_core.modeling.backbone import HybridModel
+from tokenmix_core.modeling.causal_lm import HybridForCausalLM
 from tokenmix_core.modeling.config import HybridConfig
 
 

@@ -158,7 +158,7 @@ def cached_attention(
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> Tensor:
-    """Several tokens of sequences of unequal lengths: a prompt with padding that arrives in pieces. Rare, so by a mask."""
+    """Several tokens of sequences of unequal lengths, as of a padded prompt in pieces; rare, so by a mask."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = (
         span.unpack(span.positions.view(1, -1)) if span.mask is not None else span.positions.view(span.batch, -1)

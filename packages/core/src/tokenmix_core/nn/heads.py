@@ -10,9 +10,9 @@ from torch import Tensor
 class HeadFit:
     """Fits the heads of a linear recurrence to the sizes of a kernel, exactly.
 
-    A key size K between two sizes is padded with zeros, which add nothing to any product. Columns of the state do not mix,
-    so a value head of size V is cut into equal heads of the largest size that divides V, each with the gates of the whole,
-    or padded when none divides it.
+    A key size K between two sizes is padded with zeros, which add nothing to any product. Columns of the state do not
+    mix, so a value head of size V is cut into equal heads of the largest size that divides V, each with the gates of
+    the whole, or padded when none divides it.
 
     Args:
         key_size: K.

@@ -1,7 +1,7 @@
 """Initial values of the parameters that are more than a normal draw.
 
-Every function works in place, with random and pointwise operations only, so that it is safe on the meta device (where it
-does nothing) and on the sharded tensors of FSDP2. A parameter that was loaded from a checkpoint carries the mark
+Every function works in place, with random and pointwise operations only, so that it is safe on the meta device (where
+it does nothing) and on the sharded tensors of FSDP2. A parameter that was loaded from a checkpoint carries the mark
 `_is_hf_initialized` of transformers and is left as it is.
 """
 
@@ -33,7 +33,7 @@ def init_time_step_(dt_bias: Tensor, *, low: float = 1e-3, high: float = 1e-1, f
 
 
 def init_short_conv_(weight: Tensor, bias: Tensor | None = None) -> None:
-    """Uniform(−1/√W, 1/√W) for a depthwise kernel `[D, W]`, torch's default for a convolution with fan-in W; zero bias."""
+    """Uniform(−1/√W, 1/√W) for a depthwise kernel `[D, W]`, torch's default for fan-in W; zero for the bias."""
     bound = weight.shape[1] ** -0.5
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:

@@ -29,8 +29,8 @@ def linear_cross_entropy(
 
     .. math:: L = \sum_{t:\, y_t \ne \text{ignore}} \Big(\log \sum_w e^{W_w \cdot h_t} - W_{y_t} \cdot h_t\Big)
 
-    Gradients of hidden and weight are computed together with the loss, block by block, and kept instead of logits; that of
-    the weight is summed in float32. Under autocast the products run in autocast's dtype.
+    Gradients of hidden and weight are computed together with the loss, block by block, and kept instead of logits; that
+    of the weight is summed in float32. Under autocast the products run in autocast's dtype.
 
     Args:
         hidden: `[tokens, D]`.

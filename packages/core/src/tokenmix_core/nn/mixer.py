@@ -20,8 +20,8 @@ class Mixer(KeepsFloat32):
     """Base class of token mixers.
 
     A subclass takes `hidden_size` and `norm_eps` and its own keyword options, which are those that `mixer_options` of a
-    configuration accepts; it defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns parameters
-    or non-persistent buffers. It never meets padding: batches with padding reach it packed.
+    configuration accepts; it defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns
+    parameters or non-persistent buffers. It never meets padding: batches with padding reach it packed.
 
     Attributes:
         inputs: names of the extra inputs of the model's `forward` that this mixer takes.
@@ -66,8 +66,8 @@ class Mixer(KeepsFloat32):
             inputs: the extra inputs named by `inputs`.
 
         Returns:
-            The outputs `[B, T, D]`, and None or named tensors: those whose name ends in `_loss` are sums over tokens that
-            the causal LM divides by the number of predicted tokens and adds to its loss; others are passed on.
+            The outputs `[B, T, D]`, and None or named tensors. Those whose name ends in `_loss` are sums over tokens,
+            which the causal LM divides by the number of predicted tokens and adds to its loss; others are passed on.
         """
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class Mixer(KeepsFloat32):
         return sum(part.nbytes(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Floating-point operations of mixing one token, forward, mean over a causal sequence, linear layers left out."""
+        """Forward floating-point operations of mixing a token, linear layers left out, mean over a causal sequence."""
         raise NotImplementedError
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -93,6 +93,6 @@ _GIVEN = ("self", "hidden_size", "norm_eps")
 
 
 def stepping(x: Tensor, state: LayerState | None) -> bool:
-    """Whether a call is one decoding step: one token of each sequence, a state to update in place, no gradients wanted."""
+    """Whether a call is a decoding step: one token of each sequence, a state to update in place, no gradients."""
     one = state is not None and state.span.tokens == 1 and state.span.mask is None
     return one and not (torch.is_grad_enabled() and x.requires_grad)

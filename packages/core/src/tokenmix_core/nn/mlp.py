@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
-    """The width of a SwiGLU that has the parameters of a plain MLP of `ratio` · `hidden_size`: two thirds of it, rounded up."""
+    """The width of a SwiGLU with the parameters of a plain MLP of width `ratio` · `hidden_size`, rounded up."""
     return -(-int(hidden_size * ratio * 2 / 3) // multiple) * multiple
 
 

@@ -14,7 +14,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class KeepsFloat32(nn.Module):
-    """A module some of whose own parameters and buffers survive `.to(torch.bfloat16)`, `.half()` and the like in float32.
+    """A module some of whose own parameters and buffers stay in float32 through `.to(torch.bfloat16)` and the like.
 
     Decay rates lose whole percents in bfloat16, and rotary frequencies lose positions.
     """

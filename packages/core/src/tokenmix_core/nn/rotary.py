@@ -28,7 +28,8 @@ def rope_frequencies(
 
     Args:
         dim: rotated channels of a head, even.
-        rope_parameters: transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and what the type needs.
+        rope_parameters: transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and what the type
+            needs.
         max_position_embeddings: the context length the model is made for.
 
     Raises:

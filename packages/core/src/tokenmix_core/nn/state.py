@@ -1,8 +1,9 @@
 """What mixers keep between calls, and where the tokens of one call lie in the sequences kept.
 
-A layer's `LayerState` is made of named parts, each with the batch as its first dimension: `TensorState` holds one tensor
-of constant size (a recurrent state, the last inputs of a convolution), `KVState` keys and values, all or a window of them.
-Sequences are stored without padding, each from its own position 0 on, so that batches of unequal lengths need no masks.
+A layer's `LayerState` is made of named parts, each with the batch as its first dimension: `TensorState` holds one
+tensor of constant size (a recurrent state, the last inputs of a convolution), `KVState` keys and values, all or a
+window of them. Sequences are stored without padding, each from its own position 0 on, so that batches of unequal
+lengths need no masks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 class Span:
     """Where the tokens of one call lie: N rows of `tokens` places each, after what the sequences already hold.
 
-    Without a mask the call's tensors are dense, `[N, tokens, ...]`. With one they are packed, `[1, total, ...]`: padding
-    never reaches a mixer.
+    Without a mask the call's tensors are dense, `[N, tokens, ...]`. With one they are packed, `[1, total, ...]`:
+    padding never reaches a mixer.
 
     Args:
         batch: N.
@@ -161,10 +162,10 @@ class TensorState:
 
 
 class KVState:
-    """Keys and values `[N, places, H, K]`, `[N, places, H, V]`: all of them, or the first `sinks` and the last `window`.
+    """Keys and values, `[N, places, H, K or V]`: all of them, or the first `sinks` and the last `window`.
 
-    All of them: the place of a token is its position, and the room grows by half when it is full. A window: a ring, where
-    the token at position p ≥ sinks takes the place sinks + (p − sinks) mod window.
+    All of them: the place of a token is its position, and the room grows by half when it is full. A window: a ring,
+    where the token at position p ≥ sinks takes the place sinks + (p − sinks) mod window.
 
     Args:
         heads: H.
