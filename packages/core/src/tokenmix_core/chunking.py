@@ -24,6 +24,13 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
+    """Slots for the chunks of a batch, as `tile.sequences` numbers them: exact unpacked, an upper bound packed."""
+    if cu_seqlens is None:
+        return batch * cdiv(tokens, chunk_size)
+    return tokens // chunk_size + len(cu_seqlens) - 1
+
+
 class ChunkLayout(NamedTuple):
     """Where the chunks of a batch lie. Chunks never cross a border between sequences.
 

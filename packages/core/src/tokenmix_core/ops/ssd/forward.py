@@ -1,0 +1,88 @@
+"""Output and state in one kernel: each program walks its tokens chunk by chunk with its slice of the state in registers."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
+from tokenmix_core.tile.sequences import locate_chunk, sequence_span
+from tokenmix_core.tuning import SSDForward
+
+
+@triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
+def ssd_forward_kernel(
+    q, k, v, g, o, initial_state, final_state, cu_seqlens,
+    stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    i_p = tl.program_id(0)
+    i_v = i_p % (V // BV)
+    i_h = i_p // (V // BV) % HV
+    i_s = i_p // (V // BV) // HV
+    if SEGMENTED:
+        i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        length = tl.minimum(length, first + segment)
+    else:
+        i_n = i_s
+        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        first = 0
+    i_g = i_h // (HV // G)
+    begin += first
+    q += i_g * K
+    k += i_g * K
+    v += i_h * V + i_v * BV
+    o += i_h * V + i_v * BV
+    g += i_h
+
+    o_i = tl.arange(0, BT)
+    o_k = tl.arange(0, K)
+    o_v = tl.arange(0, BV)
+    o_state = (i_s.to(tl.int64) * HV + i_h) * K * V + i_v * BV + o_k[:, None] * V + o_v[None, :]
+    b_s = tl.zeros([K, BV], tl.float32)
+    if initial_state is not None:
+        b_s += tl.load(initial_state + o_state)
+    for i_t in range(tl.cdiv(length - first, BT)):
+        o_t = begin + i_t * BT
+        m_t = i_t * BT + o_i < length - first
+        b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
+        b_b = tl.cumsum(b_g, 0)
+        b_total = tl.sum(b_g, 0)
+        b_q = tl.load(q + o_t * stride_q + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_k = tl.load(k + o_t * stride_k + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_v = tl.load(v + o_t * stride_v + o_i[:, None] * stride_v + o_v[None, :], mask=m_t[:, None], other=0.0)
+
+        # computed operands stay on the right of a product: on the left they would be read from registers, which the
+        # assemblers of Triton 3.4 to 3.7 get wrong on Hopper
+        b_p = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3") * causal_decay_transposed(b_b, b_b, o_i, o_i)
+        b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision="tf32x3")
+        b_o = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="tf32x3") * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
+        p_o = o + o_t * HV * V + o_i[:, None] * (HV * V) + o_v[None, :]
+        tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
+
+        b_w = (b_v * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
+        b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
+    if not SEGMENTED:
+        tl.store(final_state + o_state, b_s)
+
+
+def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: SSDForward):
+    """Outputs, and the final states unless the sequences are cut into segments.
+
+    With `segment` tokens a program, `initial_state [slots, HV, K, V]` holds the state before each segment; with
+    `segment = 0` a program takes a whole sequence and `initial_state [N, HV, K, V]` may be None.
+    """
+    B, T, G, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
+    spans = len(initial_state) if segment else N
+    ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
+        q, k, v, g, o, initial_state, final_state, cu_seqlens,
+        q.stride(1), k.stride(1), v.stride(1), scale, T, N, G, HV, segment,
+        K, V, config.BT, config.BV, segment > 0, cu_seqlens is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return o, final_state

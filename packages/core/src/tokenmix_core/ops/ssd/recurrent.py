@@ -1,0 +1,53 @@
+"""Token by token: each program keeps a slice of the state in registers. For a few tokens, and for decoding in place."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.tile.sequences import sequence_span
+from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
+
+
+@triton.jit(do_not_specialize=["T", "G", "HV"])
+def ssd_recurrent_kernel(
+    q, k, v, g, o, initial_state, final_state, cu_seqlens,
+    stride_q, stride_k, stride_v, stride_g, scale, T, G, HV,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    i_p = tl.program_id(0)
+    i_v = i_p % (V // BV)
+    i_h = i_p // (V // BV) % HV
+    i_n = i_p // (V // BV) // HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    i_g = i_h // (HV // G)
+    o_k = tl.arange(0, K)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_state = (i_n.to(tl.int64) * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
+    b_s = tl.zeros([K, BV], tl.float32)
+    if initial_state is not None:
+        b_s += tl.load(initial_state + o_state)
+    for i_t in range(length):
+        t = begin + i_t
+        b_q = tl.load(q + t * stride_q + i_g * K + o_k).to(tl.float32)
+        b_k = tl.load(k + t * stride_k + i_g * K + o_k).to(tl.float32)
+        b_v = tl.load(v + t * stride_v + i_h * V + o_v).to(tl.float32)
+        b_decay = tl.exp(tl.load(g + t * stride_g + i_h).to(tl.float32))
+        b_s = b_s * b_decay + b_k[:, None] * b_v[None, :]
+        b_o = tl.sum(b_s * b_q[:, None], 0) * scale
+        tl.store(o + (t * HV + i_h) * V + o_v, b_o.to(o.dtype.element_ty))
+    tl.store(final_state + o_state, b_s)
+
+
+def ssd_recurrent(q, k, v, g, scale, initial_state, final_state, cu_seqlens):
+    """Outputs; writes `final_state [N, HV, K, V]`, which may be the initial one itself."""
+    T, G, K = q.shape[1:]
+    HV, V = v.shape[2:]
+    N = len(final_state)
+    config = ssd_recurrent_config(N * HV, K, V)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
+        q, k, v, g, o, initial_state, final_state, cu_seqlens,
+        q.stride(1), k.stride(1), v.stride(1), g.stride(1), scale, T, G, HV,
+        K, V, config.BV, cu_seqlens is not None, num_warps=config.num_warps,
+    )  # fmt: skip
+    return o

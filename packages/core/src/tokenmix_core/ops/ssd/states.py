@@ -1,0 +1,204 @@
+"""States at the borders of chunks and segments: forward in time, and their gradients backward in time."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.tile.decay import load_decay
+from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.tuning import SSDStates
+
+
+@triton.jit
+def walk_states(
+    x, y, g, initial, borders, final, totals,
+    begin, length, i_slot, i_s, i_h, i_g, i_k, i_v,
+    stride_x, stride_y, scale, HV,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Carry one tile of the state over `length` tokens from row `begin` on.
+
+    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j y_jᵀ, x = k and y = v.
+    Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, x = q and y = do, the gradient of the state before the chunk.
+    """
+    x += i_g * K + i_k * BK
+    y += i_h * V + i_v * BV
+    g += i_h
+    o_i = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    o_tile = (i_k * BK + o_k[:, None]) * V + i_v * BV + o_v[None, :]
+    o_span = (i_s.to(tl.int64) * HV + i_h) * K * V
+    b_s = tl.zeros([BK, BV], tl.float32)
+    if initial is not None:
+        b_s += tl.load(initial + o_span + o_tile)
+    b_decay = 0.0
+    chunks = tl.cdiv(length, BT)
+    for i in range(chunks):
+        i_t = chunks - 1 - i if REVERSE else i
+        if borders is not None:
+            o_border = ((i_slot + i_t) * HV + i_h) * K * V
+            tl.store(borders + o_border + o_tile, b_s.to(borders.dtype.element_ty))
+        o_t = begin + i_t * BT
+        m_t = i_t * BT + o_i < length
+        b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
+        b_b = tl.cumsum(b_g, 0)
+        b_total = tl.sum(b_g, 0)
+        b_x = tl.load(x + o_t * stride_x + o_i[:, None] * stride_x + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_y = tl.load(y + o_t * stride_y + o_i[:, None] * stride_y + o_v[None, :], mask=m_t[:, None], other=0.0)
+        if REVERSE:
+            b_w = tl.exp2(b_b) * scale
+        else:
+            b_w = tl.exp2(b_total - b_b)
+        b_w = (b_y * b_w[:, None]).to(b_y.dtype)
+        b_s = tl.dot(tl.trans(b_x), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
+        b_decay += b_total
+    if final is not None:
+        tl.store(final + o_span + o_tile, b_s)
+    if totals is not None:
+        tl.store(totals + i_s.to(tl.int64) * HV + i_h, b_decay)
+
+
+@triton.jit
+def locate_tile(
+    i_p, T, N, HV, segment, cu_seqlens,
+    NK: tl.constexpr, NV: tl.constexpr, BT: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """First row, length and first border slot of a program's tokens, its span, its head and its tile of the state."""
+    i_v = i_p % NV
+    i_k = i_p // NV % NK
+    i_h = i_p // (NV * NK) % HV
+    i_s = i_p // (NV * NK) // HV
+    if SEGMENTED:
+        i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        i_slot = first_chunk(i_n, begin, T, BT, PACKED) + first // BT
+        begin += first
+        length = tl.minimum(length - first, segment)
+    else:
+        begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
+        i_slot = first_chunk(i_s, begin, T, BT, PACKED)
+    return begin, length, i_slot, i_s, i_h, i_k, i_v
+
+
+@triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
+def segment_states_kernel(
+    x, y, g, states, totals, cu_seqlens, stride_x, stride_y, scale, T, N, G, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    REVERSE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
+        tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, True, PACKED
+    )
+    if length > 0:
+        walk_states(
+            x, y, g, None, None, states, totals,
+            begin, length, i_slot, i_s, i_h, i_h // (HV // G), i_k, i_v, stride_x, stride_y, scale, HV,
+            K, V, BT, BK, BV, REVERSE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
+def border_states_kernel(
+    q, k, v, do, g, before, after, states, gradients, initial_gradient, cu_seqlens,
+    stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
+        tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, SEGMENTED, PACKED
+    )
+    if SEGMENTED and length <= 0:
+        return
+    i_g = i_h // (HV // G)
+    # the two directions know nothing of each other: one launch fills the device with both
+    if tl.program_id(1) == 0:
+        walk_states(
+            k, v, g, before, states, None, None,
+            begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_k, stride_v, scale, HV,
+            K, V, BT, BK, BV, False,
+        )  # fmt: skip
+    else:
+        walk_states(
+            q, do, g, after, gradients, initial_gradient, None,
+            begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_q, stride_do, scale, HV,
+            K, V, BT, BK, BV, True,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "HV", "segment"])
+def scan_segments_kernel(
+    segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
+    KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    i_p = tl.program_id(0)
+    i_e = i_p % (KV // BE)
+    i_h = i_p // (KV // BE) % HV
+    i_n = i_p // (KV // BE) // HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    i_slot = first_chunk(i_n, begin, T, segment, PACKED)
+    o_e = i_e * BE + tl.arange(0, BE)
+    o_sequence = (i_n.to(tl.int64) * HV + i_h) * KV
+    b_s = tl.zeros([BE], tl.float32)
+    if initial is not None:
+        b_s += tl.load(initial + o_sequence + o_e)
+    segments = tl.cdiv(length, segment)
+    for i in tl.range(segments, num_stages=3):
+        i_row = (i_slot + (segments - 1 - i if REVERSE else i)) * HV + i_h
+        p_s = segment_states + i_row * KV + o_e
+        b_own = tl.load(p_s)
+        tl.store(p_s, b_s)
+        b_s = b_s * tl.exp2(tl.load(totals + i_row)) + b_own
+    tl.store(final + o_sequence + o_e, b_s)
+
+
+def segment_states(x, y, g, scale, initial, cu_seqlens, segment, reverse, config: SSDStates):
+    """The state before each segment and at the end: `[slots, HV, K, V]` and `[N, HV, K, V]`, float32.
+
+    Forward: x = k, y = v. Reverse, for gradients of states: x = q, y = do, `initial` the gradient of the final state;
+    "before" a segment is then after it in time.
+    """
+    B, T, G, K = x.shape
+    HV, V = y.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    spans = chunk_slots(B, T, segment, cu_seqlens)
+    states = torch.empty(spans, HV, K, V, dtype=torch.float32, device=y.device)
+    totals = torch.empty(spans, HV, dtype=torch.float32, device=y.device)
+    final = torch.empty(N, HV, K, V, dtype=torch.float32, device=y.device)
+    BK, BV = min(K, config.BK), min(V, config.BV)
+    segment_states_kernel[(spans * HV * (K // BK) * (V // BV),)](
+        x, y, g, states, totals, cu_seqlens, x.stride(1), y.stride(1), scale, T, N, G, HV, segment,
+        K, V, config.BT, BK, BV, reverse, cu_seqlens is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    BE = min(K * V, 1024)
+    scan_segments_kernel[(N * HV * (K * V // BE),)](
+        states, totals, initial, final, cu_seqlens, T, HV, segment,
+        K * V, BE, reverse, cu_seqlens is not None, num_warps=4,
+    )  # fmt: skip
+    return states, final
+
+
+def border_states(q, k, v, do, g, scale, before, after, cu_seqlens, segment, config: SSDStates):
+    """States before each chunk and gradients of the states after it, in the inputs' dtype: `[slots, HV, K, V]` each.
+
+    `before` and `after` are the states before, and the gradients of the states after, each sequence (float32, None for
+    zero), or each segment where `segment` is positive. Also returns the gradient of the initial state, which is None
+    for segments: their scan knows it.
+    """
+    B, T, G, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    chunks = chunk_slots(B, T, config.BT, cu_seqlens)
+    states = torch.empty(2, chunks, HV, K, V, dtype=v.dtype, device=v.device)
+    initial_gradient = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
+    spans = len(after) if segment else N
+    BK, BV = min(K, config.BK), min(V, config.BV)
+    border_states_kernel[(spans * HV * (K // BK) * (V // BV), 2)](
+        q, k, v, do, g, before, after, states[0], states[1], initial_gradient, cu_seqlens,
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV, segment,
+        K, V, config.BT, BK, BV, segment > 0, cu_seqlens is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return states[0], states[1], initial_gradient
