@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
 
 LENGTHS = (512, 1024, 2048, 4096)
 DECODE_TOKENS = 32
@@ -68,7 +68,9 @@ class PeakMemory:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of memory that a cache's tensors hold, each storage counted once, whatever objects it is made of."""
+    """Bytes that a cache says it holds, else those of its tensors, each storage counted once."""
+    if isinstance(nbytes := getattr(cache, "nbytes", None), int):
+        return nbytes
     storages: dict[int, int] = {}
     seen: set[int] = set()
 
@@ -211,12 +213,33 @@ def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     options.choose("efficiency", ("efficiency",))
     lengths = sorted(options.lengths or LENGTHS)
     batch_size = options.batch_size or 1
+    chosen = tqdm(lengths, desc="inference", unit="length", disable=not options.progress)
     rows = [
         measure_inference(model, length, batch_size=batch_size, repeats=options.limit or 3, seed=options.seed)
-        for length in tqdm(lengths, desc="efficiency", unit="length", disable=not options.progress)
+        for length in chosen
     ]
     plots = [
         curve("Latency", "ms", rows, {"prefill ms": "prefill", "decode ms/token": "decode, one token"}),
         curve("Memory", "bytes", rows, {"cache bytes": "cache", "peak bytes": "peak"}),
     ]
     return {"suite": "efficiency", "settings": settings_of(model), "rows": rows, "plots": plots}
+
+
+def training_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Forward and backward passes by context length, for a batch of one by default; the optimiser takes no part."""
+    lengths = sorted(options.lengths or LENGTHS)
+    rows = [
+        measure_training(
+            model, length, batch_size=options.batch_size or 1, repeats=options.limit or 3, seed=options.seed
+        )
+        for length in tqdm(lengths, desc="training", unit="length", disable=not options.progress)
+    ]
+    plots = [curve("Training", "tokens/s", rows, {"tokens/s": "forward and backward"})]
+    return {"suite": "training", "settings": settings_of(model), "rows": rows, "plots": plots}
+
+
+# what `bench` measures
+BENCH_SUITES = {
+    "training": Suite("forward and backward passes by context", training_suite),
+    "efficiency": Suite("prefill and decode latency, memory, cache bytes by context; offline", efficiency_suite),
+}

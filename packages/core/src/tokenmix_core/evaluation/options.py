@@ -18,6 +18,8 @@ class EvalOptions:
         max_length: longest prompt, answer included, that is put to the model; longer ones are cut.
         tasks: names of the suite's tasks to run.
         text: a text file to measure on or to hide needles in; the held-out part of the built-in corpus by default.
+        prompt: what generated samples begin with; the beginnings of held-out documents by default.
+        vocab_size: how many tokens synthetic sequences are made of, from token 0 on.
         seed: what random data depends on.
         progress: show progress bars.
 
@@ -31,11 +33,13 @@ class EvalOptions:
     max_length: int | None = None
     tasks: tuple[str, ...] | None = None
     text: str | None = None
+    prompt: str | None = None
+    vocab_size: int | None = None
     seed: int = 0
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("limit", "batch_size", "max_length"):
+        for name in ("limit", "batch_size", "max_length", "vocab_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")

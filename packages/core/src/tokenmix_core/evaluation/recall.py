@@ -53,12 +53,12 @@ def score_recall(
 def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Multi-query associative recall: accuracy by number of pairs, for each length (64 to 512 tokens by default).
 
-    The vocabulary is Zoology's 8,192 tokens, or the model's where that is smaller. The examples' indices lie past any
-    that training reaches.
+    By default the vocabulary is Zoology's 8,192 tokens, or the model's where that is smaller. The examples' indices lie
+    past any that training reaches.
     """
     lengths = options.lengths or MQAR_LENGTHS
     cases = {f"mqar-{t}-{p}": (t, p) for t in lengths for p in MQAR_PAIRS if 4 * p <= t}
-    size = min(8192, text.vocab_size(model))
+    size = options.vocab_size or min(8192, text.vocab_size(model))
     limit = options.limit or 128
     cases = {name: (t, p) for name, (t, p) in cases.items() if size // 2 - 1 >= p}
     rows = []

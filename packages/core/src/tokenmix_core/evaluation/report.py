@@ -86,6 +86,7 @@ def draw(plot: Plot, path: Path) -> None:
         axes.plot(x, y, marker=marker, markersize=4, linewidth=1.4, label=name)
     if plot["log_x"]:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     if plot["log_y"]:
         axes.set_yscale("log")
     axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.efficiency import efficiency_suite
+from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.harness import run_tasks
 from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
 from tokenmix_core.evaluation.perplexity import perplexity_suite
@@ -105,20 +106,23 @@ def _longbench_ranges(task: str, samples: list[dict[str, Any]], metric: str) -> 
 
 
 def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Continuations of held-out text, sampled at temperature 0.8 from the given seed."""
+    """Continuations of up to three held-out texts, or of `options.prompt`, sampled at temperature 0.8."""
     import torch
 
     options.choose("samples", ("samples",))
     length = (options.lengths or (64,))[0]
-    documents = text.documents(options.text, tokenizer)
-    prompts = [d[: 3 * length] for _, d in zip(range(options.limit or 3), documents, strict=False)]
+    if options.prompt is not None:
+        prompts = [options.prompt]
+    else:
+        documents = itertools.islice(text.documents(options.text, tokenizer), min(3, options.limit or 3))
+        prompts = [document[: 3 * length] for document in documents]
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(options.seed)
         said = generate_text(
             model, tokenizer, prompts, max_new_tokens=2 * length, do_sample=True, temperature=0.8, top_k=0
         )
     rows = [{"prompt": prompt, "continuation": s} for prompt, s in zip(prompts, said, strict=True)]
-    settings = {"temperature": 0.8, "seed": options.seed, "text": options.text or text.BUILT_IN}
+    settings = {"temperature": 0.8, "seed": options.seed}
     return {"suite": "samples", "settings": settings, "rows": rows, "plots": []}
 
 
@@ -130,9 +134,15 @@ SUITES: dict[str, Suite] = {
     "mqar": Suite("multi-query associative recall; offline", mqar_suite),
     "niah": Suite("single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite),
     "perplexity-by-position": Suite("loss on held-out text by position; offline", perplexity_suite),
-    "efficiency": Suite("prefill and decode latency, memory, cache bytes by context; offline", efficiency_suite),
+    "efficiency": BENCH_SUITES["efficiency"],
     "samples": Suite("continuations of held-out text; offline", samples_suite),
 }
+
+
+def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
+    """Raise a ValueError for a name that is not among the suites."""
+    if unknown := [name for name in names if name not in suites]:
+        raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
 
 
 def evaluate(
@@ -158,8 +168,7 @@ def evaluate(
         ValueError: an unknown suite, or options that a suite cannot satisfy.
         ImportError: a suite needs a library that is not installed.
     """
-    if unknown := [name for name in names if name not in suites]:
-        raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
+    check_suites(names, suites)
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"{out} is a file, expected a folder to write results to")
     results: dict[str, SuiteResult] = {}

@@ -1,0 +1,284 @@
+"""What the commands of the command line do; `tokenmix_core.cli` imports this when one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
+
+import tokenmix_core.modeling
+from tokenmix_core.corpora import prepare as corpora
+from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
+from tokenmix_core.evaluation.options import EvalOptions, Suite
+from tokenmix_core.evaluation.suites import SUITES, check_suites, evaluate
+from tokenmix_core.modeling.mixer import known_mixers
+from tokenmix_core.training import trainer
+from tokenmix_core.training.recipe import Recipe, overridden
+
+RECIPES = "tokenmix_core.recipes:RECIPES"
+LIBRARIES = ("torch", "triton", "transformers", "accelerate")
+EXTRAS = ("datasets", "lm_eval", "matplotlib", "peft", "tensorboard", "wandb", "liger_kernel", "flash_attn")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, on one line."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Context:
+    """The recipes and suites of the package whose command runs; making one registers the package's models.
+
+    Args:
+        recipes, suites: by name, or "module:attribute"; see `tokenmix_core.cli.main`.
+    """
+
+    def __init__(self, recipes: Mapping[str, Any] | str | None, suites: Mapping[str, Suite] | str | None) -> None:
+        self.recipes = self._load(recipes or RECIPES)
+        self.suites = {**SUITES, **self._load(suites or {})}
+
+    @staticmethod
+    def _load(registry: Mapping[str, Any] | str) -> Mapping[str, Any]:
+        if not isinstance(registry, str):
+            return registry
+        module, _, attribute = registry.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def recipe(self, name: str) -> Recipe:
+        """The recipe of a name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in self.recipes:
+            raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(self.recipes)}")
+        return self.recipes[name]()
+
+
+def train(args: argparse.Namespace, context: Context) -> int:
+    """Run a recipe, then its evaluations."""
+    recipe = overridden(context.recipe(args.recipe), args.rest, args.config)
+    names = [] if args.no_eval else list(recipe.run.evaluations)
+    if recipe.run.sample_prompt and not args.no_eval and "samples" not in names:
+        names.append("samples")
+    check_suites(names, context.suites)
+    out = args.out or Path("runs") / args.recipe
+    result = trainer.train(recipe, out, resume=args.resume)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if result.interrupted:
+        print(f"stopped at step {result.step}; go on with: {args.parser.prog} {args.recipe} --out {out} --resume")
+        return 130
+    print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
+    if names:
+        model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
+        evaluate(model, tokenizer, names, options_of(recipe), out=out / "evaluation", suites=context.suites)
+    return 0
+
+
+def options_of(recipe: Recipe) -> EvalOptions:
+    """Evaluate where the recipe trained: at its lengths, with its vocabulary, on the held-out part of its text."""
+    texts = [source for source in recipe.data.sources if Path(source).is_dir()]
+    return EvalOptions(
+        limit=recipe.run.evaluation_limit,
+        lengths=tuple(recipe.run.evaluation_lengths) or None,
+        text=texts[0] if texts else None,
+        prompt=recipe.run.sample_prompt or None,
+        vocab_size=recipe.data.mqar_vocab_size if "mqar" in recipe.data.sources else None,
+        seed=recipe.run.seed,
+    )
+
+
+def eval(args: argparse.Namespace, context: Context) -> None:
+    """Evaluate a checkpoint."""
+    names = ("limit", "batch_size", "lengths", "max_length", "tasks", "text", "vocab_size", "seed")
+    options = EvalOptions(**{name: getattr(args, name) for name in names})
+    check_suites(args.suite, context.suites)
+    device, dtype = device_and_dtype(args.device, args.dtype)
+    model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+    out = args.out or Path(args.checkpoint) / "evaluation"
+    evaluate(model, tokenizer, args.suite, options, out=out, suites=context.suites)
+
+
+def generate(args: argparse.Namespace, context: Context) -> None:
+    """Continue a text, token by token."""
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
+    if args.top_k < 0 or not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-k must be at least 0 and --top-p in (0, 1], got {args.top_k} and {args.top_p}")
+    device, dtype = device_and_dtype(args.device, args.dtype)
+    model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    ids = tokenizer(prompt)["input_ids"] or [tokenizer.bos_token_id]
+    if ids == [None]:
+        raise ValueError("--prompt is empty, and the tokenizer has no token that begins a text")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if args.temperature:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    torch.manual_seed(args.seed)
+    print(prompt, end="", flush=True)
+    input_ids = torch.tensor([ids], device=device)
+    with torch.inference_mode():
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=args.max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **sampling,
+        )
+
+
+def bench(args: argparse.Namespace, context: Context) -> None:
+    """Measure a model's speed and memory on this machine."""
+    options = EvalOptions(limit=args.repeats, batch_size=args.batch_size, lengths=args.lengths)
+    device, dtype = device_and_dtype(args.device, args.dtype)
+    if is_checkpoint(args.target):
+        model = load_model(args.target, device, dtype)
+    else:
+        model = AutoModelForCausalLM.from_config(config_of(args.target, context), dtype=dtype).to(device)
+    evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
+
+
+def prepare(args: argparse.Namespace, context: Context) -> None:
+    """Tokenize a corpus into one memory-mapped file."""
+    names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens")
+    meta = corpora.prepare(args.source, args.output, **{name: getattr(args, name) for name in names})
+    held_out = f"{meta.held_out_tokens:,} tokens of {meta.held_out_documents:,} documents"
+    print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out")
+
+
+def info(args: argparse.Namespace, context: Context) -> None:
+    """Show versions, recipes and suites, or what a model is."""
+    if args.target is not None:
+        print(describe_model(args.target, args.lengths, context))
+        return
+    versions = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
+    print(f"tokenmix-core {tokenmix_core.__version__}, Python {platform.python_version()}, {versions}")
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    print(f"device: {', '.join(map(device_name, gpus or [torch.device('cpu')]))}")
+    here = [name for name in EXTRAS if importlib.util.find_spec(name) is not None]
+    absent = [name for name in EXTRAS if name not in here]
+    print(f"optional libraries: {', '.join(here) or 'none'}; absent: {', '.join(absent) or 'none'}")
+    for title, lines in (
+        ("recipes", {name: make().description for name, make in context.recipes.items()}),
+        ("suites", {name: suite.summary for name, suite in context.suites.items()}),
+        ("mixers", dict.fromkeys(known_mixers(), "")),
+    ):
+        print(f"\n{title}")
+        for name, text in lines.items():
+            print(f"  {name:24} {text}".rstrip())
+
+
+def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
+    """Parameters, layers and cache bytes of a recipe's or checkpoint's model, found without making its weights."""
+    config = config_of(target, context)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    facts = {
+        "type": config.model_type,
+        "parameters": f"{model.num_parameters():,}",
+        "without embeddings": f"{model.num_parameters(exclude_embeddings=True):,}",
+        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+    }
+    if mixers := getattr(config, "mixers", None):
+        facts["mixers"] = ", ".join(mixers)
+    for length in lengths if hasattr(model, "state_bytes") else ():
+        held = model.state_bytes(length, 1, torch.bfloat16)
+        facts[f"cache at {length:,}"] = f"{held:,} bytes for a sequence in bfloat16"
+    return "\n".join([target, *(f"  {name:20} {fact}" for name, fact in facts.items())])
+
+
+def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of these names; by default a GPU and bfloat16 where there is one, else the CPU and float32.
+
+    Raises:
+        ValueError: a name that does not exist, or a device that is not here.
+    """
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device {device} is not here: this machine has {count} CUDA devices")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return chosen, getattr(torch, dtype or ("bfloat16" if chosen.type == "cuda" else "float32"))
+
+
+def is_checkpoint(target: str | Path) -> bool:
+    """Whether this is a folder with a model's config."""
+    return (Path(target) / "config.json").is_file()
+
+
+def config_of(target: str, context: Context) -> Any:
+    """The config of a checkpoint's or a recipe's model.
+
+    Raises:
+        ValueError: there is no such recipe or model.
+    """
+    if not is_checkpoint(target):
+        if Path(target).exists():
+            raise ValueError(f"{target} holds no model: expected a folder with config.json")
+        return context.recipe(target).model_config()
+    try:
+        return AutoConfig.from_pretrained(target, local_files_only=True)
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
+
+
+def load_model(
+    folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The causal language model of a folder, in evaluation mode; device and dtype as `device_and_dtype` chooses them.
+
+    Raises:
+        ValueError: no such folder, or none that holds a whole model.
+    """
+    if device is None or dtype is None:
+        device, dtype = device_and_dtype()
+    if not Path(folder).is_dir():
+        raise ValueError(f"checkpoint {str(folder)!r} must be a folder with a model, and there is no such folder")
+    if not is_checkpoint(folder):
+        raise ValueError(f"{folder} holds no model: expected config.json and weights")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{folder} cannot be loaded as a causal language model: {sentence(error)}") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a folder.
+
+    Raises:
+        ValueError: there is none that can be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {sentence(error)}") from error
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
