@@ -143,3 +143,71 @@ def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     """The tile of the SSD kernel that goes token by token."""
     columns = 8 if sequence_heads < _PROGRAMS else 32
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
+
+
+class ScanTile(NamedTuple):
+    """BV columns of the state a program; for kernels that are not split along V, the columns it takes at a time."""
+
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+# by step of the gated delta rule, bytes of an element and key size: tiles from wide to narrow
+_GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
+    # here the tile runs along K
+    "prepare": {
+        (2, 64): (ScanTile(64, 1, 2),),
+        (2, 128): (ScanTile(64, 1, 2),),
+        (2, 256): (ScanTile(64, 1, 2),),
+        (4, 64): (ScanTile(32, 1, 2),),
+        (4, 128): (ScanTile(32, 1, 2),),
+        (4, 256): (ScanTile(32, 1, 2),),
+    },
+    "forward": {
+        (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 2)),
+        (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 2)),
+        (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
+        (4, 64): (ScanTile(32, 4, 1),),
+        (4, 128): (ScanTile(32, 4, 1),),
+        (4, 256): (ScanTile(16, 8, 1),),
+    },
+    "states": {
+        (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 2)),
+        (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 2)),
+        (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
+        (4, 64): (ScanTile(32, 4, 1),),
+        (4, 128): (ScanTile(32, 4, 1),),
+        (4, 256): (ScanTile(16, 8, 1),),
+    },
+    "backward_state": {
+        (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 2)),
+        (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 2)),
+        (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
+        (4, 64): (ScanTile(32, 4, 1),),
+        (4, 128): (ScanTile(32, 4, 1),),
+        (4, 256): (ScanTile(16, 8, 1),),
+    },
+    "backward_chunk": {
+        (2, 64): (ScanTile(64, 4, 1),),
+        (2, 128): (ScanTile(64, 8, 1),),
+        (2, 256): (ScanTile(32, 8, 1),),
+        (4, 64): (ScanTile(32, 4, 1),),
+        (4, 128): (ScanTile(32, 8, 1),),
+        (4, 256): (ScanTile(16, 8, 1),),
+    },
+    "recurrent": {
+        (size, K): (ScanTile(32, K // 32, 1), ScanTile(8, K // 64, 1)) for size in (2, 4) for K in (64, 128, 256)
+    },
+}
+
+
+def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
+    """The tile of a step for `heads` sequence-heads: the widest that still makes a program for every multiprocessor."""
+    tiles = _GATED_DELTA_RULE[step][element_size, K]
+    return next((tile for tile in tiles if heads * (V // tile.BV) >= 128), tiles[-1])
+
+
+def gated_delta_rule_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
+    """All tiles that `gated_delta_rule` can choose: what a test has to cover."""
+    return _GATED_DELTA_RULE[step][element_size, K]

@@ -46,7 +46,7 @@ def chunk_gated_delta_rule(
         q: queries; H heads.
         k: keys, in q's dtype.
         v: values, in q's dtype; HV heads, a multiple of H: q/k head h serves value heads h·HV/H to (h+1)·HV/H − 1.
-        g: natural log of the decay, ≤ 0; a value below −80 counts as −80, which leaves nothing.
+        g: natural log of the decay, ≤ 0; a value below −110 counts as −110, which leaves nothing.
         beta: write strength in [0, 2].
         scale: factor on the outputs; None is K ** −0.5.
         initial_state: the state before the first token of each sequence; zero when None. N is B, or the number of packed

@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 
 # A natural-log decay below this leaves no trace in float32 or float64, while its cumulative sum would cost digits.
-MIN_LOG_DECAY = -80.0
+MIN_LOG_DECAY = -110.0
 
 
 def l2_normalise(x: Tensor) -> Tensor:

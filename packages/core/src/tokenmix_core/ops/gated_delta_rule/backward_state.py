@@ -1,0 +1,112 @@
+"""The gradient of the state, sequential in reverse over a sequence's chunks, and with it that of the values."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences
+from tokenmix_core.tile.decay import causal_decay_transposed
+from tokenmix_core.tile.memory import load_rows, load_vector, store_rows
+from tokenmix_core.tile.sequences import first_chunk, sequence_span
+
+
+@triton.jit
+def backward_state_kernel(
+    q, k, beta, inverse, b, rstd, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,
+    scale, T, H, group, tokens,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
+    INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """dV, and the gradient of the state leaving each chunk. OUTPUT: there is a gradient of o; FINAL: of the final state."""
+    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    HV = H * group
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
+    p_tile = o_k[:, None] * V + i_v * BV + o_v[None, :]
+
+    if FINAL:
+        b_ds = tl.load(dfinal_state + i_nh.to(tl.int64) * K * V + p_tile).to(tl.float32)
+    else:
+        b_ds = tl.zeros([K, BV], tl.float32)
+
+    chunks = tl.cdiv(length, BT)
+    for i_c in range(chunks):
+        start = (chunks - 1 - i_c) * BT
+        first, rows = begin + start, length - start
+        o_qk, o_vo = (first * H + i_hv // group) * K, (first * HV + i_hv) * V + i_v * BV
+        b_k = load_rows(k + o_qk, H * K, rows, BT, K)
+        b_q = load_rows(q + o_qk, H * K, rows, BT, K)
+        b_a = load_rows(inverse + (first * HV + i_hv) * BT, HV * BT, rows, BT, BT)
+        p_b = b + i_hv.to(tl.int64) * tokens + first
+        b_last = tl.load(p_b + tl.minimum(rows, BT) - 1)
+        b_b = tl.load(p_b + o_t, mask=o_t < rows, other=0.0)
+        b_b = tl.where(o_t < rows, b_b, b_last)
+        b_w = load_vector(beta + first * HV + i_hv, HV, rows, BT)
+        r_q = tl.zeros([BT], tl.float32) + scale
+        r_k = tl.zeros([BT], tl.float32) + 1.0
+        if L2NORM:
+            r_k = load_vector(rstd + (i_hv // group).to(tl.int64) * tokens + first, 1, rows, BT)
+            b_square = b_q.to(tl.float32)
+            r_q *= tl.rsqrt(tl.sum(b_square * b_square, 1) + 1e-6)
+            b_w *= r_k
+        b_dh = b_ds.to(k.dtype.element_ty)
+        p_ds = dstates + ((slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv) * K * V
+        tl.store(p_ds + p_tile, b_dh)
+
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
+        b_dr = tl.dot(b_k, b_dh, input_precision=DOT) * (b_w * tl.exp2(b_last - b_b))[:, None]
+        if OUTPUT:
+            b_do = load_rows(do + o_vo, HV * V, rows, BT, BV)
+            b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
+            b_p *= causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None] * r_q[None, :]
+            b_dr += tl.dot(b_p.to(k.dtype.element_ty), b_do, input_precision=DOT)
+        b_dy = tl.dot(tl.trans(b_a), b_dr.to(k.dtype.element_ty), input_precision=DOT)
+        store_rows(dv + o_vo, b_dy, HV * V, rows, BT, BV)
+
+        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        b_g = tl.exp2(b_b)
+        b_ds *= tl.exp2(b_last)
+        if OUTPUT:
+            b_do = (b_do.to(tl.float32) * (b_g * r_q)[:, None]).to(k.dtype.element_ty)
+            b_ds = tl.dot(tl.trans(b_q), b_do, b_ds, input_precision=DOT)
+        b_dy = (b_dy * -(b_g * r_k)[:, None]).to(k.dtype.element_ty)
+        b_ds = tl.dot(tl.trans(b_k), b_dy, b_ds, input_precision=DOT)
+
+    if INITIAL:
+        tl.store(dinitial_state + i_nh.to(tl.int64) * K * V + p_tile, b_ds)
+
+
+def backward_state(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    inverse: Tensor,
+    b: Tensor,
+    rstd: Tensor,
+    do: Tensor | None,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    like_v: Tensor,
+    initial: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dV, the gradient of the state leaving each chunk, both in v's dtype, and, if `initial`, the initial state's."""
+    B, T, H, K = q.shape
+    HV, V = like_v.shape[2:]
+    N = sequences(q, cu_seqlens)
+    dv = torch.empty_like(like_v)
+    dstates = dv.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
+    dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
+    launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
+    backward_state_kernel[(N * HV * (V // launch.BV),)](
+        q, k, beta, inverse, b, rstd, cu_seqlens, dv if do is None else do, b if dfinal_state is None else dfinal_state,
+        dv, dstates, dinitial_state, scale, T, H, HV // H, B * T,
+        K, V, CHUNK, launch.BV, do is not None, dfinal_state is not None, initial, qk_l2norm, cu_seqlens is not None,
+        dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return dv, dstates, dinitial_state

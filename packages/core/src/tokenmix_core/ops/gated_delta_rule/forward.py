@@ -1,0 +1,136 @@
+"""States and outputs: sequential over a sequence's chunks, parallel over sequences, value heads and tiles of V."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences
+from tokenmix_core.tile.decay import causal_decay
+from tokenmix_core.tile.memory import load_rows, load_vector, store_rows
+from tokenmix_core.tile.sequences import first_chunk, sequence_span
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, beta, inverse, b, rstd, initial_state, cu_seqlens, o, final_state, states, residual,
+    scale, T, H, group, tokens,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """With OUTPUT the outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk."""
+    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    HV = H * group
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
+    p_tile = o_k[:, None] * V + i_v * BV + o_v[None, :]
+
+    p_q, p_k = q + (begin * H + i_hv // group) * K, k + (begin * H + i_hv // group) * K
+    p_v, p_o = v + (begin * HV + i_hv) * V + i_v * BV, o + (begin * HV + i_hv) * V + i_v * BV
+    p_r = residual + (begin * HV + i_hv) * V + i_v * BV
+    p_a = inverse + (begin * HV + i_hv) * BT
+    p_beta = beta + begin * HV + i_hv
+    p_b = b + i_hv.to(tl.int64) * tokens + begin
+    p_rstd = rstd + (i_hv // group).to(tl.int64) * tokens + begin
+    p_s = states + (slot.to(tl.int64) * HV + i_hv) * K * V
+
+    if INITIAL:
+        b_s = tl.load(initial_state + i_nh.to(tl.int64) * K * V + p_tile).to(tl.float32)
+    else:
+        b_s = tl.zeros([K, BV], tl.float32)
+
+    for start in range(0, length, BT):
+        rows = length - start
+        b_k = load_rows(p_k, H * K, rows, BT, K)
+        b_v = load_rows(p_v, HV * V, rows, BT, BV)
+        b_a = load_rows(p_a, HV * BT, rows, BT, BT)
+        # past the end b stays at its last value, so that no difference is positive
+        b_last = tl.load(p_b + tl.minimum(rows, BT) - 1)
+        b_b = tl.load(p_b + o_t, mask=o_t < rows, other=0.0)
+        b_b = tl.where(o_t < rows, b_b, b_last)
+        b_w = load_vector(p_beta, HV, rows, BT)
+        if L2NORM:
+            r_k = load_vector(p_rstd, 1, rows, BT)
+            b_w *= r_k
+        b_h = b_s.to(k.dtype.element_ty)
+        if SAVE:
+            tl.store(p_s + p_tile, b_h)
+
+        # R = Ã (V − γ ⊙ K S)
+        b_seen = tl.dot(b_k, b_h, input_precision=DOT)
+        if L2NORM:
+            b_seen *= (tl.exp2(b_b) * r_k)[:, None]
+        else:
+            b_seen *= tl.exp2(b_b)[:, None]
+        b_r = tl.dot(b_a, (b_v.to(tl.float32) - b_seen).to(k.dtype.element_ty), input_precision=DOT)
+        if SAVE:
+            store_rows(p_r, b_r, HV * V, rows, BT, BV)
+
+        if OUTPUT:
+            # O = scale (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β)
+            b_q = load_rows(p_q, H * K, rows, BT, K)
+            b_p = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
+            b_p *= causal_decay(b_b, b_b, o_t, o_t) * b_w[None, :]
+            b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
+            b_o += tl.dot(b_p.to(k.dtype.element_ty), b_r.to(k.dtype.element_ty), input_precision=DOT)
+            r_q = tl.zeros([BT], tl.float32) + scale
+            if L2NORM:
+                b_square = b_q.to(tl.float32)
+                r_q *= tl.rsqrt(tl.sum(b_square * b_square, 1) + 1e-6)
+            store_rows(p_o, b_o * r_q[:, None], HV * V, rows, BT, BV)
+
+        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
+        b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[:, None]).to(k.dtype.element_ty)
+        b_s = tl.dot(tl.trans(b_k), b_r, b_s * tl.exp2(b_last), input_precision=DOT)
+
+        p_q += BT * H * K
+        p_k += BT * H * K
+        p_v += BT * HV * V
+        p_o += BT * HV * V
+        p_r += BT * HV * V
+        p_a += BT * HV * BT
+        p_beta += BT * HV
+        p_b += BT
+        p_rstd += BT
+        p_s += HV * K * V
+
+    if OUTPUT:
+        tl.store(final_state + i_nh.to(tl.int64) * K * V + p_tile, b_s)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    inverse: Tensor,
+    b: Tensor,
+    rstd: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states; or with `save` R, like v, and the state entering each chunk, in v's dtype."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    N = sequences(q, cu_seqlens)
+    out = torch.empty_like(v)
+    if save:
+        states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
+    else:
+        states = v.new_empty(N, HV, K, V, dtype=torch.float32)
+    launch = tuning.gated_delta_rule("states" if save else "forward", K, V, q.element_size(), N * HV)
+    # pointers that a flag leaves unused still need a tensor to point at
+    forward_kernel[(N * HV * (V // launch.BV),)](
+        q, k, v, beta, inverse, b, rstd, b if initial_state is None else initial_state, cu_seqlens, out, states,
+        states, out, scale, T, H, HV // H, B * T,
+        K, V, CHUNK, launch.BV, not save, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
+        dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return out, states

@@ -1,0 +1,150 @@
+"""What a chunk's keys and gates decide alone: cumulative decays, key norms and the inverse Ã. Parallel over chunks."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences
+from tokenmix_core.tile.decay import load_decay
+from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
+from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.tile.solve import inverse_64
+
+
+@triton.jit
+def gates(p_g, p_beta, p_b, stride, rows, before):
+    """β and cumulative decay of 16 tokens; stores the latter and returns its end, from which the next 16 go on."""
+    o_t = tl.arange(0, 16)
+    b_g = load_decay(p_g + o_t * stride, o_t < rows)
+    b_b = tl.cumsum(b_g, 0) + before
+    store_vector(p_b, b_b, 1, rows, 16)
+    return b_b, load_vector(p_beta, stride, rows, 16), before + tl.sum(b_g, 0)
+
+
+@triton.jit
+def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
+    """A block of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j; of a diagonal block the strictly lower part."""
+    b_l = tl.exp2(b_bi[:, None] - b_bj[None, :]) * b_kk * r_i[:, None] * w_j[None, :]
+    if DIAGONAL:
+        o_t = tl.arange(0, 16)
+        b_l = tl.where(o_t[:, None] > o_t[None, :], b_l, 0.0)
+    return b_l
+
+
+@triton.jit
+def squares(b_k):
+    b_k = b_k.to(tl.float32)
+    return tl.sum(b_k * b_k, 1)
+
+
+@triton.jit
+def prepare_kernel(
+    k, g, beta, cu_seqlens, inverse, b, rstd, T, N, H, group, tokens,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, SOLVE: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BT == 64)
+    i_slot, i_h = tl.program_id(0), tl.program_id(1)
+    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
+    if start >= length:
+        return
+    first, rows = begin + start, length - start
+    HV = H * group
+
+    # k_i · k_j in blocks of 16 tokens, and the norms, shared by the value heads of this key head
+    zero = tl.zeros([16, 16], tl.float32)
+    k_00, k_10, k_11, k_20, k_21, k_22, k_30, k_31, k_32, k_33 = zero, zero, zero, zero, zero, zero, zero, zero, zero, zero  # fmt: skip
+    n_0 = tl.zeros([16], tl.float32)
+    n_1, n_2, n_3 = n_0, n_0, n_0
+    s_k = H * K
+    for i_k in range(K // BK):
+        p_k = k + (first * H + i_h) * K + i_k * BK
+        b_0 = load_rows(p_k, s_k, rows, 16, BK)
+        b_1 = load_rows(p_k + 16 * s_k, s_k, rows - 16, 16, BK)
+        b_2 = load_rows(p_k + 32 * s_k, s_k, rows - 32, 16, BK)
+        b_3 = load_rows(p_k + 48 * s_k, s_k, rows - 48, 16, BK)
+        k_00 = tl.dot(b_0, tl.trans(b_0), k_00, input_precision=DOT)
+        k_10 = tl.dot(b_1, tl.trans(b_0), k_10, input_precision=DOT)
+        k_20 = tl.dot(b_2, tl.trans(b_0), k_20, input_precision=DOT)
+        k_30 = tl.dot(b_3, tl.trans(b_0), k_30, input_precision=DOT)
+        k_11 = tl.dot(b_1, tl.trans(b_1), k_11, input_precision=DOT)
+        k_21 = tl.dot(b_2, tl.trans(b_1), k_21, input_precision=DOT)
+        k_31 = tl.dot(b_3, tl.trans(b_1), k_31, input_precision=DOT)
+        k_22 = tl.dot(b_2, tl.trans(b_2), k_22, input_precision=DOT)
+        k_32 = tl.dot(b_3, tl.trans(b_2), k_32, input_precision=DOT)
+        k_33 = tl.dot(b_3, tl.trans(b_3), k_33, input_precision=DOT)
+        if L2NORM:
+            n_0, n_1, n_2, n_3 = n_0 + squares(b_0), n_1 + squares(b_1), n_2 + squares(b_2), n_3 + squares(b_3)
+    r_0 = tl.full([16], 1.0, tl.float32)
+    r_1, r_2, r_3 = r_0, r_0, r_0
+    if L2NORM:
+        r_0, r_1, r_2, r_3 = tl.rsqrt(n_0 + 1e-6), tl.rsqrt(n_1 + 1e-6), tl.rsqrt(n_2 + 1e-6), tl.rsqrt(n_3 + 1e-6)
+        p_rstd = rstd + i_h.to(tl.int64) * tokens + first
+        store_vector(p_rstd, r_0, 1, rows, 16)
+        store_vector(p_rstd + 16, r_1, 1, rows - 16, 16)
+        store_vector(p_rstd + 32, r_2, 1, rows - 32, 16)
+        store_vector(p_rstd + 48, r_3, 1, rows - 48, 16)
+
+    for i_g in range(group):
+        i_hv = i_h * group + i_g
+        p_g, p_beta, p_b = g + first * HV + i_hv, beta + first * HV + i_hv, b + i_hv.to(tl.int64) * tokens + first
+        b_0, w_0, end = gates(p_g, p_beta, p_b, HV, rows, 0.0)
+        b_1, w_1, end = gates(p_g + 16 * HV, p_beta + 16 * HV, p_b + 16, HV, rows - 16, end)
+        b_2, w_2, end = gates(p_g + 32 * HV, p_beta + 32 * HV, p_b + 32, HV, rows - 32, end)
+        b_3, w_3, end = gates(p_g + 48 * HV, p_beta + 48 * HV, p_b + 48, HV, rows - 48, end)
+        w_0, w_1, w_2, w_3 = w_0 * r_0, w_1 * r_1, w_2 * r_2, w_3 * r_3
+        a_00, a_10, a_11, a_20, a_21, a_22, a_30, a_31, a_32, a_33 = inverse_64(
+            system(k_00, b_0, b_0, r_0, w_0, True),
+            system(k_10, b_1, b_0, r_1, w_0, False),
+            system(k_11, b_1, b_1, r_1, w_1, True),
+            system(k_20, b_2, b_0, r_2, w_0, False),
+            system(k_21, b_2, b_1, r_2, w_1, False),
+            system(k_22, b_2, b_2, r_2, w_2, True),
+            system(k_30, b_3, b_0, r_3, w_0, False),
+            system(k_31, b_3, b_1, r_3, w_1, False),
+            system(k_32, b_3, b_2, r_3, w_2, False),
+            system(k_33, b_3, b_3, r_3, w_3, True),
+            SOLVE,
+        )
+        s_a = HV * BT
+        p_a = inverse + (first * HV + i_hv) * BT
+        store_rows(p_a, a_00, s_a, rows, 16, 16)
+        store_rows(p_a + 16, zero, s_a, rows, 16, 16)
+        store_rows(p_a + 32, zero, s_a, rows, 16, 16)
+        store_rows(p_a + 48, zero, s_a, rows, 16, 16)
+        p_a += 16 * s_a
+        store_rows(p_a, a_10, s_a, rows - 16, 16, 16)
+        store_rows(p_a + 16, a_11, s_a, rows - 16, 16, 16)
+        store_rows(p_a + 32, zero, s_a, rows - 16, 16, 16)
+        store_rows(p_a + 48, zero, s_a, rows - 16, 16, 16)
+        p_a += 16 * s_a
+        store_rows(p_a, a_20, s_a, rows - 32, 16, 16)
+        store_rows(p_a + 16, a_21, s_a, rows - 32, 16, 16)
+        store_rows(p_a + 32, a_22, s_a, rows - 32, 16, 16)
+        store_rows(p_a + 48, zero, s_a, rows - 32, 16, 16)
+        p_a += 16 * s_a
+        store_rows(p_a, a_30, s_a, rows - 48, 16, 16)
+        store_rows(p_a + 16, a_31, s_a, rows - 48, 16, 16)
+        store_rows(p_a + 32, a_32, s_a, rows - 48, 16, 16)
+        store_rows(p_a + 48, a_33, s_a, rows - 48, 16, 16)
+
+
+def prepare(
+    k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ã `[B, T, HV, C]` in k's dtype, b `[HV, B · T]`, and the keys' inverse norms `[H, B · T]` (empty if not asked for)."""
+    B, T, H, K = k.shape
+    HV = g.shape[2]
+    inverse = k.new_empty(B, T, HV, CHUNK)
+    b = k.new_empty(HV, B * T, dtype=torch.float32)
+    rstd = k.new_empty(H if qk_l2norm else 0, B * T, dtype=torch.float32)
+    launch = tuning.gated_delta_rule("prepare", K, K, k.element_size(), B * HV)
+    wide = k.element_size() == 4
+    prepare_kernel[(chunk_slots(k, cu_seqlens), H)](
+        k, g, beta, cu_seqlens, inverse, b, rstd, T, sequences(k, cu_seqlens), H, HV // H, B * T,
+        K, launch.BV, CHUNK, qk_l2norm, cu_seqlens is not None, dot_precision(k), "tf32x3" if wide else "bf16x3",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return inverse, b, rstd
