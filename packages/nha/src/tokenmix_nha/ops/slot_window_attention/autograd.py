@@ -1,0 +1,200 @@
+"""The kernels as torch custom ops: launches forward and backward, and one step of decoding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from tokenmix_core.chunking import cdiv
+from torch import Tensor
+
+from tokenmix_nha.ops.slot_window_attention import tuning
+from tokenmix_nha.ops.slot_window_attention.backward_keys import slot_window_backward_keys_kernel
+from tokenmix_nha.ops.slot_window_attention.backward_queries import slot_window_backward_queries_kernel
+from tokenmix_nha.ops.slot_window_attention.forward import slot_window_forward_kernel
+from tokenmix_nha.ops.slot_window_attention.states import slot_gradients_kernel, slot_states_kernel
+
+
+class Layout(NamedTuple):
+    """Sizes that the launches of a call share; `Grid` numbers in README.md's terms."""
+
+    BT: int
+    heads: int
+    sequences: int
+    # chunks of queries that come before any token enters the slots, and the tokens by which these overhang
+    lead: int
+    extra: int
+    # by row, or in all of a packed batch
+    query_chunks: int
+    key_chunks: int
+    entries: int
+    rows: int
+    constants: dict
+
+
+def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) -> Layout:
+    batch, tokens, heads_q, K = q.shape
+    keys, heads, M = f.shape[1:]
+    BT = tuning.chunk_size(M, q.dtype)
+    lead = max(cdiv(window - before, BT), 0)
+    extra = lead * BT - (window - before)
+    packed = cu_seqlens is not None
+    sequences = len(cu_seqlens) - 1 if packed else batch
+    if packed:
+        query_chunks = (tokens + sequences * extra) // BT + sequences
+        key_chunks = keys // BT + sequences
+        entries = keys // BT + 2 * sequences
+    else:
+        query_chunks = cdiv(tokens + extra, BT)
+        key_chunks = cdiv(keys, BT)
+        entries = cdiv(max(keys - window, 0), BT) + 1
+    levels = {16: 1, 32: 2, 64: 3}[BT]
+    constants = dict(
+        M=M, K=K, V=v.shape[3], BT=BT, LEVELS=levels, GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None,
+        HAS_START=start is not None, PACKED=packed, FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16
+        else triton.language.float32, DOT="ieee" if q.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    rows = 1 if packed else batch
+    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, constants)
+
+
+@torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
+def slot_window_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor | None,
+    slots_v: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None, before: int, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, final slots of keys and values, and for the backward pass: log-sum-exp, gates and slots of chunks."""
+    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+    o, final_k, final_v, lse, g, states_k, states_v = outputs = _outputs(
+        q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
+    )
+    M, K, V = (y.constants[x] for x in "MKV")
+    walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
+    local = _local(walk, y, q)
+    constants = dict(
+        M=M, K=K, V=V, BT=y.BT, ND=walk.ND, PACKED=y.constants["PACKED"], HAS_INITIAL=slots_k is not None,
+        DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
+    )  # fmt: skip
+    for is_local in (True, False) if walk.segments > 1 else (False,):
+        slot_states_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
+            k if k_slots is None else k_slots, v, f, slots_k, slots_v, cu_seqlens, *local, g, states_k, states_v, final_k,
+            final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
+            **constants, LOCAL=is_local,
+        )  # fmt: skip
+    t = tuning.tile("forward", M, window, q.dtype)
+    slot_window_forward_kernel[(y.query_chunks * y.rows, q.shape[2])](
+        q, k, v, f, q_slots, k_slots, g, states_k, states_v, start, cu_seqlens, o, lse,
+        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+        **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+    )  # fmt: skip
+    return outputs
+
+
+@slot_window_attention_op.register_fake
+def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+    M, K, V = (y.constants[x] for x in "MKV")
+    tiles = y.entries * y.rows, y.heads
+    wide = dict(dtype=torch.float32)
+    return (
+        q.new_empty(*q.shape[:3], V),
+        q.new_empty(y.sequences, y.heads, M, K, **wide),
+        q.new_empty(y.sequences, y.heads, M, V, **wide),
+        q.new_empty(q.shape[:3], **wide),
+        q.new_empty(*tiles, y.BT, M, **wide),
+        q.new_empty(*tiles, K, M),
+        q.new_empty(*tiles, V, M),
+    )
+
+
+def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]:
+    """What the segments of a sequence leave for the later ones: their own slots and decays."""
+    if walk.segments == 1:
+        return None, None, None
+    M, K, V = (y.constants[x] for x in "MKV")
+    heads = walk.segments * y.sequences * y.heads
+    return tuple(q.new_empty(heads, *shape, dtype=torch.float32) for shape in ((K, M), (V, M), (M,)))
+
+
+@torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
+def slot_window_attention_backward_op(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
+    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, g: Tensor, states_k: Tensor, states_v: Tensor, do: Tensor,
+    dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
+    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+    M, K, V = (y.constants[x] for x in "MKV")
+    dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = grads = _gradients(
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, states_k, states_v, do, dfinal_k, dfinal_v,
+        before, window, scale, initial,
+    )  # fmt: skip
+    p, dz = (q.new_empty(*q.shape[:3], M) for _ in range(2))
+    x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
+    t = tuning.tile("backward_queries", M, window, q.dtype)
+    slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
+        q, k, v, f, q_slots, k_slots, g, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x, delta,
+        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+        **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+    )  # fmt: skip
+    walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
+    ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
+    local = _local(walk, y, q)
+    for is_local in (True, False) if walk.segments > 1 else (False,):
+        slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
+            q if q_slots is None else q_slots, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v, dinitial_k,
+            dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
+            y.lead if initial else 0, M=M, K=K, V=V, BT=y.BT, ND=walk.ND, GROUP=y.constants["GROUP"],
+            PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
+            num_stages=walk.num_stages,
+        )  # fmt: skip
+    t = tuning.tile("backward_keys", M, window, q.dtype)
+    slot_window_backward_keys_kernel[(y.key_chunks * y.rows, y.heads)](
+        q, k, v, f, q_slots, k_slots, g, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
+        dk, dv, df, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
+        **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+    )  # fmt: skip
+    return grads
+
+
+@slot_window_attention_backward_op.register_fake
+def _gradients(
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, states_k, states_v, do, dfinal_k, dfinal_v, before, window,
+    scale, initial,
+):  # fmt: skip
+    empty = torch.empty_like
+    # an op returns tensors only: an absent argument has an empty gradient
+    none = q.new_empty(0)
+    dq_slots, dk_slots = (none, q.new_empty(0)) if q_slots is None else (empty(q_slots), empty(k_slots))
+    return empty(q), empty(k), empty(v), empty(f), dq_slots, dk_slots, empty(dfinal_k), empty(dfinal_v)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, f, q_slots, k_slots, slots_k, _, start, cu_seqlens, *ctx.options = inputs
+    o, _, _, *saved = output
+    ctx.initial = slots_k is not None
+    ctx.save_for_backward(q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *saved)
+
+
+def _backward(ctx, do, dfinal_k, dfinal_v, *_):
+    *tensors, states_v = ctx.saved_tensors
+    *grads, dinitial_k, dinitial_v = slot_window_attention_backward_op(
+        *tensors, states_v, do.contiguous(), dfinal_k.contiguous(), dfinal_v.contiguous(), *ctx.options, ctx.initial
+    )
+    own_keys = tensors[4] is not None
+    slots = grads[4:] if own_keys else (None, None)
+    initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
+    return *grads[:4], *slots, *initial, None, None, None, None, None
+
+
+slot_window_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def slot_window_attention_triton(
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o and the final slots, by the kernels; keys are the window before the queries and theirs."""
+    tensors = (None if x is None else x.contiguous() for x in (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
+    o, final_k, final_v, *_ = slot_window_attention_op(*tensors, start, cu_seqlens, before, window, scale)
+    return o, final_k, final_v

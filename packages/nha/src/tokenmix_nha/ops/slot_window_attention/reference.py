@@ -1,0 +1,184 @@
+"""The operation in plain PyTorch, on any device and in any float dtype: the specification and what a CPU runs.
+
+Both functions speak of *keys*, the tokens that the window of an initial state holds followed by the new ones, and of
+queries, which are aligned with the last of them: `TK = TQ + before`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# tokens of a chunk: the eager form builds [C, C, M] weights, so time and memory grow with it
+CHUNK = 16
+
+
+def loop_reference(
+    q: Float[Tensor, "N TQ HQ K"],
+    k: Float[Tensor, "N TK H K"],
+    v: Float[Tensor, "N TK H V"],
+    f: Float[Tensor, "N TK H M"],
+    q_slots: Float[Tensor, "N TQ HQ K"],
+    k_slots: Float[Tensor, "N TK H K"],
+    slots_k: Float[Tensor, "N H M K"],
+    slots_v: Float[Tensor, "N H M V"],
+    start: Int[Tensor, "N"],
+    *,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The specification: equations 1 to 4 of the paper, token by token, with the token shift.
+
+    `start` is the first key that exists in each sequence; the keys before it are padding. Returns o and both slots.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    index = torch.arange(keys, device=q.device)
+    outputs = []
+
+    def enter(j: int) -> tuple[Tensor, Tensor]:
+        alpha = torch.where((j >= start)[:, None, None], f[:, j].exp(), 1)[..., None]
+        return (
+            alpha * slots_k + (1 - alpha) * k_slots[:, j, :, None],
+            alpha * slots_v + (1 - alpha) * v_entering[:, j, :, None],
+        )
+
+    v_entering = v[:, :, ::group]
+    for t in range(keys):
+        if t >= window:
+            slots_k, slots_v = enter(t - window)
+        if (i := t - (keys - queries)) < 0:
+            continue
+        hidden = (index > t) | (index <= t - window) | (index < start[:, None])
+        long = torch.einsum("nhd,nhmd->nhm", q_slots[:, i], slots_k.repeat_interleave(group, 1))
+        short = torch.einsum("nhd,njhd->nhj", q[:, i], k).masked_fill(hidden[:, None], -math.inf)
+        p = (scale * torch.cat([long, short], -1)).softmax(-1)
+        p_long, p_short = p.split([long.shape[-1], keys], -1)
+        o = torch.einsum("nhm,nhmd->nhd", p_long, slots_v.repeat_interleave(group, 1))
+        outputs.append(o + torch.einsum("nhj,njhd->nhd", p_short, v))
+    return torch.stack(outputs, 1), slots_k, slots_v
+
+
+def chunk_reference(
+    q: Float[Tensor, "N TQ HQ K"],
+    k: Float[Tensor, "N TK H K"],
+    v: Float[Tensor, "N TK H V"],
+    f: Float[Tensor, "N TK H M"],
+    q_slots: Float[Tensor, "N TQ HQ K"],
+    k_slots: Float[Tensor, "N TK H K"],
+    slots_k: Float[Tensor, "N H M K"],
+    slots_v: Float[Tensor, "N H M V"],
+    start: Int[Tensor, "N"],
+    *,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same function, vectorised over chunks of entering tokens; autograd differentiates it.
+
+    Computes in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with the queries
+    at `c·C + r + window`; the queries before the first entering token form chunks of their own, with negative c.
+    """
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, f, q_slots, k_slots = (x.to(wide) for x in (q, k, v, f, q_slots, k_slots))
+    n, queries, heads_q, _ = q.shape
+    keys, heads, slots = f.shape[1:]
+    group = heads_q // heads
+    window = min(window, keys)
+    # chunks of queries that come before any token has left the window
+    lead = max(math.ceil((window - (keys - queries)) / CHUNK), 0)
+    entering = keys - window
+    chunks = max(lead + math.ceil(entering / CHUNK), 1)
+    first = -lead * CHUNK
+
+    def rows(x: Tensor, begin: int, count: int) -> Tensor:
+        """Rows `begin … begin + count` of dimension 1, zero outside, as `[N, chunks, C, ...]`."""
+        inside = x[:, max(begin, 0) : max(begin + count, 0)]
+        before = min(max(-begin, 0), count)
+        padding = [0, 0] * (x.dim() - 2) + [before, count - before - inside.shape[1]]
+        return torch.nn.functional.pad(inside, padding).unflatten(1, (-1, CHUNK))
+
+    f = f.masked_fill((torch.arange(keys, device=f.device) < start[:, None])[..., None, None], 0)
+    # tokens that have not left the window at the end neither decay nor enter
+    g = rows(f[:, :entering], first, chunks * CHUNK)
+    ks, vs = (rows(x[:, :entering], first, chunks * CHUNK) for x in (k_slots, v))
+    begin_q = first + window - (keys - queries)
+    qs, qw = (rows(x, begin_q, chunks * CHUNK).unflatten(3, (heads, group)) for x in (q_slots, q))
+
+    # the sum of the gates after token j up to token t, [N, chunks, t, j, H, M]; a sum, not a difference of sums: no digits lost
+    order = torch.arange(CHUNK, device=f.device)
+    later = (order[:, None] > order)[..., None, None]
+    between = torch.where(later, g[:, :, :, None], 0).cumsum(2)
+    between = between.masked_fill((order[:, None] < order)[..., None, None], -math.inf)
+    weight = between.exp() * -g.expm1()[:, :, None]
+    decay = g.cumsum(2).exp()
+
+    def before_chunks(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots before every chunk `[N, chunks, H, M, D]`, and after the last."""
+        added = torch.einsum("ncjhm,ncjhd->nchmd", weight[:, :, -1], x)
+        states = []
+        for c in range(chunks):
+            states.append(state)
+            state = decay[:, c, -1, :, :, None] * state + added[:, c]
+        return torch.stack(states, 1), state
+
+    before_k, slots_k = before_chunks(ks, slots_k)
+    before_v, slots_v = before_chunks(vs, slots_v)
+    long = torch.einsum("ncthgd,nchmd->ncthgm", qs, before_k) * decay[:, :, :, :, None]
+    long = long + torch.einsum("ncthgj,nctjhm->ncthgm", torch.einsum("ncthgd,ncjhd->ncthgj", qs, ks), weight)
+
+    # keys t − window + 1 … t of a chunk's queries lie among C + window rows from its first entering token on
+    begin = first + CHUNK * torch.arange(chunks, device=f.device)[:, None]
+    if CHUNK + window < keys:
+        index = begin + torch.arange(CHUNK + window, device=f.device)
+    else:
+        index = torch.arange(keys, device=f.device)[None]
+    kw, vw = (x[:, index.clamp(0, keys - 1)] for x in (k, v))
+    relative = (index - begin)[:, None]
+    seen = (relative > order[:, None]) & (relative <= order[:, None] + window)
+    exists = (index >= start[:, None, None]) & (index < keys)
+    seen = (seen & exists[:, :, None])[:, :, :, None, None]
+    short = torch.einsum("ncthgd,ncjhd->ncthgj", qw, kw).masked_fill(~seen, -math.inf)
+
+    p_long, p_short = (scale * torch.cat([long, short], -1)).softmax(-1).split([slots, short.shape[-1]], -1)
+    o = torch.einsum("ncthgm,nchmd->ncthgd", p_long * decay[:, :, :, :, None], before_v)
+    o = o + torch.einsum("ncthgj,ncjhd->ncthgd", torch.einsum("ncthgm,nctjhm->ncthgj", p_long, weight), vs)
+    o = o + torch.einsum("ncthgj,ncjhd->ncthgd", p_short, vw)
+    o = o.flatten(3, 4).flatten(1, 2)
+    return o[:, -begin_q : queries - begin_q].to(dtype), slots_k, slots_v
+
+
+def step_reference(q, k, v, f, q_slots, k_slots, state, *, scale: float) -> Tensor:
+    """One token: what leaves the ring enters the slots, the new token takes its place. Updates `state` in place."""
+    own_keys = k_slots is not None
+    q_slots = q_slots if own_keys else q
+    index = torch.arange(len(q), device=q.device)
+    group = q.shape[1] // k.shape[1]
+    if state.window:
+        place = state.length % state.window
+        leaving = (state.length >= state.window)[:, None, None]
+        gate = torch.where(leaving, state.f[index, place], 0).to(state.slots_k.dtype)
+        keys, values = (state.k_slots if own_keys else state.k)[index, place], state.v[index, place]
+    else:
+        gate, keys, values = f.to(state.slots_k.dtype), k_slots if own_keys else k, v
+    alpha, enter = gate.exp().unsqueeze(-1), -gate.expm1().unsqueeze(-1)
+    state.slots_k.mul_(alpha).addcmul_(enter, keys.unsqueeze(2).to(enter.dtype))
+    state.slots_v.mul_(alpha).addcmul_(enter, values.unsqueeze(2).to(enter.dtype))
+    if state.window:
+        for ring, x in zip((state.k, state.v, state.f, state.k_slots), (k, v, f, k_slots), strict=True):
+            if ring is not None:
+                ring[index, place] = x
+    state.length.add_(1)
+    wide = state.slots_k.dtype
+    ring_k, ring_v = (x.to(wide).repeat_interleave(group, 2) for x in (state.k, state.v))
+    slots_k, slots_v = (x.repeat_interleave(group, 1) for x in (state.slots_k, state.slots_v))
+    short = torch.einsum("nhd,njhd->nhj", q.to(wide), ring_k)
+    hidden = torch.arange(state.window, device=q.device) >= state.length[:, None]
+    short = short.masked_fill(hidden[:, None], -math.inf)
+    long = torch.einsum("nhd,nhmd->nhm", q_slots.to(wide), slots_k)
+    p_long, p_short = (scale * torch.cat([long, short], -1)).softmax(-1).split([long.shape[-1], state.window], -1)
+    o = torch.einsum("nhm,nhmd->nhd", p_long, slots_v) + torch.einsum("nhj,njhd->nhd", p_short, ring_v)
+    return o.to(q.dtype)

@@ -1,0 +1,58 @@
+"""Kernel configurations by shape: a small fixed table, measured once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """BT tokens of a chunk; BN keys or queries of the window beyond it."""
+
+    BT: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+class Walk(NamedTuple):
+    """The head sizes in ND parts, a program each, and at most so many segments of a sequence."""
+
+    ND: int
+    segments: int
+    num_warps: int
+    num_stages: int
+
+
+KERNELS = ("forward", "backward_queries", "backward_keys")
+_TILES: dict[str, tuple[int, int]] = {
+    # warps and stages for up to 64 slots, and for 128
+    "forward": (4, 8),
+    "backward_queries": (4, 8),
+    "backward_keys": (8, 8),
+}
+# programs that fill the device twice over
+_PROGRAMS = 264
+_MAX_SEGMENTS = 16
+
+
+def chunk_size(slots: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk, the same in all kernels of a call, since they share the states at its borders."""
+    if dtype == torch.float32:
+        return 16 if slots == 128 else 32
+    return 64
+
+
+def tile(kernel: str, slots: int, window: int, dtype: torch.dtype) -> Tile:
+    """The tile of one of `KERNELS`."""
+    BT = chunk_size(slots, dtype)
+    small, large = _TILES[kernel]
+    return Tile(BT, min(BT, 32 if window <= 32 else 64), large if slots == 128 else small, 1 if dtype == torch.float32 else 2)
+
+
+def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:
+    """How the kernels that carry slots along time divide `heads` heads of all sequences, each of `chunks` chunks or fewer."""
+    parts = 4 if dtype == torch.float32 or slots == 128 else 2
+    segments = max(1, min(_MAX_SEGMENTS, _PROGRAMS // (heads * parts), chunks // 8))
+    return Walk(parts, segments, 4, 1 if dtype == torch.float32 else 3)
