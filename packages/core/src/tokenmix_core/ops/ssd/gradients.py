@@ -21,6 +21,67 @@ def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
     return b_suffix + b_prefix + b_state
 
 
+@triton.jit
+def head_gradients(
+    b_q, b_k, b_qk, v, do, g, states, gradients, dv, dg,
+    i_c, i_h, begin, m_t, stride_v, stride_do, scale, HV,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Store dv and dg of one value head; return its share of dqᵀ and dkᵀ, `[K, BT]`.
+
+    Gradients stay transposed, so that what was computed is the right operand of each product.
+    """
+    o_i = tl.arange(0, BT)
+    o_k = tl.arange(0, K)
+    o_v = tl.arange(0, BV)
+    b_g = load_decay(g + begin * HV + i_h + o_i * HV, m_t)
+    b_b = tl.cumsum(b_g, 0)
+    b_total = tl.sum(b_g, 0)
+    b_to_end = tl.exp2(b_total - b_b)
+    p_v = v + begin * stride_v + i_h * V + o_i[:, None] * stride_v + o_v[None, :]
+    p_do = do + begin * stride_do + i_h * V + o_i[:, None] * stride_do + o_v[None, :]
+    b_dp = tl.zeros([BT, BT], tl.float32)
+    b_dpt = tl.zeros([BT, BT], tl.float32)
+    for i_v in tl.static_range(V // BV):
+        b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
+        b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
+        b_dp = tl.dot(b_do, tl.trans(b_v), b_dp, input_precision="tf32x3")
+        b_dpt = tl.dot(b_v, tl.trans(b_do), b_dpt, input_precision="tf32x3")
+    b_gamma = causal_decay(b_b, b_b, o_i, o_i)
+    b_dp *= b_gamma
+    b_m = b_qk * b_dp
+    b_p = (b_qk * b_gamma).to(b_q.dtype)
+    b_dp = (b_dp * scale).to(b_q.dtype)
+    b_dpt = (b_dpt * causal_decay_transposed(b_b, b_b, o_i, o_i) * scale).to(b_q.dtype)
+
+    o_state = (i_c.to(tl.int64) * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
+    p_dv = dv + (begin * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
+    b_dq = tl.zeros([K, BT], tl.float32)
+    b_dk = tl.zeros([K, BT], tl.float32)
+    b_sd = 0.0
+    for i_v in tl.static_range(V // BV):
+        if BV < V:
+            b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
+            b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
+        b_s = tl.load(states + o_state + i_v * BV)
+        b_d = tl.load(gradients + o_state + i_v * BV)
+        b_sd += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
+        b_dv = tl.dot(tl.trans(b_d), tl.trans(b_k), input_precision="tf32x3") * b_to_end[None, :]
+        b_dv = tl.dot(tl.trans(b_do), b_p, b_dv, input_precision="tf32x3")
+        tl.store(p_dv + i_v * BV, b_dv.to(dv.dtype.element_ty), mask=m_t[None, :])
+        b_dq = tl.dot(b_s, tl.trans(b_do), b_dq, input_precision="tf32x3")
+        b_dk = tl.dot(b_d, tl.trans(b_v), b_dk, input_precision="tf32x3")
+    b_dq *= (tl.exp2(b_b) * scale)[None, :]
+    b_query = tl.sum(b_dq * tl.trans(b_q).to(tl.float32), 0)
+    b_dq = tl.dot(tl.trans(b_k), b_dpt, b_dq, input_precision="tf32x3")
+    b_dk *= b_to_end[None, :]
+    b_key = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), 0)
+    b_dk = tl.dot(tl.trans(b_q), b_dp, b_dk, input_precision="tf32x3")
+    b_dg = decay_gradient(b_m, b_query, b_key, b_sd * tl.exp2(b_total), BT)
+    tl.store(dg + begin * HV + i_h + o_i * HV, b_dg, mask=m_t)
+    return b_dq, b_dk
+
+
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "heads"])
 def ssd_gradients_kernel(
     q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
@@ -35,75 +96,32 @@ def ssd_gradients_kernel(
     if first >= length:
         return
     begin += first
-    rows = length - first
-    i_g = i_b * heads // (HV // G)
+    i_h = i_b * heads
+    i_g = i_h // (HV // G)
     o_i = tl.arange(0, BT)
     o_k = tl.arange(0, K)
-    o_v = tl.arange(0, BV)
-    m_t = o_i < rows
+    m_t = o_i < length - first
     b_q = tl.load(q + begin * stride_q + i_g * K + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
     b_k = tl.load(k + begin * stride_k + i_g * K + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3") * scale
-    # gradients of q and k stay transposed, [K, BT], so that what was computed is the right operand of each product
-    b_dq_sum = tl.zeros([K, BT], tl.float32)
-    b_dk_sum = tl.zeros([K, BT], tl.float32)
-    p_dqk = (begin * (HV // heads) + i_b) * K + o_i[None, :] * (HV // heads * K) + o_k[:, None]
-    for i_h in range(i_b * heads, i_b * heads + heads):
-        b_g = load_decay(g + begin * HV + i_h + o_i * HV, m_t)
-        b_b = tl.cumsum(b_g, 0)
-        b_total = tl.sum(b_g, 0)
-        b_from_start = tl.exp2(b_b) * scale
-        b_to_end = tl.exp2(b_total - b_b)
-        p_v = v + begin * stride_v + i_h * V + o_i[:, None] * stride_v + o_v[None, :]
-        p_do = do + begin * stride_do + i_h * V + o_i[:, None] * stride_do + o_v[None, :]
-        b_dp = tl.zeros([BT, BT], tl.float32)
-        b_dpt = tl.zeros([BT, BT], tl.float32)
-        for i_v in tl.static_range(V // BV):
-            b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
-            b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
-            b_dp = tl.dot(b_do, tl.trans(b_v), b_dp, input_precision="tf32x3")
-            b_dpt = tl.dot(b_v, tl.trans(b_do), b_dpt, input_precision="tf32x3")
-        b_gamma = causal_decay(b_b, b_b, o_i, o_i)
-        b_dp *= b_gamma
-        b_m = b_qk * b_dp
-        b_p = (b_qk * b_gamma).to(b_q.dtype)
-        b_dp = (b_dp * scale).to(b_q.dtype)
-        b_dpt = (b_dpt * causal_decay_transposed(b_b, b_b, o_i, o_i) * scale).to(b_q.dtype)
-
-        o_state = (i_c.to(tl.int64) * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
-        p_dv = dv + (begin * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
+    if SHARED:
         b_dq = tl.zeros([K, BT], tl.float32)
         b_dk = tl.zeros([K, BT], tl.float32)
-        b_sd = 0.0
-        for i_v in tl.static_range(V // BV):
-            b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
-            b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
-            b_s = tl.load(states + o_state + i_v * BV)
-            b_d = tl.load(gradients + o_state + i_v * BV)
-            b_sd += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
-            b_dv = tl.dot(tl.trans(b_d), tl.trans(b_k), input_precision="tf32x3") * b_to_end[None, :]
-            b_dv = tl.dot(tl.trans(b_do), b_p, b_dv, input_precision="tf32x3")
-            tl.store(p_dv + i_v * BV, b_dv.to(dv.dtype.element_ty), mask=m_t[None, :])
-            b_dq = tl.dot(b_s, tl.trans(b_do), b_dq, input_precision="tf32x3")
-            b_dk = tl.dot(b_d, tl.trans(b_v), b_dk, input_precision="tf32x3")
-        b_dq *= b_from_start[None, :]
-        b_query = tl.sum(b_dq * tl.trans(b_q).to(tl.float32), 0)
-        b_dq = tl.dot(tl.trans(b_k), b_dpt, b_dq, input_precision="tf32x3")
-        if not SHARED:
-            tl.store(dq + p_dqk, b_dq.to(dq.dtype.element_ty), mask=m_t[None, :])
-        b_dk *= b_to_end[None, :]
-        b_key = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), 0)
-        b_dk = tl.dot(tl.trans(b_q), b_dp, b_dk, input_precision="tf32x3")
-        if not SHARED:
-            tl.store(dk + p_dqk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])
-        b_dg = decay_gradient(b_m, b_query, b_key, b_sd * tl.exp2(b_total), BT)
-        tl.store(dg + begin * HV + i_h + o_i * HV, b_dg, mask=m_t)
-        if SHARED:
-            b_dq_sum += b_dq
-            b_dk_sum += b_dk
-    if SHARED:
-        tl.store(dq + p_dqk, b_dq_sum.to(dq.dtype.element_ty), mask=m_t[None, :])
-        tl.store(dk + p_dqk, b_dk_sum.to(dk.dtype.element_ty), mask=m_t[None, :])
+        for i in range(heads):
+            b_dq_head, b_dk_head = head_gradients(
+                b_q, b_k, b_qk, v, do, g, states, gradients, dv, dg,
+                i_c, i_h + i, begin, m_t, stride_v, stride_do, scale, HV, K, V, BT, BV,
+            )  # fmt: skip
+            b_dq += b_dq_head
+            b_dk += b_dk_head
+    else:
+        b_dq, b_dk = head_gradients(
+            b_q, b_k, b_qk, v, do, g, states, gradients, dv, dg,
+            i_c, i_h, begin, m_t, stride_v, stride_do, scale, HV, K, V, BT, BV,
+        )  # fmt: skip
+    o_qk = (begin * (HV // heads) + i_b) * K + o_i[None, :] * (HV // heads * K) + o_k[:, None]
+    tl.store(dq + o_qk, b_dq.to(dq.dtype.element_ty), mask=m_t[None, :])
+    tl.store(dk + o_qk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])
 
 
 def ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, config: SSDGradients):
