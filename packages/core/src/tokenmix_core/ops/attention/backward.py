@@ -1,4 +1,4 @@
-"""The backward kernels: delta = o · do − dlse, then dk and dv by tiles of keys, dq by tiles of queries.
+"""The backward kernels: delta = o · do − dlse and dq by tiles of queries, then dk and dv by tiles of keys.
 
 Probabilities are recomputed from the log-sum-exp. The kernel of dk and dv computes transposed scores by a product of
 their own, since transposing a rounded product for the next one miscompiles on Hopper under Triton 3.6.
@@ -19,22 +19,74 @@ from tokenmix_core.tile.masks import locate_tile, visible
 
 
 @triton.jit
-def _attention_delta(
-    o, do, dlse, delta, s_ob, s_ot, s_oh, s_db, s_dt, s_dh, TQ, HQ, tiles,
-    V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, THROUGH_LSE: tl.constexpr,
+def _meet_keys(
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
+    b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
+    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
+    if MASKED:
+        o_k = i_k * BN + tl.arange(0, BN)
+        b_p = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _attention_backward_queries(
+    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
+    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    THROUGH_LSE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    i_t = pid % tiles
+    i_t = tiles - 1 - pid % tiles
     i_h = (pid // tiles % HQ).to(tl.int64)
     i_b = (pid // tiles // HQ).to(tl.int64)
-    b_o = load_tile(o + i_b * s_ob + i_h * s_oh, i_t * BM, TQ, s_ot, V, BM, BV, True).to(tl.float32)
-    b_do = load_tile(do + i_b * s_db + i_h * s_dh, i_t * BM, TQ, s_dt, V, BM, BV, True).to(tl.float32)
-    b_delta = tl.sum(b_o * b_do, 1)
+    i_hk = i_h // (HQ // H)
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BM)
+        keys = queries
+        if i_t * BM >= queries:
+            return
+    log2e: tl.constexpr = 1.4426950408889634
+    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
+    b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
     o_t = i_t * BM + tl.arange(0, BM)
-    o_t64 = (i_b * HQ + i_h) * TQ + o_t
+    o_row = (i_b * HQ + i_h) * TQ + start
+    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * log2e
+    b_o = load_tile(o + (i_b * TQ + start) * HQ * V + i_h * V, i_t * BM, queries, HQ * V, V, BM, BV, True)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if THROUGH_LSE:
-        b_delta -= tl.load(dlse + o_t64, mask=o_t < TQ, other=0.0)
-    tl.store(delta + o_t64, b_delta, mask=o_t < TQ)
+        b_delta -= tl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
+    tl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
+
+    first = i_t * BM + keys - queries
+    last = tl.minimum(first + BM, keys) - 1
+    o_q = first + tl.arange(0, BM)
+    b_dq = tl.zeros([BM, BK], tl.float32)
+    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    for i_k in range(full, end):
+        b_dq = _meet_keys(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * log2e,
+            K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+        )  # fmt: skip
+    for i in range(0, far_sinks + full - near + stop - end):
+        b_dq = _meet_keys(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
+            keys, window, sinks, scale * log2e, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
 
 
 @triton.jit
@@ -111,98 +163,28 @@ def _attention_backward_keys(
     store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
 
 
-@triton.jit
-def _meet_keys(
-    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
-    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
-    b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
-    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
-    if MASKED:
-        o_k = i_k * BN + tl.arange(0, BN)
-        b_p = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    b_ds = b_p * (b_dp - b_delta[:, None])
-    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
-
-
-@triton.jit
-def _attention_backward_queries(
-    q, k, v, do, lse, delta, dq, cu_seqlens,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
-    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
-    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    i_t = tiles - 1 - pid % tiles
-    i_h = (pid // tiles % HQ).to(tl.int64)
-    i_b = (pid // tiles // HQ).to(tl.int64)
-    i_hk = i_h // (HQ // H)
-    start = i_b * 0
-    queries = TQ
-    keys = TK
-    if PACKED:
-        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BM)
-        keys = queries
-        if i_t * BM >= queries:
-            return
-    log2e: tl.constexpr = 1.4426950408889634
-    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
-    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
-    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
-    b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
-    o_t = i_t * BM + tl.arange(0, BM)
-    o_row = (i_b * HQ + i_h) * TQ + start
-    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * log2e
-    b_delta = tl.load(delta + o_row + o_t, mask=o_t < queries, other=0.0)
-
-    first = i_t * BM + keys - queries
-    last = tl.minimum(first + BM, keys) - 1
-    o_q = first + tl.arange(0, BM)
-    b_dq = tl.zeros([BM, BK], tl.float32)
-    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
-    for i_k in range(full, end):
-        b_dq = _meet_keys(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * log2e,
-            K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
-        )  # fmt: skip
-    for i in range(0, far_sinks + full - near + stop - end):
-        b_dq = _meet_keys(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
-            keys, window, sinks, scale * log2e, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
-        )  # fmt: skip
-    store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
-
-
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero)."""
-    q, k, v, o, do = (dense_rows(x) for x in (q, k, v, o, do))
+    q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    BM = 64
-    _attention_delta[(cdiv(TQ, BM) * HQ * B,)](
-        o, do, None if dlse is None else dlse.contiguous(), delta, *o.stride()[:3], *do.stride()[:3],
-        TQ, HQ, cdiv(TQ, BM), V, BM, block_size(V), dlse is not None,
-    )  # fmt: skip
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
 
+    # the kernel of dq leaves delta for the kernel of dk and dv
+    BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
+    tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
+    _attention_backward_queries[(tiles * HQ * B,)](
+        q, k, v, o, do, lse, None if dlse is None else dlse.contiguous(), delta, dq, cu_seqlens, *strides,
+        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+        K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
     tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N
     _attention_backward_keys[(tiles * H * B,)](
         q, k, v, do, lse, delta, dk, dv, cu_seqlens, *strides,
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-        K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
-    tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
-    _attention_backward_queries[(tiles * HQ * B,)](
-        q, k, v, do, lse, delta, dq, cu_seqlens, *strides,
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
         K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
     )  # fmt: skip

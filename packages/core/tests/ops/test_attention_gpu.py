@@ -1,0 +1,268 @@
+"""Attention on a GPU: every tile configuration and backend against float64, sizes, graphs, and no stall of the stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmix_core.ops import attention, attention_decode, merge_attention
+from tokenmix_core.ops.attention import attention_reference, choose_impl
+from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
+from tokenmix_core.ops.attention.backends import Call, Mask, limit
+from tokenmix_core.testing.closeness import assert_within, relative_error
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("o", "lse", "dq", "dk", "dv")
+CASES = {
+    "causal": {},
+    "bidirectional, ragged": dict(TQ=333, TK=1000, causal=False),
+    "window": dict(window=200),
+    "window and sinks, grouped heads": dict(window=100, sinks=77, HQ=8, H=2),
+    "fewer queries": dict(TQ=70, window=300, sinks=5),
+    "fewer keys": dict(TQ=1000, TK=901),
+    "packed": dict(B=1, cu_seqlens=[0, 1, 1, 64, 300, 301, 1000]),
+    "packed, window and sinks": dict(B=1, window=50, sinks=9, cu_seqlens=[0, 500, 500, 565, 1000]),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What nobody writes is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(B=2, TQ=1000, TK=None, HQ=4, H=4, K=64, V=None, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    TK = TQ if TK is None else TK
+    shapes = (B, TQ, HQ, K), (B, TK, H, K), (B, TK, H, V or K)
+    return [torch.randn(s, device="cuda", generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def answers_to_float64(case: dict, dtype: torch.dtype, impl: str, K: int, V: int | None = None, through_lse=True):
+    mask = {name: case[name] for name in ("causal", "window", "sinks") if name in case}
+    sizes = {name: case[name] for name in ("B", "TQ", "TK", "HQ", "H") if name in case}
+    if sizes.get("TQ") == 70:
+        sizes["TK"] = 1000
+    if "cu_seqlens" in case:
+        mask["cu_seqlens"] = torch.tensor(case["cu_seqlens"], device="cuda", dtype=torch.int32)
+    x = inputs(K=K, V=V, dtype=dtype, **sizes)
+    wide = [t.detach().double().requires_grad_() for t in x]
+    exact_out = attention_reference(*wide, **mask)
+    blind = exact_out.lse.isneginf()
+    generator = torch.Generator("cuda").manual_seed(1)
+    up = [torch.randn(t.shape, device="cuda", generator=generator).to(dtype).masked_fill(b, 0)
+          for t, b in zip(exact_out, (blind[..., None], blind), strict=True)]  # fmt: skip
+
+    def run(forward, inputs):
+        out = forward(*inputs, **mask)
+        used = 2 if through_lse else 1
+        grads = torch.autograd.grad(out[:used], inputs, [g.to(y) for g, y in zip(up, out, strict=True)][:used])
+        return out.o, out.lse.masked_fill(blind, 0), *grads
+
+    got = run(lambda *a, **kw: attention(*a, **kw, impl=impl), x)
+    assert (attention(*x, **mask, impl=impl).lse.isneginf() == blind).all()
+    for name, a, e, b in zip(NAMES, got, run(attention_reference, wide), run(attention_reference, x), strict=True):
+        assert_within(name, a, e, b)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_kernels_answer_to_float64(K, dtype, case):
+    answers_to_float64(case, dtype, "triton", K)
+
+
+@pytest.mark.parametrize("case", [CASES["causal"], CASES["window and sinks, grouped heads"]], ids=["causal", "window"])
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 64), (128, 256), (16, 16), (80, 80), (96, 200)])
+def test_kernels_take_unequal_and_odd_head_sizes(K, V, case):
+    answers_to_float64(case, torch.bfloat16, "triton", K, V)
+
+
+@pytest.mark.parametrize("through_lse", [False, True], ids=["o alone", "o and lse"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("impl", ["sdpa", "flash_attn"])
+def test_libraries_answer_to_float64(impl, case, through_lse):
+    sizes = dict(TQ=1000, TK=1000, causal=True, window=None, sinks=0) | case
+    mask = Mask(sizes["causal"], sizes["window"], sizes["sinks"])
+    call = Call("cuda", torch.bfloat16, sizes["TQ"], sizes["TK"], 128, 128, mask, "cu_seqlens" in case)
+    if (why := limit(impl, call)) is not None:
+        pytest.skip(why)
+    answers_to_float64(case, torch.bfloat16, impl, 128, through_lse=through_lse)
+
+
+def test_the_default_is_right_for_every_case():
+    for case in CASES.values():
+        answers_to_float64(case, torch.bfloat16, None, 128, through_lse=False)
+
+
+def test_a_long_sequence_with_a_window():
+    x = inputs(1, 131_072, HQ=2, H=1, K=128)
+    out = attention(*x, window=1024, sinks=4)
+    g = torch.randn_like(out.o)
+    grads = torch.autograd.grad(out.o, x, g)
+    # the last 1,024 rows in float64, which see 2,047 keys and the sinks
+    near = [t.detach()[:, -2048:].double().requires_grad_() for t in x]
+    sinks = [t.detach()[:, :4].double() for t in x[1:]]
+    o = attention_reference(
+        near[0], *(torch.cat(t, 1) for t in zip(sinks, near[1:], strict=True)), window=1024, sinks=4
+    ).o
+    exact = torch.autograd.grad(o[:, 1024:], near, g[:, -1024:].double())
+    assert relative_error(out.o[:, -1024:], o[:, 1024:]) < 4e-3
+    assert relative_error(grads[0][:, -1024:], exact[0][:, 1024:]) < 6e-3
+    # a key's gradient gathers the 1,023 queries behind it
+    for a, e in zip(grads[1:], exact[1:], strict=True):
+        assert relative_error(a[:, -1:], e[:, -1:]) < 8e-3
+    assert all(t.isfinite().all() for t in grads)
+
+
+def test_tensors_past_two_to_the_31_elements():
+    T = 2**31 // (64 * 128) + 1_000
+    x = inputs(1, T, HQ=64, H=64, K=128)
+    assert x[0].numel() > 2**31
+    out = attention(*x, window=64)
+    grads = torch.autograd.grad(out.o, x, out.o.detach())
+    end = [t.detach()[:, -256:, -2:].double().requires_grad_() for t in x]
+    want = attention_reference(*end, window=64)
+    exact = torch.autograd.grad(want.o[:, 64:], end, out.o.detach()[:, -192:, -2:].double())
+    assert relative_error(out.o[:, -128:, -2:], want.o[:, -128:]) < 4e-3
+    for a, e in zip(grads, exact, strict=True):
+        assert relative_error(a[:, -128:, -2:], e[:, -128:]) < 6e-3
+
+
+@pytest.mark.parametrize("case", ["causal", "window and sinks, grouped heads", "packed"])
+def test_forward_and_backward_replay_in_a_graph(case):
+    case = dict(CASES[case])
+    cu = case.pop("cu_seqlens", None)
+    mask = {name: case.pop(name) for name in ("window", "sinks") if name in case}
+    if cu is not None:
+        mask["cu_seqlens"] = torch.tensor(cu, device="cuda")
+    x = inputs(K=64, **case)
+
+    def run():
+        out = attention(*x, **mask)
+        return out.o, *torch.autograd.grad(out.o, x, torch.ones_like(out.o))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    with torch.no_grad():
+        for t in x:
+            t.normal_()
+    if cu is not None:
+        mask["cu_seqlens"].copy_(torch.tensor([0, 0, 10, 400, 401, 700, 1000]))
+    graph.replay()
+    for a, b in zip(got, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_nothing_stalls_the_stream(case):
+    case = dict(case)
+    cu = case.pop("cu_seqlens", None)
+    mask = {name: case.pop(name) for name in ("causal", "window", "sinks") if name in case}
+    if cu is not None:
+        mask["cu_seqlens"] = torch.tensor(cu, device="cuda")
+    if case.get("TQ") == 70:
+        case["TK"] = 1000
+    x, (q, k, v) = inputs(**case), inputs(3, 1, 500)
+    lengths = torch.tensor([3, 400, 500], device="cuda")
+
+    def run():
+        out = attention(*x, **mask)
+        merged = merge_attention([out, out])
+        torch.autograd.grad((merged.o, merged.lse), x, [torch.ones_like(t) for t in merged])
+        attention_decode(
+            q, k[:, :1].expand(3, 500, 4, 64), v[:, :1].expand(3, 500, 4, 64), lengths, window=100, sinks=2
+        )
+
+    torch.use_deterministic_algorithms(False)
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+DECODING = {
+    "one token": (dict(TQ=1), {}),
+    "grouped heads": (dict(TQ=1, HQ=16, H=2, K=128), {}),
+    "a few tokens": (dict(TQ=5, HQ=8, H=2), {}),
+    "many rows a key head": (dict(TQ=9, HQ=16, H=1, K=128), dict(window=1000)),
+    "window": (dict(TQ=1, K=128), dict(window=1024)),
+    "window and sinks": (dict(TQ=2, HQ=8, H=2), dict(window=100, sinks=70)),
+    "wide heads": (dict(TQ=1, K=256), {}),
+    "unequal heads": (dict(TQ=1, K=128, V=64), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("sizes", "mask"), DECODING.values(), ids=DECODING)
+@pytest.mark.parametrize("B", [1, 40])
+def test_decoding_answers_to_float64(B, sizes, mask, dtype):
+    q, k, v = (t.detach() for t in inputs(B=B, TK=3000, dtype=dtype, **sizes))
+    lengths = torch.randint(0, 3001, (B,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    lengths[0] = 3000
+    lengths[B // 2 + 1 :: 7] = 1
+    places = torch.arange(3000, device="cuda")
+    for t in (k, v):
+        t.masked_fill_((places >= lengths[:, None])[..., None, None], float("nan"))
+    got = attention_decode(q, k, v, lengths, **mask)
+    clean = [t.nan_to_num(0) for t in (k, v)]
+    exact = attention_decode(q.double(), *(t.double() for t in clean), lengths, **mask, impl="reference")
+    baseline = attention_decode(q, *clean, lengths, **mask, impl="reference")
+    blind = exact.lse.isneginf()
+    assert (got.lse.isneginf() == blind).all()
+    assert_within("o", got.o, exact.o, baseline.o)
+    assert_within("lse", *(t.lse.masked_fill(blind, 0) for t in (got, exact, baseline)))
+
+
+def test_decoding_replays_in_a_graph_with_other_lengths():
+    q, k, v = (t.detach() for t in inputs(4, 1, 2000, HQ=8, H=2))
+    lengths = torch.tensor([5, 100, 2000, 1], device="cuda")
+    attention_decode(q, k, v, lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attention_decode(q, k, v, lengths)
+    lengths.copy_(torch.tensor([1999, 0, 77, 1024]))
+    graph.replay()
+    torch.testing.assert_close(got, attention_decode(q, k, v, lengths), rtol=0, atol=0)
+
+
+def test_operators_keep_torchs_rules():
+    torch.use_deterministic_algorithms(False)
+    for impl, window in (("triton", 20), ("sdpa", None)):
+        q, k, v = inputs(1, 128)
+        options = (None, True, window, 0, 0.5, impl)
+        torch.library.opcheck(attention_op, (q, k, v, *options))
+        o, lse = (t.detach() for t in attention_op(q, k, v, *options))
+        q, k, v = (t.detach() for t in (q, k, v))
+        torch.library.opcheck(attention_backward_op, (q, k, v, o, lse, o, None, *options))
+    lengths = torch.tensor([100], device="cuda")
+    torch.library.opcheck(attention_decode_op, (q[:, :1], k, v, lengths, None, 0, 0.5, "triton"))
+
+
+def test_compiles_into_one_graph():
+    torch.use_deterministic_algorithms(False)
+
+    def loss(q, k, v):
+        plain, far = attention(q, k, v), attention(q, k, v, window=100, sinks=2)
+        return merge_attention([plain, far]).o.float().square().mean() + plain.lse.mean()
+
+    x = inputs(1, 512)
+    got, want = torch.compile(loss, fullgraph=True)(*x), loss(*x)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    for a, b in zip(torch.autograd.grad(got, x), torch.autograd.grad(want, x), strict=True):
+        assert relative_error(a, b) < 1e-2
+
+
+def test_plain_causal_runs_on_torchs_kernels():
+    assert choose_impl(Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0))) == "sdpa"
