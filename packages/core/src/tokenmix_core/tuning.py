@@ -212,3 +212,16 @@ def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -
 def gated_delta_rule_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
     """All tiles that `gated_delta_rule` can choose: what a test has to cover."""
     return _GATED_DELTA_RULE[step][element_size, K]
+
+
+class ShortConvTile(NamedTuple):
+    """BT tokens by BD channels."""
+
+    BT: int
+    BD: int
+    num_warps: int
+
+
+def short_conv(step: str, dtype: torch.dtype) -> ShortConvTile:
+    """The tile of the short convolution: "forward" or "backward"."""
+    return ShortConvTile(32, 128, 4) if step == "forward" else ShortConvTile(32, 128, 4)

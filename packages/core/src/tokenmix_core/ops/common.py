@@ -41,6 +41,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor in eager mode, not one that torch traces with."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
 def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] = ("triton", "reference")) -> str:
     """The implementation to run: the one asked for, or Triton for CUDA tensors and the eager reference for others.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.common import ScanOutput, is_plain
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -19,11 +17,6 @@ def token_rows(x: Tensor) -> Tensor:
     stride = x.stride()
     rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
     return x if rows and stride[1] % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor in eager mode, not one that torch traces with."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def _plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuning.SSDPlan:
@@ -165,18 +158,19 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(backward, ctx, do, final_gradient, _before=None):
+def _gradients(ctx, do, final_gradient, _before=None):
     q, k, v, g, initial_state, cu_seqlens, before = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(v)
+    backward = run_backward if is_plain(do) else ssd_backward_op
     *grads, initial_gradient = backward(
         q, k, v, g, ctx.scale, initial_state, cu_seqlens, before, do, final_gradient
     )
     return *grads, None, initial_gradient if initial_state is not None else None, None
 
 
-ssd_forward_op.register_autograd(partial(_gradients, ssd_backward_op), setup_context=_save)
-ssd_recurrent_op.register_autograd(partial(_gradients, ssd_backward_op), setup_context=_save)
+ssd_forward_op.register_autograd(_gradients, setup_context=_save)
+ssd_recurrent_op.register_autograd(_gradients, setup_context=_save)
 
 
 class _Eager(torch.autograd.Function):
@@ -191,7 +185,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, final_gradient):
-        return None, *_gradients(run_backward, ctx, do, final_gradient)
+        return None, *_gradients(ctx, do, final_gradient)
 
 
 def chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:

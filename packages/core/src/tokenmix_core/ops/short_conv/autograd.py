@@ -1,0 +1,137 @@
+"""The short convolution's kernels as differentiable functions: directly in eager mode, as custom ops where torch traces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokenmix_core import tuning
+from tokenmix_core.ops.common import ScanOutput, is_plain
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """x `[B, T, D]` itself where its tokens lie at one stride with channels side by side, as in a slice."""
+    B, T, _ = x.shape
+    rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
+    return x if rows else x.contiguous()
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def run_forward(x, weight, bias, activation, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
+    """o and the last inputs of each sequence."""
+    from tokenmix_core.ops.short_conv.forward import short_conv_forward
+
+    config = tuning.short_conv("forward", x.dtype)
+    state = _contiguous(initial_state)
+    return short_conv_forward(token_rows(x), weight.contiguous(), bias, activation, state, cu_seqlens, config)
+
+
+def run_backward(
+    x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and the initial state."""
+    from tokenmix_core.ops.short_conv.backward import short_conv_backward
+
+    return short_conv_backward(
+        token_rows(x), weight.contiguous(), bias, activation, _contiguous(initial_state), cu_seqlens,
+        token_rows(do), _contiguous(final_gradient), tuning.short_conv("backward", x.dtype),
+    )  # fmt: skip
+
+
+def run_step(x, weight, bias, state, activation) -> Tensor:
+    """o of one token; `state` is overwritten."""
+    from tokenmix_core.ops.short_conv.forward import short_conv_step
+
+    return short_conv_step(x if x.stride(1) == 1 else x.contiguous(), weight.contiguous(), bias, state, activation)
+
+
+@torch.library.custom_op("tokenmix_core::short_conv_forward", mutates_args=())
+def short_conv_forward_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return run_forward(x, weight, bias, activation, initial_state, cu_seqlens)
+
+
+@short_conv_forward_op.register_fake
+def _(x, weight, bias, activation, initial_state, cu_seqlens):
+    D, W = weight.shape
+    return x.new_empty(x.shape), x.new_empty((_sequences(x, cu_seqlens), D, W - 1))
+
+
+@torch.library.custom_op("tokenmix_core::short_conv_backward", mutates_args=())
+def short_conv_backward_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, do: Tensor, final_gradient: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    grads = run_backward(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient)
+    return [grad for grad in grads if grad is not None]
+
+
+@short_conv_backward_op.register_fake
+def _(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient):
+    return [t.new_empty(t.shape) for t in (x, weight, bias, initial_state) if t is not None]
+
+
+@torch.library.custom_op("tokenmix_core::short_conv_step", mutates_args={"state"})
+def short_conv_step_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> Tensor:
+    return run_step(x, weight, bias, state, activation)
+
+
+@short_conv_step_op.register_fake
+def _(x, weight, bias, state, activation):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, bias, ctx.activation, initial_state, cu_seqlens = inputs
+    ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, final_gradient):
+    x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(x)
+    backward = run_backward if is_plain(do) else short_conv_backward_op
+    grads = iter(backward(x, weight, bias, ctx.activation, initial_state, cu_seqlens, do, final_gradient))
+    dx, dweight, *rest = (grad for grad in grads if grad is not None)
+    dbias = None if bias is None else rest.pop(0)
+    return dx, dweight, dbias, None, None if initial_state is None else rest.pop(0), None
+
+
+short_conv_forward_op.register_autograd(_gradients, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The same function without the dispatcher in between, which costs more than a launch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = run_forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, final_gradient):
+        return _gradients(ctx, do, final_gradient)
+
+
+def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
+    function = _Eager.apply if is_plain(x) else short_conv_forward_op
+    return ScanOutput(*function(x, weight, bias, activation, initial_state, cu_seqlens))
+
+
+def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
+    return (run_step if is_plain(x) else short_conv_step_op)(x, weight, bias, state, activation)
