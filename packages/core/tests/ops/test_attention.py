@@ -262,7 +262,8 @@ def test_choice_follows_its_rule():
     assert choice(tq=64, tk=64) == choice(dtype=torch.float32) == choice(k=64) == choice(tq=8192) == "triton"
     assert choice(k=512, v=512) == choice(dtype=torch.float64) == "reference"
     assert choice("cpu") == choice("cpu", dtype=torch.float64) == choice("cpu", packed=True) == "sdpa"
-    assert choice("cpu", window=64) == choice("cpu", tq=1) == choice("cpu", k=64) == "reference"
+    assert choice("cpu", tq=1) == choice("cpu", tq=64, window=64) == "sdpa"
+    assert choice("cpu", tq=4097, window=64) == choice("cpu", tq=8192) == choice("cpu", k=64) == "reference"
 
 
 def test_limits_name_the_way_out():
@@ -272,8 +273,8 @@ def test_limits_name_the_way_out():
     assert why("triton") is why("sdpa") is why("reference", k=999) is None
     for text in (
         why("triton", k=257), why("triton", dtype=torch.float64), why("sdpa", dtype=torch.float32), why("sdpa", v=128),
-        why("sdpa", k=60, v=60), why("sdpa", window=4, sinks=1), why("sdpa", tq=65), why("sdpa", "cpu", window=4),
-        why("sdpa", "cpu", tq=1), why("sdpa", "cpu", v=128), why("flash_attn", "cpu"), why("triton", "cpu"),
+        why("sdpa", k=60, v=60), why("sdpa", window=4, sinks=1), why("sdpa", tq=65), why("sdpa", "cpu", tq=65),
+        why("sdpa", "cpu", v=128), why("flash_attn", "cpu"), why("triton", "cpu"),
     ):  # fmt: skip
         assert text is not None
         assert "; pass impl=" in text
@@ -299,7 +300,9 @@ BAD_CALLS = {
     "scale of NaN": (dict(scale=math.nan), "scale must be positive"),
     "unknown impl": (dict(impl="cuda"), "None or one of 'triton', 'sdpa', .*, got 'cuda'"),
     "flash-attn on a CPU": (dict(impl="flash_attn"), "flash_attn.*needs CUDA"),
-    "torch's window on a CPU": (dict(impl="sdpa", window=2), "sdpa.*window"),
+    "torch's kernel with fewer keys": (
+        dict(q=torch.zeros(1, 7, 2, 4), impl="sdpa"), "sdpa.*at least as many keys as queries .*, got 6 and 7"
+    ),
     "borders past the end": (dict(cu_seqlens=torch.tensor([0, 7])), "T = 6"),
     "borders that fall": (dict(cu_seqlens=torch.tensor([0, 4, 2, 6])), "without falling"),
     "borders of floats": (dict(cu_seqlens=torch.tensor([0.0, 6.0])), "int32 or int64"),

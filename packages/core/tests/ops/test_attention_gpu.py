@@ -1,4 +1,4 @@
-"""Attention on a GPU: every tile configuration and backend against float64, sizes, graphs, and no stall of the stream."""
+"""Attention on a GPU: every tile and backend against float64, sizes, graphs, and no stall of the stream."""
 
 from __future__ import annotations
 

@@ -15,6 +15,10 @@ IMPLS = ("triton", "sdpa", "flash_attn", "reference")
 
 # below this many queries a row the libraries' plain causal kernels have no lead over ours
 _LONG = 128
+# a window as a mask on a CPU: up to 64 MiB in float32
+_MASK_ELEMENTS = 1 << 24
+
+_REFERENCE = "pass impl='reference'"
 
 
 class Mask(NamedTuple):
@@ -56,15 +60,15 @@ def choose_impl(call: Call) -> str:
 
     On CUDA: "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where
     cuDNN leads; "triton" for everything else it takes; "reference" for what is left (heads beyond 256, float64).
-    On a CPU: "sdpa" for attention without a window, "reference" otherwise. "flash_attn" runs only when asked for: no
-    call is known on which it is the fastest.
+    On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
+    "flash_attn" runs only when asked for: no call is known on which it is the fastest.
     """
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     if call.device == "cuda":
         order = ("sdpa", "triton") if plain else ("triton",)
     else:
-        order = ("sdpa",)
+        order = ("sdpa",) if call.mask.window is None or call.tq * call.tk <= _MASK_ELEMENTS else ()
     return next((impl for impl in order if limit(impl, call) is None), "reference")
 
 
@@ -112,7 +116,7 @@ def _triton_limit(call: Call) -> str | None:
     if call.device != "cuda" and call.dtype == torch.bfloat16:
         return "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
     if max(call.head_k, call.head_v) > 256:
-        return f"takes head sizes up to 256, got K={call.head_k} and V={call.head_v}; pass impl='reference'"
+        return f"takes head sizes up to 256, got K={call.head_k} and V={call.head_v}; {_REFERENCE}"
     if call.dtype == torch.float64:
         return "takes bfloat16, float16 and float32, got float64; pass impl='reference'"
     return None
@@ -121,12 +125,10 @@ def _triton_limit(call: Call) -> str | None:
 def _sdpa_limit(call: Call) -> str | None:
     if call.device == "cuda":
         return _flash_limit(call)
-    if call.mask.window is not None:
-        return "has no sliding window on a CPU; pass impl='reference'"
-    if call.mask.causal and call.tq != call.tk:
-        return f"needs TQ = TK for causal=True on a CPU, got {call.tq} and {call.tk}; pass impl='reference'"
+    if call.mask.causal and call.tq > call.tk:
+        return f"needs at least as many keys as queries for causal=True, got {call.tk} and {call.tq}; {_REFERENCE}"
     if call.head_k != call.head_v:
-        return f"needs K = V, got K={call.head_k} and V={call.head_v}; pass impl='reference'"
+        return f"needs K = V, got K={call.head_k} and V={call.head_v}; {_REFERENCE}"
     return None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.flash import borders, window_sides
+from tokenmix_core.ops.attention.reference import visible
 
 _aten = torch.ops.aten
 
@@ -76,8 +77,9 @@ def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
     if cu_seqlens is not None:
         parts = [_cpu_forward(*(x[:, s] for x in (q, k, v)), None, mask, scale) for s in _slices(cu_seqlens)]
         return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+    causal, bias = _cpu_mask(q, k, mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask.causal, scale=scale)
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return o.transpose(1, 2), lse
 
 
@@ -88,11 +90,21 @@ def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
             for s in _slices(cu_seqlens)
         ]
         return tuple(torch.cat(grads, 1) for grads in zip(*parts, strict=True))
+    causal, bias = _cpu_mask(q, k, mask)
     q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, mask.causal, scale=scale
+        do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
     return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
+    """Whether the kernel's own causal mask serves, and else what is added to the scores: 0 or −∞, `[TQ, TK]`."""
+    tq, tk = q.shape[1], k.shape[1]
+    if mask.window is None and (tq == tk or tq == 1 or not mask.causal):
+        return mask.causal and tq > 1, None
+    seen = visible(torch.arange(tk - tq, tk), torch.arange(tk), *mask)
+    return False, torch.zeros(tq, tk, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
 
 
 def _slices(cu_seqlens: Tensor) -> list[slice]:

@@ -1,0 +1,135 @@
+"""Attention beside its peers: cuDNN and FlashAttention-2 through torch, flash-attn, FlexAttention."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tokenmix_core.ops import attention, attention_decode
+from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
+
+# batch, tokens, query heads, key heads, head size, window
+SHAPES = [
+    (8, 4096, 16, 16, 128, None),
+    (1, 32768, 16, 16, 128, None),
+    (8, 4096, 16, 16, 128, 1024),
+    (1, 32768, 16, 16, 128, 1024),
+    (8, 4096, 32, 32, 64, 1024),
+]
+CPU_SHAPES = [(2, 256, 4, 2, 32, None), (2, 256, 4, 2, 32, 64)]
+# batch, places in the cache, query heads, key heads, head size
+DECODE_SHAPES = [(1, 32768, 32, 8, 128), (32, 4096, 32, 8, 128), (32, 4096, 16, 16, 128), (128, 2048, 32, 8, 128)]
+
+_FIRST_CALL = """
+import torch
+from tokenmix_core.ops import attention
+x = torch.randn(1, 4096, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+torch.cuda.synchronize()
+"""
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements of attention and of decoding on `device`, one row an implementation and shape."""
+    out = []
+    for shape in SHAPES if device != "cpu" else CPU_SHAPES:
+        out += _training_rows(shape, device)
+    for shape in DECODE_SHAPES if device != "cpu" else [(2, 256, 4, 2, 32)]:
+        out += _decode_rows(shape, device)
+    return out
+
+
+def _training_rows(shape: tuple, device: str) -> list[dict]:
+    B, T, HQ, H, K, window = shape
+    q, k, v = (_random(B, T, heads, K, device=device).requires_grad_() for heads in (HQ, H, H))
+    ours = "tokenmix"
+    forwards: dict[str, Callable[[], Tensor]] = {ours: lambda: attention(q, k, v, window=window).o}
+    if device != "cpu":
+        if window is None:
+            forwards["cuDNN (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.CUDNN_ATTENTION)
+            forwards["FlashAttention-2 (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.FLASH_ATTENTION)
+        if importlib.util.find_spec("flash_attn") is not None:
+            from flash_attn import flash_attn_func
+
+            sides = (-1, -1) if window is None else (window - 1, 0)
+            forwards["flash-attn"] = lambda: flash_attn_func(q, k, v, causal=True, window_size=sides)
+        forwards["FlexAttention, compiled"] = _flex(q, k, v, window)
+    mask = f", window={window}" if window else ""
+    call = f"o = attention(x, x, x{mask}).o\ntorch.autograd.grad(o, x, torch.ones_like(o))\ntorch.cuda.synchronize()"
+    first = {ours: functools.partial(first_call_seconds, _FIRST_CALL, call)} if device != "cpu" and window else None
+    name = "attention, causal" if window is None else f"attention, window {window}"
+    return measure(name, _name(B, T, HQ, H, K), device, forwards, (q, k, v), first_calls=first)
+
+
+def _decode_rows(shape: tuple, device: str) -> list[dict]:
+    B, S, HQ, H, K = shape
+    q, k, v = (
+        _random(B, 1, HQ, K, device=device),
+        _random(B, S, H, K, device=device),
+        _random(B, S, H, K, device=device),
+    )
+    lengths = torch.full((B,), S, dtype=torch.int32, device=device)
+    runs: dict[str, Callable[[], object]] = {"tokenmix": lambda: attention_decode(q, k, v, lengths)}
+    if device != "cpu":
+        runs["FlashAttention-2 (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.FLASH_ATTENTION, causal=False)
+        if importlib.util.find_spec("flash_attn") is not None:
+            from flash_attn import flash_attn_with_kvcache
+
+            runs["flash-attn, split KV"] = lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+        runs = {name: _captured(run) for name, run in runs.items()}
+    with torch.no_grad():
+        times = interleaved_medians(runs, device)
+    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    shape_name = f"B{B} S{S} H{HQ}/{H} K{K}" + (", CUDA graph" if device != "cpu" else "")
+    return [
+        {"op": "attention_decode", "shape": shape_name, "impl": name, "fwd_ms": ms} | empty
+        for name, ms in times.items()
+    ]
+
+
+def _random(*shape: int, device: str) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+def _name(B: int, T: int, HQ: int, H: int, K: int) -> str:
+    return f"B{B} T{T} H{HQ if HQ == H else f'{HQ}/{H}'} K{K}"
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, causal: bool = True) -> Tensor:
+    grouped = q.shape[2] != k.shape[2]
+    with sdpa_kernel(backend):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b, h, i, j):
+        return (j <= i) if window is None else (j <= i) & (i - j < window)
+
+    block_mask = create_block_mask(seen, None, None, q.shape[1], k.shape[1], device=q.device.type)
+    compiled = torch.compile(flex_attention)
+    return lambda: compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask).transpose(1, 2)
+
+
+def _captured(run: Callable[[], object]) -> Callable[[], None]:
+    """The run as a CUDA graph, so that its kernels are timed and not the host."""
+    with torch.no_grad():
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    return graph.replay
+
+
+if __name__ == "__main__":
+    from tokenmix_core.testing.benchmarking import table
+
+    print(table(rows("cuda" if torch.cuda.is_available() else "cpu")))
