@@ -1,4 +1,4 @@
-"""Configurations of the models that the papers compare with, by the sizes they state; tests derive the parameter counts.
+"""Configurations of the models that the papers compare with, by the sizes they state; tests derive their counts.
 
 Where a paper leaves a size open, the one is taken that gives the stated number of parameters:
 

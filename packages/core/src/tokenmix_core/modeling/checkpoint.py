@@ -19,13 +19,13 @@ def load_checked(
             misshapen weights.
     """
     wants_info = kwargs.pop("output_loading_info", False)
+    if strict:
+        # reported below with the others
+        kwargs["ignore_mismatched_sizes"] = True
     try:
         model, info = load(source, *args, output_loading_info=True, **kwargs)
     except (SafetensorError, EOFError) as error:
         raise ValueError(f"{source}: the weights cannot be read, the file is damaged or cut short ({error})") from error
-    except RuntimeError as error:
-        # transformers reports misshapen weights so
-        raise ValueError(f"{source}: the weights do not fit the configuration ({error})") from error
     if strict:
         # the backbone alone may be taken from a language model's checkpoint
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}

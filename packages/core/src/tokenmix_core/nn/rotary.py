@@ -51,7 +51,9 @@ def rope_frequencies(
     config.rope_parameters = {"rope_theta": theta, **rope_parameters}
     config.head_dim, config.hidden_size, config.num_attention_heads = dim, dim, 1
     config.max_position_embeddings = max_position_embeddings
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    # also while a model is being built on the meta device
+    with torch.device("cpu"):
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(factor)
 
 

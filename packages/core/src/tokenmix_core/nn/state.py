@@ -121,7 +121,7 @@ class TensorState:
 
     Args:
         shape: without the batch.
-        dtype: None for the dtype of the activations.
+        dtype: at least this one; None for the dtype of the activations.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):
@@ -131,7 +131,8 @@ class TensorState:
     def get(self, batch: int, like: Tensor) -> Tensor:
         """The value, zeros before the first one was stored."""
         if self.value is None:
-            self.value = like.new_zeros(batch, *self.shape, dtype=self.dtype or like.dtype)
+            dtype = like.dtype if self.dtype is None else torch.promote_types(self.dtype, like.dtype)
+            self.value = like.new_zeros(batch, *self.shape, dtype=dtype)
         return self.value
 
     def set(self, value: Tensor) -> None:

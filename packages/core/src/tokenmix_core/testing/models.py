@@ -1,0 +1,225 @@
+"""What every model family promises, as tests to inherit."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.mixers import random_pieces
+
+
+def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
+    """Logits of a sequence fed in pieces through a cache."""
+    cache, outputs, start = model.make_cache(), [], 0
+    for piece in ids.split(pieces, 1):
+        start += piece.shape[1]
+        seen = None if mask is None else mask[:, :start]
+        outputs.append(model(piece, attention_mask=seen, past_key_values=cache, **inputs).logits)
+    return torch.cat(outputs, 1)
+
+
+def left_padded(lengths: list[int], tokens: int) -> Tensor:
+    """An attention mask `[B, tokens]` of rows that end with `lengths` real tokens."""
+    return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
+
+
+class ModelContract:
+    """Inherit it as `TestX(ModelContract)` and set `configs`.
+
+    Attributes:
+        configs: by name, the fields of a tiny configuration: at most a few layers, a vocabulary of at least 50.
+        config_class, model_class, causal_lm_class: of the family.
+        inputs: the extra inputs that every call gets.
+        tokens: length of the test sequences, longer than any window among the configurations.
+    """
+
+    configs: ClassVar[dict[str, dict]] = {}
+    config_class: ClassVar[type[HybridConfig]] = HybridConfig
+    model_class: ClassVar[type[HybridModel]] = HybridModel
+    causal_lm_class: ClassVar[type[HybridForCausalLM]] = HybridForCausalLM
+    inputs: ClassVar[dict] = {}
+    tokens: ClassVar[int] = 19
+
+    def pytest_generate_tests(self, metafunc):
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", sorted(self.configs), scope="class")
+
+    @pytest.fixture
+    def config(self, case) -> HybridConfig:
+        return self.config_class(**self.configs[case])
+
+    @pytest.fixture
+    def model(self, config) -> HybridForCausalLM:
+        torch.manual_seed(0)
+        model = self.causal_lm_class(config).eval()
+        # larger than the usual start, so that a layer that is wrong shows in the logits
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name.endswith("proj.weight"):
+                    p.mul_(5)
+        return model
+
+    @pytest.fixture
+    def ids(self, config) -> Tensor:
+        return torch.randint(3, config.vocab_size, (3, self.tokens), generator=torch.Generator().manual_seed(1))
+
+    @torch.no_grad()
+    def test_any_split_gives_what_the_whole_gives(self, model, ids):
+        whole, rng = model(ids, use_cache=False, **self.inputs).logits, random.Random(0)
+        for pieces in ([1] * self.tokens, random_pieces(self.tokens, rng), random_pieces(self.tokens, rng)):
+            assert relative_error(logits_in_pieces(model, ids, pieces, **self.inputs), whole) < 1e-4, pieces
+
+    @torch.no_grad()
+    def test_padding_changes_nothing_in_any_split(self, model, ids):
+        lengths, rng = [self.tokens, self.tokens - 7, 2], random.Random(1)
+        mask = left_padded(lengths, self.tokens)
+        alone = [model(ids[i : i + 1, -n:], use_cache=False, **self.inputs).logits[0] for i, n in enumerate(lengths)]
+        splits = [[self.tokens], [1] * self.tokens, random_pieces(self.tokens, rng), random_pieces(self.tokens, rng)]
+        for pieces in splits:
+            padded = logits_in_pieces(model, ids, pieces, mask, **self.inputs)
+            for row, n, exact in zip(padded, lengths, alone, strict=True):
+                assert relative_error(row[-n:], exact) < 1e-4, (pieces, n)
+        right = model(ids, attention_mask=mask.flip(1), use_cache=False, **self.inputs).logits
+        for i, n in enumerate(lengths):
+            exact = model(ids[i : i + 1, :n], use_cache=False, **self.inputs).logits[0]
+            assert relative_error(right[i, :n], exact) < 1e-4, n
+
+    @torch.no_grad()
+    def test_packed_sequences_do_not_see_each_other(self, model, ids):
+        cu_seqlens = torch.tensor([0, 5, 5, self.tokens], dtype=torch.int32)
+        packed = model(ids[:1], cu_seqlens=cu_seqlens, **self.inputs).logits
+        apart = [model(part, use_cache=False, **self.inputs).logits for part in ids[:1].split([5, self.tokens - 5], 1)]
+        assert relative_error(packed, torch.cat(apart, 1)) < 1e-4
+
+    @torch.no_grad()
+    def test_the_declared_bytes_are_the_bytes_held(self, model, ids):
+        for pieces in ([self.tokens], [1] * self.tokens):
+            cache = model.make_cache()
+            for piece in ids.split(pieces, 1):
+                model(piece, past_key_values=cache, **self.inputs)
+            assert cache.nbytes == model.state_bytes(self.tokens, len(ids), torch.float32)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20}],
+        ids=["greedy", "beams", "sampling"],
+    )
+    def test_generation_with_a_cache_gives_what_it_gives_without(self, model, ids, options):
+        mask = left_padded([self.tokens, self.tokens - 7, 2], self.tokens)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **self.inputs, **options}
+        outputs = []
+        for use_cache in (True, False):
+            torch.manual_seed(3)
+            outputs.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **options))
+        assert torch.equal(*outputs)
+
+    def test_generation_continues_from_a_cache(self, model, ids):
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **self.inputs}
+        cache = model.make_cache()
+        with torch.no_grad():
+            model(ids[:1, :-4], past_key_values=cache, **self.inputs)
+        assert torch.equal(
+            model.generate(ids[:1], past_key_values=cache, **options), model.generate(ids[:1], **options)
+        )
+
+    def test_a_saved_model_comes_back_as_it_was(self, model, case, ids, tmp_path):
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+        model.save_pretrained(tmp_path)
+        assert type(AutoConfig.from_pretrained(tmp_path)) is self.config_class
+        for name in self.configs[case]:
+            assert getattr(AutoConfig.from_pretrained(tmp_path), name) == getattr(model.config, name), name
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert type(again) is self.causal_lm_class
+        for (name, p), (_, q) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(p, q), name
+        with torch.no_grad():
+            logits = model(ids, use_cache=False, **self.inputs).logits
+            assert torch.equal(again(ids, use_cache=False, **self.inputs).logits, logits)
+        backbone = AutoModel.from_pretrained(tmp_path)
+        assert type(backbone) is self.model_class
+
+    def test_a_model_loaded_in_bfloat16_keeps_named_tensors_in_float32(self, model, tmp_path):
+        model.save_pretrained(tmp_path)
+        narrow = self.causal_lm_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        for mixer, exact in zip(narrow.model.mixers, model.model.mixers, strict=True):
+            for name in mixer.float32:
+                assert torch.equal(getattr(mixer, name), getattr(exact, name)), name
+        assert narrow.lm_head.weight.dtype == torch.bfloat16
+
+    def test_training_reaches_every_parameter_with_and_without_checkpointing(self, model, ids):
+        gradients = []
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            model.train().zero_grad()
+            out = model(ids, labels=ids, **self.inputs)
+            assert out.logits is None
+            out.loss.backward()
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        for name, exact in gradients[0].items():
+            assert exact.isfinite().all(), name
+            assert exact.any(), name
+            assert relative_error(gradients[1][name], exact) < 1e-5, name
+
+    @torch.no_grad()
+    def test_the_loss_is_the_mean_over_predicted_tokens(self, model, ids):
+        labels = ids.clone()
+        labels[0, :4] = -100
+        out = model(ids, labels=labels, **self.inputs)
+        exact = torch.nn.functional.cross_entropy(
+            out.logits[:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten(), ignore_index=-100
+        )
+        extra = sum(v.sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss"))
+        count = (labels[:, 1:] != -100).sum()
+        assert abs(out.loss.double() - exact - extra / count) < 1e-5 * exact
+        assert abs(model(ids, labels=labels, num_items_in_batch=7, **self.inputs).loss * 7 / count - out.loss) < 1e-4
+
+    def test_tied_embeddings_follow_the_configuration(self, case):
+        for tie in (True, False):
+            model = self.causal_lm_class(self.config_class(**self.configs[case] | {"tie_word_embeddings": tie}))
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+
+    def test_a_model_made_on_the_meta_device_starts_like_any_other(self, config):
+        with torch.device("meta"):
+            model = self.causal_lm_class(config)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for t in [*model.parameters(), *model.buffers()]:
+                t.fill_(float("nan"))
+        model._is_hf_initialized = False
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.init_weights()
+        for name, t in [*model.named_parameters(), *model.named_buffers()]:
+            assert t.isfinite().all(), name
+
+    def test_unknown_keys_and_foreign_or_damaged_checkpoints_are_refused(self, model, case, tmp_path):
+        with pytest.raises(ValueError, match="no_such_key"):
+            self.config_class(**self.configs[case], no_such_key=1)
+        model.save_pretrained(tmp_path)
+        weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match="damaged"):
+            self.causal_lm_class.from_pretrained(tmp_path)
+        weights.write_bytes(whole)
+        content = json.loads(config.read_text())
+        config.write_text(json.dumps(content | {"model_type": "llama"}))
+        with pytest.raises(ValueError, match="'llama'"):
+            self.causal_lm_class.from_pretrained(tmp_path)
+        config.write_text(json.dumps(content | {"vocab_size": config_vocab(content) + 1}))
+        with pytest.raises(ValueError, match="do not fit"):
+            self.causal_lm_class.from_pretrained(tmp_path)
+
+
+def config_vocab(content: dict) -> int:
+    """The vocabulary of a saved configuration, the default where it is not written."""
+    return content.get("vocab_size", HybridConfig.vocab_size)

@@ -1,0 +1,63 @@
+"""The core mixers keep the promises of a mixer, and compute what their equations say."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tokenmix_core.nn.attention import Attention
+from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
+from tokenmix_core.nn.mamba2 import Mamba2
+from tokenmix_core.testing.mixers import MixerContract
+
+
+class TestAttention(MixerContract):
+    cases: ClassVar = {
+        "full": lambda: Attention(32, num_heads=4),
+        "grouped": lambda: Attention(32, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True),
+        "window": lambda: Attention(32, num_heads=2, head_dim=10, window=5),
+        "window of one": lambda: Attention(32, num_heads=2, window=1),
+        "sinks": lambda: Attention(32, num_heads=4, num_kv_heads=1, window=4, sinks=3),
+        "no positions": lambda: Attention(32, num_heads=4, rope=False),
+    }
+
+
+class TestGatedDeltaNet(MixerContract):
+    cases: ClassVar = {
+        "plain": lambda: GatedDeltaNet(32, num_heads=2, head_dim=64, expand_v=1.0),
+        "grouped values": lambda: GatedDeltaNet(32, num_heads=1, num_v_heads=2, head_dim=16, allow_neg_eigval=True),
+        "no gate": lambda: GatedDeltaNet(32, num_heads=1, head_dim=8, expand_v=1.5, output_gate=False, conv_size=2),
+    }
+
+
+class TestMamba2(MixerContract):
+    cases: ClassVar = {
+        "plain": lambda: Mamba2(32, head_dim=16, state_size=16),
+        "groups": lambda: Mamba2(32, head_dim=16, state_size=12, num_groups=2, conv_size=3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Attention(32, num_heads=5), "must divide hidden_size, got 5 and 32"),
+        (lambda: Attention(32, num_heads=4, num_kv_heads=3), "multiple of num_kv_heads, got 4 and 3"),
+        (lambda: Attention(32, num_heads=4, head_dim=7), "even head_dim, got 7"),
+        (lambda: Attention(32, num_heads=4, window=0), "window must be None or at least 1, got 0"),
+        (lambda: Attention(32, num_heads=4, sinks=2), "sinks go with a window"),
+        (lambda: GatedDeltaNet(32, num_heads=2, num_v_heads=3), "multiple of num_heads, got 3 and 2"),
+        (lambda: GatedDeltaNet(32, num_heads=2, head_dim=9, expand_v=1.5), "must be whole and positive"),
+        (lambda: GatedDeltaNet(32, num_heads=1, head_dim=300), "go up to 256, got 300"),
+        (lambda: GatedDeltaNet(32, num_heads=1, head_dim=8, conv_size=9), "from 2 to 8, got 9"),
+        (lambda: Mamba2(32, head_dim=48), "head_dim must divide expand"),
+        (lambda: Mamba2(32, head_dim=16, num_groups=3), "num_groups must divide the 4 heads"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_meta_device_draws_nothing():
+    with torch.device("meta"):
+        assert GatedDeltaNet(32, num_heads=1, head_dim=8).A_log.is_meta

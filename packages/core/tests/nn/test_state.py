@@ -1,0 +1,110 @@
+"""Key-value stores hold what a list of tokens would hold, for any order of calls."""
+
+import random
+
+import pytest
+import torch
+
+from tokenmix_core.nn.state import KVState, LayerState, Span, TensorState
+
+HEADS, KEY, VALUE, ROWS = 2, 3, 4, 3
+
+
+def kept_positions(length, window, sinks):
+    return [p for p in range(length) if window is None or p < sinks or p >= length - window]
+
+
+def stored(kv, span):
+    """By row, the stored keys and values of every position."""
+    positions = kv.positions(span)
+    return [
+        {int(p): (kv.keys[row, i], kv.values[row, i]) for i, p in enumerate(positions[row]) if p >= 0}
+        for row in range(ROWS)
+    ]
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (4, 2), (1, 0), (1, 3), (6, 6)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_store_holds_the_kept_tokens_at_their_positions(window, sinks, ragged):
+    for seed in range(6):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        kv = KVState(HEADS, KEY, VALUE, window=window, sinks=sinks)
+        rows: list[list] = [[] for _ in range(ROWS)]
+        past, lengths = 0, None
+        for _ in range(rng.randint(1, 7)):
+            tokens = rng.choice([1, 1, 2, 3, 9])
+            mask = None
+            if ragged and rng.random() < 0.7:
+                mask = torch.rand(ROWS, tokens, generator=generator) < 0.6
+                mask[0, -1] = True
+            span = Span(ROWS, tokens, torch.device("cpu"), past=past, lengths=lengths, mask=mask)
+            k = torch.randn(ROWS, tokens, HEADS, KEY, generator=generator)
+            v = torch.randn(ROWS, tokens, HEADS, VALUE, generator=generator)
+            for row in range(ROWS):
+                for t in range(tokens):
+                    if mask is None or mask[row, t]:
+                        rows[row].append((k[row, t], v[row, t]))
+            kv.write(span.pack(k), span.pack(v), span)
+            lengths = None if span.uniform else span.after
+            past += tokens
+            assert kv.filled(span).tolist() == [len(kept_positions(len(r), window, sinks)) for r in rows]
+            after = Span(ROWS, 1, torch.device("cpu"), past=past, lengths=lengths)
+            for row, held in zip(rows, stored(kv, after), strict=True):
+                assert sorted(held) == kept_positions(len(row), window, sinks)
+                for p, (key, value) in held.items():
+                    assert torch.equal(key, row[p][0])
+                    assert torch.equal(value, row[p][1])
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (4, 2), (1, 0)])
+def test_a_read_gives_what_the_next_token_may_see_in_order(window, sinks):
+    for past in range(1, 12):
+        kv = KVState(1, 1, 1, window=window, sinks=sinks)
+        x = torch.arange(past).float().view(1, past, 1, 1)
+        kv.write(x, -x, Span(1, past, torch.device("cpu")))
+        keys, values = kv.read(Span(1, 1, torch.device("cpu"), past=past))
+        seen = [p for p in range(past) if window is None or p < sinks or p > past - window]
+        assert keys.flatten().tolist() == seen
+        assert torch.equal(values, -keys)
+
+
+def test_room_grows_seldom_or_never():
+    for expected, most in ((0, 8), (600, 1)):
+        kv, sizes = KVState(1, 1, 1), set()
+        kv.expected = expected
+        for t in range(600):
+            x = torch.full((1, 1, 1, 1), float(t))
+            kv.write(x, x, Span(1, 1, torch.device("cpu"), past=t))
+            sizes.add(kv.places)
+        assert kv.keys.flatten()[:600].tolist() == list(range(600))
+        # a known length is reached in steps of half, too, but not passed
+        assert len(sizes) <= most or expected
+        assert max(sizes) <= (expected or 1000)
+
+
+def test_packing_and_unpacking_undo_each_other():
+    mask = torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    span = Span(3, 3, torch.device("cpu"), mask=mask)
+    x = torch.randn(3, 3, 2)
+    assert span.pack(x).shape == (1, 3, 2)
+    assert span.cu_seqlens.tolist() == [0, 2, 3, 3]
+    assert torch.equal(span.unpack(span.pack(x)), x * mask.unsqueeze(2))
+    assert span.positions.tolist() == [0, 1, 0]
+    assert span.rows.tolist() == [0, 0, 1]
+
+
+def test_states_take_no_gradients_along():
+    state = TensorState(3)
+    x = torch.randn(2, 3, requires_grad=True)
+    state.set(x * 2)
+    assert not state.value.requires_grad
+    kv = KVState(1, 1, 1)
+    kv.write(x.view(2, 3, 1, 1), x.view(2, 3, 1, 1), Span(2, 3, torch.device("cpu")))
+    assert not kv.keys.requires_grad
+
+
+def test_a_part_that_is_not_there_is_an_attribute_error():
+    state = LayerState(conv=TensorState(2))
+    assert state.conv is state.parts["conv"]
+    with pytest.raises(AttributeError, match="recurrent"):
+        _ = state.recurrent
