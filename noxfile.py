@@ -92,6 +92,13 @@ def benchmarks(session: nox.Session) -> None:
 
 
 @nox.session
+def tables(session: nox.Session) -> None:
+    """Write the committed measurements into the READMEs; `-- --check` only says whether they are there."""
+    sync(session, "--all-packages", "--all-groups")
+    session.run("python", "docs/tables.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
     sync(session, "--only-group=dev")
