@@ -83,10 +83,16 @@ class SSDStates(NamedTuple):
 
 
 class SSDGradients(NamedTuple):
-    """Chunks of BT tokens, V in steps of BV, `heads` value heads of a group a program."""
+    """Chunks of BT tokens; BK rows of dqᵀ and dkᵀ and BV of dvᵀ at a time, summed over K by CK and over V by CV.
+
+    `heads` value heads of a group are summed by one program.
+    """
 
     BT: int
+    BK: int
     BV: int
+    CK: int
+    CV: int
     num_warps: int
     num_stages: int
     heads: int
@@ -114,15 +120,14 @@ _PROGRAMS = 132
 
 def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype) -> SSDPlan:
     """The plan of an SSD call of N sequences over `[B, T]` tokens."""
-    wide = K == 256 or V == 256
     if dtype == torch.float32:
         forward = SSDForward(64, min(V, 32), 4, 1)
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
-        tile = (64, min(V, 32), 8, 1)
+        gradients = SSDGradients(64, min(K, 64), min(V, 64), min(K, 32), min(V, 32), 8, 1, 1)
     else:
         forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2)
-        states = SSDStates(64, min(K, 128), min(V, 64), 4, 3)
-        tile = (64, min(V, 64 if wide else 128), 8, 1)
+        states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
+        gradients = SSDGradients(64, min(K, 64), min(V, 64), min(K, 128), min(V, 128), 4, 1, 1)
 
     # sequences cut into segments read k and v once more, so only where they alone leave the device idle
     segment = 0
@@ -133,11 +138,10 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         segment = 0 if segment >= T else segment
 
     # heads that share q and k are summed in registers as long as enough programs remain
-    heads, chunks = 1, B * cdiv(T, 64)
-    if K <= 128:
-        while (HV // G) % (2 * heads) == 0 and chunks * HV // (2 * heads) >= 2 * _PROGRAMS:
-            heads *= 2
-    return SSDPlan(segment, forward, states, SSDGradients(*tile, heads))
+    heads, chunks = 1, B * cdiv(T, gradients.BT) * K // gradients.BK
+    while (HV // G) % (2 * heads) == 0 and chunks * HV // (2 * heads) >= 4 * _PROGRAMS and dtype != torch.float32:
+        heads *= 2
+    return SSDPlan(segment, forward, states, gradients._replace(heads=heads))
 
 
 def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:

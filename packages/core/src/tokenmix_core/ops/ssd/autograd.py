@@ -163,9 +163,7 @@ def _gradients(ctx, do, final_gradient, _before=None):
     if do is None:
         do = torch.zeros_like(v)
     backward = run_backward if is_plain(do) else ssd_backward_op
-    *grads, initial_gradient = backward(
-        q, k, v, g, ctx.scale, initial_state, cu_seqlens, before, do, final_gradient
-    )
+    *grads, initial_gradient = backward(q, k, v, g, ctx.scale, initial_state, cu_seqlens, before, do, final_gradient)
     return *grads, None, initial_gradient if initial_state is not None else None, None
 
 
