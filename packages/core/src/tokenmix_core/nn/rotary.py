@@ -42,7 +42,7 @@ def rope_frequencies(
         raise ValueError(f"rotary embedding: the head size must be even and positive, got {dim}")
     theta = float(rope_parameters.get("rope_theta", 10_000.0))
     if kind == "default":
-        return theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim), 1.0
+        return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim), 1.0
     # transformers knows the other scalings; it reads them from a configuration object
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

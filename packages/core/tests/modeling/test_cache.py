@@ -1,0 +1,175 @@
+"""The cache as transformers and users handle it."""
+
+import copy
+
+import pytest
+import torch
+
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.testing.closeness import relative_error
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = HybridConfig(
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        mixers=["gated_delta_net", "window", "mamba2", "attention"],
+        mixer_options={
+            "gated_delta_net": {"num_heads": 1, "head_dim": 16},
+            "window": {"type": "attention", "num_heads": 2, "window": 4},
+            "mamba2": {"head_dim": 16, "state_size": 16},
+            "attention": {"num_heads": 2},
+        },
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    return HybridForCausalLM(config).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 53, (3, 14), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def filled(model, ids, mask=None, **options):
+    cache = model.make_cache(**options)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_batches_are_repeated_selected_and_reordered(model, ids, padded):
+    mask = torch.ones_like(ids[:, :9])
+    if padded:
+        mask[1, :5] = 0
+    exact = model(ids[1:2, 5:] if padded else ids[1:2], use_cache=False).logits[0, -5:]
+    for change, rows in (
+        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda c: c.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
+        (lambda c: c.batch_select_indices(torch.tensor([False, True, True])), [1, 2]),
+        (lambda c: c.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    ):
+        cache = filled(model, ids[:, :9], mask)
+        change(cache)
+        assert cache.batch_size == len(rows)
+        logits = model(ids[rows, 9:], past_key_values=cache).logits
+        for row, source in zip(logits, rows, strict=True):
+            if source == 1:
+                assert relative_error(row, exact) < 1e-5
+
+
+@torch.no_grad()
+def test_a_copy_goes_its_own_way(model, ids):
+    cache = filled(model, ids[:, :9])
+    again = copy.deepcopy(cache)
+    model(ids[:, 9:10].flip(0), past_key_values=again)
+    exact = model(ids, use_cache=False).logits[:, 9:]
+    assert relative_error(model(ids[:, 9:], past_key_values=cache).logits, exact) < 1e-5
+
+
+@torch.no_grad()
+def test_a_reset_cache_begins_anew(model, ids):
+    cache = filled(model, ids[:2])
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size, cache.nbytes) == (0, -1, 0)
+    exact = model(ids, use_cache=False).logits
+    assert relative_error(model(ids, past_key_values=cache).logits, exact) < 1e-6
+    assert cache.get_seq_length() == 14
+
+
+@torch.no_grad()
+def test_an_offloaded_cache_gives_the_same(model, ids):
+    exact = model(ids, use_cache=False).logits
+    cache = filled(model, ids[:, :9], offload=True)
+    assert relative_error(model(ids[:, 9:], past_key_values=cache).logits, exact[:, 9:]) < 1e-5
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(
+        model.generate(ids, cache_implementation="offloaded", **options), model.generate(ids, **options)
+    )
+
+
+@torch.no_grad()
+def test_what_transformers_asks_for(model, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    cache = filled(model, ids, mask)
+    assert cache.get_seq_length() == cache.get_seq_length(2) == 14
+    assert cache.get_mask_sizes(1, 0) == (15, 0)
+    assert cache.get_query_offset() == 14
+    assert cache.get_max_length() == -1
+    assert cache.is_sliding == [False, True, False, False]
+    assert cache.is_linear == [True, False, True, False]
+    assert not cache.is_compileable
+    assert not cache.is_croppable
+    assert cache.is_initialized
+    assert len(cache) == 4
+    # without padding, from each sequence's own first token
+    assert cache.lengths.tolist() == [11, 14, 14]
+
+
+def test_tokens_cannot_be_taken_back(model, ids):
+    cache = filled(model, ids)
+    for refused in (lambda: cache.crop(-1), cache.activate_past_recording):
+        with pytest.raises(ValueError, match="cannot drop its last tokens"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_implementation": "static"}, "cache_implementation must be None, 'dynamic' or 'offloaded', got 'static'"),
+        ({"prompt_lookup_num_tokens": 2}, "(?i)assisted generation"),
+    ],
+)
+def test_generation_that_would_go_wrong_is_refused(model, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids[:1], max_new_tokens=3, **options)
+
+
+def test_another_cache_or_batch_is_refused(model, ids):
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match="must be a HybridCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="must be a HybridCache"):
+        model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=2)
+    cache = filled(model, ids)
+    with pytest.raises(ValueError, match="holds 3 sequences, got a batch of 2"):
+        model(ids[:2], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_room_for_a_known_length_is_taken_once(model, ids):
+    cache = model.make_cache(max_length=14)
+    sizes = set()
+    for piece in ids.split([9, 1, 1, 1, 1, 1], 1):
+        model(piece, past_key_values=cache)
+        sizes.add(cache.allocated_nbytes)
+    assert len(sizes) <= 2
+    assert cache.allocated_nbytes == cache.nbytes == model.state_bytes(14, 3)
+
+
+@torch.no_grad()
+def test_several_sampled_sequences_from_one_prompt(model, ids):
+    torch.manual_seed(0)
+    out = model.generate(ids, max_new_tokens=4, do_sample=True, num_return_sequences=2)
+    assert out.shape == (6, 18)
+    torch.manual_seed(0)
+    without = model.generate(ids, max_new_tokens=4, do_sample=True, num_return_sequences=2, use_cache=False)
+    assert torch.equal(out, without)
+
+
+@torch.no_grad()
+def test_a_long_prompt_in_chunks(model, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    whole = model.generate(ids, **options)
+    for size in (1, 4, 5):
+        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **options), whole), size
