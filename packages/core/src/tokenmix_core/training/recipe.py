@@ -96,10 +96,10 @@ class OptimizerRecipe:
         micro_batch_tokens: the most tokens that one process puts through the model at once.
     """
 
-    total_tokens: Tokens = Tokens(10**9)
-    warmup_tokens: Tokens = Tokens(0)
-    batch_tokens: Tokens = Tokens(2**19)
-    micro_batch_tokens: Tokens = Tokens(2**15)
+    total_tokens: Tokens = field(default=Tokens(10**9))
+    warmup_tokens: Tokens = field(default=Tokens(0))
+    batch_tokens: Tokens = field(default=Tokens(2**19))
+    micro_batch_tokens: Tokens = field(default=Tokens(2**15))
     learning_rate: float = 3e-4
     initial_learning_rate: float = 0.0
     min_learning_rate: float = 3e-5
@@ -215,9 +215,9 @@ class Recipe:
     description: str
     model: Mapping[str, Any]
     model_type: str = "tokenmix_hybrid"
-    data: DataRecipe = DataRecipe()  # noqa: RUF009
+    data: DataRecipe = DataRecipe()
     optimizer: OptimizerRecipe = OptimizerRecipe()
-    run: RunRecipe = RunRecipe()  # noqa: RUF009
+    run: RunRecipe = RunRecipe()
     callbacks: tuple[Callable[[Recipe], TrainerCallback], ...] = ()
 
     def model_config(self) -> PreTrainedConfig:
@@ -226,11 +226,13 @@ class Recipe:
         Raises:
             ValueError: an unknown type, or what the config finds wrong.
         """
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
 
         # registers core's own type
         import tokenmix_core.modeling  # noqa: F401
 
+        if self.model_type not in CONFIG_MAPPING:
+            raise ValueError(f"model_type {self.model_type!r} is not registered; import the package that defines it")
         return AutoConfig.for_model(self.model_type, **self.model)
 
     def values(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class RecipeTrainer(Trainer):
         self._redirected: Path | None = None
         self._auxiliary: dict[str, Tensor] = {}
         self._logged: tuple[float, int] | None = None
-        self._peak_flops = _peak_flops(self.args)
+        self._peak_flops = peak_flops(device_name(self.args), bf16=self.args.bf16)
         flops = getattr(self.model, "flops_per_token", None)
         self._flops_per_token = flops(seq_len) if flops is not None else None
 
@@ -113,9 +113,10 @@ class RecipeTrainer(Trainer):
         """The model's loss; a cache would let packed documents see each other, so there is none."""
         inputs = {**inputs, "use_cache": False}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        for name, value in (outputs.get("auxiliary_losses") or {}).items():
-            total = self._auxiliary.get(name)
-            self._auxiliary[name] = value.detach().float() if total is None else total + value.detach()
+        for name, values in (outputs.get("auxiliary") or {}).items():
+            if name.endswith("_loss"):
+                share = values.detach().float().sum() / num_items_in_batch
+                self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -140,7 +141,7 @@ class RecipeTrainer(Trainer):
         now, step = time.perf_counter(), self.state.global_step
         steps = step - (self._logged[1] if self._logged else 0)
         for name, total in sorted(self._auxiliary.items()):
-            # each process holds its share of a sum over the whole batch
+            # each process holds its share of the sum over a whole batch
             logs[name] = self.accelerator.gather(total[None]).sum().item() / max(1, steps)
         self._auxiliary.clear()
         if self._logged is not None and steps:
@@ -190,11 +191,15 @@ class RecipeTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
 
-def _peak_flops(args: TrainingArguments) -> float | None:
-    if not args.bf16 or args.device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(args.device)
-    return next((peak for part, peak in PEAK_FLOPS if part in name), None)
+def device_name(args: TrainingArguments) -> str:
+    """What the run computes on."""
+    cuda = args.device.type == "cuda"
+    return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
+
+
+def peak_flops(device_name: str, *, bf16: bool) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by its name, where they are known and used."""
+    return next((peak for part, peak in PEAK_FLOPS if part in device_name), None) if bf16 else None
 
 
 def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, str]]:
@@ -243,6 +248,8 @@ def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = Tru
         max_grad_norm=optimizer.max_grad_norm,
         optim="adamw_torch_fused",
         bf16=bf16,
+        # without it several processes on a CPU do not find each other
+        use_cpu=not cuda,
         seed=run.seed,
         data_seed=recipe.data.data_seed,
         gradient_checkpointing=run.gradient_checkpointing,
@@ -269,6 +276,9 @@ def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = Tru
     )
     # one process drives one device: several GPUs take several processes, never torch's DataParallel
     args._n_gpu = min(1, args.n_gpu)
+    if args.device.type == "cpu":
+        # several processes compute on "cpu:0", where torch.load cannot put an optimizer's state
+        vars(args)["_setup_devices"] = torch.device("cpu")
     rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = rows, accumulation
     return args
@@ -343,6 +353,8 @@ def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progr
     source = None
     if resume:
         source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)
+    # every process has looked at the folder before the first one writes into it
+    trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
         output_dir.mkdir(parents=True, exist_ok=True)
         # left by a process that was killed while it wrote
@@ -377,14 +389,13 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     import tokenmix_core
 
     args = trainer.args
-    cuda = args.device.type == "cuda"
     return {
         "recipe": recipe.name,
         "values": recipe.values(),
         "identity": trainer.identity,
         "parameters": trainer.model.num_parameters(),
         "processes": args.world_size,
-        "device": torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine(),
+        "device": device_name(args),
         "versions": {
             "python": platform.python_version(),
             "tokenmix_core": tokenmix_core.__version__,

@@ -1,0 +1,251 @@
+"""Recipes of the baselines: tiny ones for a laptop, recall ones for one GPU, and those of the papers.
+
+The papers' models are those of `tokenmix_core.modeling.baselines`, under the same names. What a paper does not say is
+taken from the code it names: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at 1, and a cosine
+that ends at a tenth of its peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+
+GDN, ATTENTION, MAMBA2 = "gated_delta_net", "attention", "mamba2"
+# 256 bytes and three special tokens, rounded up to what matrix products like
+BYTE_VOCAB = 264
+GPT2, LLAMA2 = "gpt2", "fla-hub/transformer-1.3B-100B"
+
+
+def tiny() -> Recipe:
+    """A hybrid for two CPU cores: Gated DeltaNet with one attention layer in four, on Python's standard library."""
+    return Recipe(
+        name="tiny",
+        description="GDN with one attention layer in four, on the built-in corpus; minutes on a laptop",
+        model={
+            "vocab_size": BYTE_VOCAB,
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "intermediate_size": 384,
+            "mixers": [GDN, GDN, GDN, ATTENTION],
+            "mixer_options": {
+                GDN: {"num_heads": 2, "head_dim": 64, "expand_v": 1.0},
+                ATTENTION: {"num_heads": 4},
+            },
+            "max_position_embeddings": 256,
+        },
+        # most files are longer than a row, so borders inside rows are rare
+        data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(2**11 * 640),
+            warmup_tokens=Tokens(2**11 * 64),
+            batch_tokens=Tokens(2**11),
+            micro_batch_tokens=Tokens(2**11),
+            learning_rate=4e-3,
+            min_learning_rate=2e-4,
+            adam_beta2=0.98,
+        ),
+        run=RunRecipe(
+            logging_steps=20,
+            save_steps=200,
+            save_total_limit=1,
+            evaluations=["perplexity-by-position", "niah"],
+            evaluation_lengths=[512],
+            evaluation_limit=32,
+            sample_prompt="def ",
+        ),
+    )
+
+
+def _tiny_variant(name: str, mixer: str, **options: Any) -> Recipe:
+    recipe = tiny()
+    model = {**recipe.model, "mixers": [mixer], "mixer_options": {mixer: options}}
+    return replace(recipe, name=name, description=f"{mixer} alone, otherwise as tiny", model=model)
+
+
+def tiny_transformer() -> Recipe:
+    """Transformer++ in the setting of `tiny`."""
+    return _tiny_variant("tiny-transformer", ATTENTION, num_heads=4)
+
+
+def tiny_gdn() -> Recipe:
+    """Gated DeltaNet alone in the setting of `tiny`."""
+    return _tiny_variant("tiny-gdn", GDN, num_heads=2, head_dim=64, expand_v=1.0)
+
+
+def tiny_mamba2() -> Recipe:
+    """Mamba-2 with MLPs in the setting of `tiny`."""
+    return _tiny_variant("tiny-mamba2", MAMBA2, expand=1.0, head_dim=64, state_size=64)
+
+
+# by size: width, layers, inner width of the MLP, attention heads, GDN heads and their head size
+_RECALL_SIZES = {
+    "small": (128, 4, 0, 2, 1, 64),
+    "100m": (768, 12, 2048, 12, 6, 128),
+    "340m": (1024, 24, 2816, 16, 8, 128),
+}
+_RECALL_MIXERS = {
+    "transformer": [ATTENTION],
+    "gdn": [GDN],
+    "hybrid": [GDN, GDN, GDN, ATTENTION],
+}
+
+
+def recall(kind: str, size: str) -> Recipe:
+    """Multi-query associative recall from scratch: 128 pairs in 512 tokens, more than a head of a small GDN can hold.
+
+    The small models have no MLP, so that mixing along time is all they can do; the others are language models' sizes.
+    """
+    width, layers, mlp, heads, gdn_heads, head_dim = _RECALL_SIZES[size]
+    mixers = _RECALL_MIXERS[kind]
+    options = {ATTENTION: {"num_heads": heads}, GDN: {"num_heads": gdn_heads, "head_dim": head_dim, "expand_v": 1.0}}
+    small = size == "small"
+    return Recipe(
+        name=f"recall-{kind}-{size}",
+        description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
+        model={
+            "vocab_size": 8192,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "intermediate_size": mlp,
+            "mixers": mixers,
+            "mixer_options": {mixer: options[mixer] for mixer in dict.fromkeys(mixers)},
+            "max_position_embeddings": 512,
+        },
+        data=DataRecipe(sources=["mqar"], seq_len=512, documents="joined", mqar_pairs=128, mqar_vocab_size=8192),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(2**28 if small else 2**25),
+            warmup_tokens=Tokens(2**24 if small else 2**22),
+            batch_tokens=Tokens(2**17),
+            micro_batch_tokens=Tokens(2**17 if small else 2**15),
+            learning_rate=2e-3 if small else 5e-4,
+            min_learning_rate=2e-4 if small else 5e-5,
+        ),
+        run=RunRecipe(
+            dataloader_num_workers=8,
+            save_steps=500,
+            save_total_limit=1,
+            evaluations=["mqar"],
+            evaluation_lengths=[512],
+            evaluation_limit=128,
+        ),
+    )
+
+
+def paper_baseline(name: str) -> Recipe:
+    """A baseline at a paper's size and settings, such as "nats_l/gated_delta_net-800m".
+
+    Their corpora are token files in `data/`, made by `data prepare`.
+    """
+    from tokenmix_core.modeling.baselines import baseline
+
+    paper, _, rest = name.partition("/")
+    size = rest.rpartition("-")[2]
+    config = baseline(name)
+    fields = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "mixers", "mixer_options")
+    data, optimizer, seed = _SETTINGS[paper](size)
+    return Recipe(
+        name=name,
+        description=f"{rest.rpartition('-')[0]} with {size.upper()} parameters as trained in {paper}",
+        model={
+            **{field: getattr(config, field) for field in fields},
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "max_position_embeddings": data.seq_len,
+        },
+        data=data,
+        optimizer=optimizer,
+        run=RunRecipe(
+            precision="bf16",
+            seed=seed,
+            dataloader_num_workers=4,
+            evaluations=["perplexity-by-position"],
+            evaluation_lengths=[data.seq_len],
+        ),
+    )
+
+
+def _corpus(corpus: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe:
+    folder = f"data/{corpus}-{tokenizer.rpartition('/')[2]}"
+    return DataRecipe(sources=[folder], tokenizer=tokenizer, seq_len=seq_len, documents="joined", data_seed=seed)
+
+
+def _nats_l(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
+    small = size == "380m"
+    optimizer = OptimizerRecipe(
+        total_tokens=Tokens("15B" if small else "50B"),
+        warmup_tokens=Tokens("0.5B" if small else "1B"),
+        learning_rate=3e-4,
+        initial_learning_rate=3e-5,
+        min_learning_rate=3e-5,
+    )
+    return _corpus("fineweb-edu", LLAMA2, 4096), optimizer, 0
+
+
+def _lte(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
+    batch, steps, warmup = (2**19, 20480, 1024) if size == "0.4b" else (2**20, 30720, 512)
+    optimizer = OptimizerRecipe(
+        total_tokens=Tokens(steps * batch),
+        warmup_tokens=Tokens(warmup * batch),
+        batch_tokens=Tokens(batch),
+        learning_rate=3e-4,
+        min_learning_rate=3e-5,
+    )
+    return _corpus("fineweb-edu", GPT2, 4096), optimizer, 0
+
+
+def _nha(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
+    small = size == "340m"
+    optimizer = OptimizerRecipe(
+        total_tokens=Tokens("15B" if small else "100B"),
+        warmup_tokens=Tokens("0.5B" if small else "1B"),
+        learning_rate=3e-4,
+        min_learning_rate=3e-5,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+    )
+    return _corpus("slimpajama", LLAMA2, 2048, seed=42), optimizer, 42
+
+
+def _oryx(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
+    # five times GPT-3's
+    peak = {"130m": 3e-3, "380m": 1.5e-3, "810m": 1.25e-3, "1.4b": 1e-3}[size]
+    optimizer = OptimizerRecipe(
+        total_tokens=Tokens("100B"),
+        warmup_tokens=Tokens("10B"),
+        batch_tokens=Tokens(2**20 if size == "1.4b" else 2**19),
+        learning_rate=peak,
+        min_learning_rate=peak / 10,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+    )
+    return _corpus("fineweb-edu", GPT2, 2048), optimizer, 0
+
+
+_SETTINGS: dict[str, Callable[[str], tuple[DataRecipe, OptimizerRecipe, int]]] = {
+    "nats_l": _nats_l,
+    "lte": _lte,
+    "nha": _nha,
+    "oryx": _oryx,
+}
+
+
+def _recipes() -> dict[str, Callable[[], Recipe]]:
+    from tokenmix_core.modeling.baselines import BASELINES
+
+    made: dict[str, Callable[[], Recipe]] = {
+        "tiny": tiny,
+        "tiny-transformer": tiny_transformer,
+        "tiny-gdn": tiny_gdn,
+        "tiny-mamba2": tiny_mamba2,
+    }
+    for kind in _RECALL_MIXERS:
+        for size in _RECALL_SIZES:
+            made[f"recall-{kind}-{size}"] = partial(recall, kind, size)
+    return made | {name: partial(paper_baseline, name) for name in BASELINES}
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = _recipes()

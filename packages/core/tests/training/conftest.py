@@ -1,0 +1,34 @@
+"""What the tests of training share: a small corpus, and the module with their runs."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# processes that a test starts import it too
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENMIX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # the server that processes are forked from finds its modules by this
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        yield
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A token file of 40 documents of unequal lengths, bytes."""
+    from tokenmix_core.corpora.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = folder / "texts"
+    texts.mkdir()
+    for i in range(40):
+        words = [f"word{(i * 7 + j * j) % 23}" for j in range(3 + 5 * (i % 9))]
+        (texts / f"{i:02}.txt").write_text(" ".join(words) + ".")
+    prepare(str(texts), folder / "tokens", held_out=0.1, progress=False)
+    return folder / "tokens"

@@ -1,0 +1,195 @@
+"""Small runs for the tests of training, in processes of their own where a test kills or joins them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenmix_core.modeling import register_mixer
+from tokenmix_core.modeling.mixer import find_mixer
+from tokenmix_core.nn.attention import Attention
+from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_core.training.callbacks import AdaptHeadWeights, read_metrics
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_core.training.trainer import train
+
+HYBRID = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "mixers": ["gated_delta_net", "attention"],
+    "mixer_options": {
+        "gated_delta_net": {"num_heads": 2, "head_dim": 16, "expand_v": 1.0},
+        "attention": {"num_heads": 2},
+    },
+}
+
+
+class Penalised(Attention):
+    """Attention with a penalty on large values, weighted by head: a stand-in for learned sparsity."""
+
+    def __init__(self, hidden_size: int, *, num_heads: int = 2, norm_eps: float = 1e-6):
+        super().__init__(hidden_size, num_heads=num_heads, norm_eps=norm_eps)
+        self.head_weights = HeadWeights(num_heads, initial=0.05)
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+        out, _ = super().forward(hidden_states, **options)
+        size = self.v_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).abs().mean(-1).flatten(0, 1)
+        if self.training:
+            self.head_weights.observe(size > 0.05)
+        return out, {"size_loss": (size * self.head_weights.weight).sum(), "size": size.detach()}
+
+
+try:
+    find_mixer("penalised")
+except ValueError:
+    register_mixer("penalised", Penalised)
+
+
+def adapt(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+    """A feedback rule: larger where more than half of the values are large, smaller elsewhere, bounded, never lost."""
+    weight = weight * torch.where(average > 0.5, 1.5, torch.where(average < 0.45, 1 / 1.5, 1.0))
+    return weight.clamp(1e-9, 1.0)
+
+
+def adaptation(recipe: Recipe) -> AdaptHeadWeights:
+    return AdaptHeadWeights(adapt, every=2, decay=0.5)
+
+
+def recipe(corpus: Path | str, **changes: Any) -> Recipe:
+    """Eight steps of four rows of 32 tokens; fields of any part of the recipe can be changed."""
+    made = Recipe(
+        name="small",
+        description="a small hybrid",
+        model=changes.pop("model", HYBRID),
+        callbacks=changes.pop("callbacks", ()),
+        data=DataRecipe(sources=[str(corpus)], seq_len=32),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(8 * 128),
+            warmup_tokens=Tokens(2 * 128),
+            batch_tokens=Tokens(128),
+            micro_batch_tokens=Tokens(128),
+            learning_rate=1e-2,
+            min_learning_rate=1e-3,
+        ),
+        run=RunRecipe(precision="fp32", logging_steps=1, save_steps=3),
+    )
+    for part in ("data", "optimizer", "run"):
+        group = getattr(made, part)
+        own = {name: changes.pop(name) for name in list(changes) if hasattr(group, name)}
+        made = replace(made, **{part: replace(group, **own)})
+    assert not changes, changes
+    return made
+
+
+def penalised_model() -> dict[str, Any]:
+    return {**HYBRID, "mixers": ["gated_delta_net", "penalised"], "mixer_options": {
+        "gated_delta_net": HYBRID["mixer_options"]["gated_delta_net"], "penalised": {"num_heads": 2}}}
+
+
+def curve(output_dir: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step, from the JSONL log."""
+    lines = read_metrics(output_dir / "metrics.jsonl")
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _context() -> Any:
+    # children are forked from a server that has imported everything already
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runs"])
+    return context
+
+
+def _child(environment: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    work(*args, **options)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Processes:
+    """`work(*args, **options)` in so many joined processes."""
+
+    def __init__(self, count: int, work: Callable[..., Any], *args: Any, **options: Any) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.children = []
+        for rank in range(count):
+            environment = {"TOKENMIX_CACHE": os.environ.get("TOKENMIX_CACHE", "")}
+            if count > 1:
+                environment |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(count),
+                    "LOCAL_WORLD_SIZE": str(count),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+            child = _context().Process(target=_child, args=(environment, work, args, options))
+            child.start()
+            self.children.append(child)
+
+    def wait_for(self, there: Callable[[], bool], seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while not there():
+            assert time.monotonic() < end, "nothing happened"
+            assert all(child.exitcode in (None, 0) for child in self.children), "a process failed"
+            time.sleep(0.005)
+
+    def signal(self, number: int) -> None:
+        for child in self.children:
+            if child.is_alive():
+                os.kill(child.pid, number)
+
+    def join(self) -> list[int]:
+        """Exit codes."""
+        for child in self.children:
+            child.join(240)
+            assert child.exitcode is not None, "a process does not end"
+        return [child.exitcode for child in self.children]
+
+
+def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[int, tuple[float, float]]:
+    """Train in processes of their own, to the end; returns the curve."""
+    codes = Processes(processes, train, made, output_dir, progress=False, **options).join()
+    assert codes == [0] * processes
+    return curve(output_dir)
+
+
+def slow_steps(recipe: Recipe) -> Any:
+    """A callback that lets a test meet a run in its middle."""
+    from transformers import TrainerCallback
+
+    class Slow(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.1)
+
+    return Slow()
+
+
+def steps_logged(output_dir: Path) -> int:
+    path = output_dir / "metrics.jsonl"
+    return sum('"loss"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())
+
+
