@@ -30,6 +30,8 @@ class Layout(NamedTuple):
     key_chunks: int
     entries: int
     rows: int
+    # halvings of a chunk down to blocks of eight
+    levels: int
     constants: dict
 
 
@@ -49,24 +51,23 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
         query_chunks = cdiv(tokens + extra, BT)
         key_chunks = cdiv(keys, BT)
         entries = cdiv(max(keys - window, 0), BT) + 1
-    levels = {16: 1, 32: 2, 64: 3}[BT]
     constants = dict(
-        M=M, K=K, V=v.shape[3], BT=BT, LEVELS=levels, GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None,
+        M=M, K=K, V=v.shape[3], BT=BT, GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None,
         HAS_START=start is not None, PACKED=packed, FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16
         else triton.language.float32, DOT="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     rows = 1 if packed else batch
-    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, constants)
+    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, BT.bit_length() - 4, constants)
 
 
 @torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
 def slot_window_attention_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor | None,
     slots_v: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None, before: int, window: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final slots of keys and values, and for the backward pass: log-sum-exp, gates and slots of chunks."""
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
-    o, final_k, final_v, lse, g, states_k, states_v = outputs = _outputs(
+    o, final_k, final_v, lse, g, h, states_k, states_v = outputs = _outputs(
         q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
     )
     M, K, V = (y.constants[x] for x in "MKV")
@@ -78,14 +79,14 @@ def slot_window_attention_op(
     )  # fmt: skip
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_states_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            k if k_slots is None else k_slots, v, f, slots_k, slots_v, cu_seqlens, *local, g, states_k, states_v, final_k,
-            final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
+            k if k_slots is None else k_slots, v, f, slots_k, slots_v, cu_seqlens, *local, g, h, states_k, states_v,
+            final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
             **constants, LOCAL=is_local,
         )  # fmt: skip
     t = tuning.tile("forward", M, window, q.dtype)
     slot_window_forward_kernel[(y.query_chunks * y.rows, q.shape[2])](
-        q, k, v, f, q_slots, k_slots, g, states_k, states_v, start, cu_seqlens, o, lse,
-        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+        q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse,
+        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, y.levels,
         **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     return outputs
@@ -102,6 +103,7 @@ def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, 
         q.new_empty(y.sequences, y.heads, M, K, **wide),
         q.new_empty(y.sequences, y.heads, M, V, **wide),
         q.new_empty(q.shape[:3], **wide),
+        q.new_empty(*tiles, y.BT, M, **wide),
         q.new_empty(*tiles, y.BT, M, **wide),
         q.new_empty(*tiles, K, M),
         q.new_empty(*tiles, V, M),
@@ -120,22 +122,23 @@ def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]
 @torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
 def slot_window_attention_backward_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
-    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, g: Tensor, states_k: Tensor, states_v: Tensor, do: Tensor,
+    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, g: Tensor, h: Tensor, states_k: Tensor, states_v: Tensor, do: Tensor,
     dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
-    dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = grads = _gradients(
-        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, states_k, states_v, do, dfinal_k, dfinal_v,
+    dq, dk, dv, _, *slots = _gradients(
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, h, states_k, states_v, do, dfinal_k, dfinal_v,
         before, window, scale, initial,
     )  # fmt: skip
+    dq_slots, dk_slots, dinitial_k, dinitial_v = slots
     p, dz = (q.new_empty(*q.shape[:3], M) for _ in range(2))
     x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
     t = tuning.tile("backward_queries", M, window, q.dtype)
     slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
-        q, k, v, f, q_slots, k_slots, g, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x, delta,
-        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+        q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x, delta,
+        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, y.levels,
         **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
@@ -149,18 +152,19 @@ def slot_window_attention_backward_op(
             PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
             num_stages=walk.num_stages,
         )  # fmt: skip
+    df_sum = torch.zeros_like(f, dtype=torch.float32)
     t = tuning.tile("backward_keys", M, window, q.dtype)
-    slot_window_backward_keys_kernel[(y.key_chunks * y.rows, y.heads)](
-        q, k, v, f, q_slots, k_slots, g, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
-        dk, dv, df, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
+    slot_window_backward_keys_kernel[(2 * y.key_chunks * y.rows, y.heads)](
+        q, k, v, f, q_slots, k_slots, g, h, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
+        dk, dv, df_sum, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries, y.levels,
         **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
-    return grads
+    return dq, dk, dv, df_sum.to(f.dtype), *slots
 
 
 @slot_window_attention_backward_op.register_fake
 def _gradients(
-    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, states_k, states_v, do, dfinal_k, dfinal_v, before, window,
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, h, states_k, states_v, do, dfinal_k, dfinal_v, before, window,
     scale, initial,
 ):  # fmt: skip
     empty = torch.empty_like

@@ -39,12 +39,15 @@ def _tile_offsets(index, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constex
 
 @triton.jit
 def slot_states_kernel(
-    k, v, f, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, g, states_k, states_v, final_k, final_v,
+    k, v, f, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, g, h, states_k, states_v, final_k, final_v,
     T, NH, H, before, window, entries, segments,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, PACKED: tl.constexpr,
     HAS_INITIAL: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Slots before every chunk of entering tokens `[entries, H, D, M]` and the chunk's cumulative log2 gates."""
+    """Slots before every chunk of entering tokens `[entries, H, D, M]` and the chunk's log2 gates.
+
+    g is cumulative, and `h = log2(enter) − g` is its counterpart on the tokens' side.
+    """
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
     i_n, i_h = i_nh // H, i_nh % H
@@ -83,15 +86,18 @@ def slot_states_kernel(
         b_log = tl.maximum(b_f * LOG2_E, LOWEST_GATE)
         b_g = tl.cumsum(b_log, 0)
         b_end = tl.sum(b_log, 0)
+        b_enter = enter_weight(b_f)
         if not LOCAL:
             tile = (entry + i) * H + i_h
             if i_d == 0:
-                tl.store(g + (tile * BT + o_r[:, None]) * M + o_m[None, :], b_g)
+                o_g = (tile * BT + o_r[:, None]) * M + o_m[None, :]
+                tl.store(g + o_g, b_g)
+                tl.store(h + o_g, tl.log2(b_enter) - b_g)
             tl.store(states_k + _tile_offsets(tile, i_d * BK, BK, K, M), b_sk.to(states_k.dtype.element_ty))
             tl.store(states_v + _tile_offsets(tile, i_d * BV, BV, V, M), b_sv.to(states_v.dtype.element_ty))
         b_k = _load_columns(p_k, o_t, m_t, H * K, i_d * BK, BK)
         b_v = _load_columns(p_v, o_t, m_t, H * V, i_d * BV, BV)
-        b_w = (tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0)) * enter_weight(b_f)).to(b_k.dtype)
+        b_w = (tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0)) * b_enter).to(b_k.dtype)
         b_decay = tl.exp2(b_end)[None, :]
         b_sk = b_sk * b_decay + tl.dot(tl.trans(b_k), b_w, input_precision=DOT)
         b_sv = b_sv * b_decay + tl.dot(tl.trans(b_v), b_w, input_precision=DOT)

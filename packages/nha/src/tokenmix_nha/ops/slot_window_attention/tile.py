@@ -92,29 +92,40 @@ def enter_weight(b_f):
 
 
 @triton.jit
-def gate_factors(p_g, b_g, entering, LEVEL: tl.constexpr, LEVELS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr):
-    """Row and column factors `[BT, M]` of `exp2(G_t − G_j)` for the pairs of a level.
-
-    `b_g` is the tile at `p_g`, or zeros unless `entering`.
-    """
-    o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
-    if LEVEL < LEVELS:
-        HALF: tl.constexpr = BT >> (LEVEL + 1)
-        o_ref = o_r // (2 * HALF) * (2 * HALF) + HALF - 1
-    else:
-        o_ref = o_r // 8 * 8 + 3
-    b_d = b_g - tl.load(p_g + o_ref[:, None] * M + o_m[None, :], mask=entering, other=0.0)
-    if LEVEL < LEVELS:
-        return tl.exp2(tl.minimum(b_d, 0.0)), tl.exp2(tl.minimum(-b_d, 0.0))
-    else:
-        return tl.exp2(b_d), tl.exp2(-b_d)
+def anew(p, level, levels):
+    """`p`, by an address that the compiler takes to depend on the level: tiles are then read from the first cache for every
+    level, where it would otherwise hold them in registers that the loop needs."""
+    return p + level // (levels + 1)
 
 
 @triton.jit
-def level_pairs(o_t, o_j, LEVEL: tl.constexpr, LEVELS: tl.constexpr, BT: tl.constexpr):
-    """Which pairs of a query's row and an entering token's belong to a level, for shapes that broadcast."""
-    if LEVEL < LEVELS:
-        HALF: tl.constexpr = BT >> (LEVEL + 1)
-        return (o_j // HALF % 2 == 0) & (o_t // HALF == o_j // HALF + 1)
-    else:
-        return (o_t // 8 == o_j // 8) & (o_t >= o_j)
+def row_factor(p_g, entering, level, levels, BT: tl.constexpr, M: tl.constexpr):
+    """Factors `[BT, M]` of the rows that see a level's pairs, and the log2 gates these are measured from.
+
+    Rows that belong to no pair of the level are kept finite; without entering tokens every factor is 1.
+    """
+    o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
+    half = (BT // 2) >> level
+    o_ref = (o_r & -(2 * half)) + half - 1
+    b_ref = tl.load(p_g + o_ref[:, None] * M + o_m[None, :], mask=entering, other=0.0)
+    b_d = load_tile(anew(p_g, level, levels), entering, BT, M) - b_ref
+    return tl.exp2(tl.minimum(b_d, tl.where(level == levels, 126.0, 0.0))), b_ref
+
+
+@triton.jit
+def column_factor(p_h, b_ref, entering, level, levels, BT: tl.constexpr, M: tl.constexpr):
+    """The tokens' side of the product, `exp2(ref + h)` with `h = log2(enter) − G`: what enters, weighted."""
+    o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
+    p_h = anew(p_h, level, levels) + o_r[:, None] * M + o_m[None, :]
+    b_h = tl.load(p_h, mask=entering, other=float("-inf"))
+    return tl.exp2(tl.minimum(b_ref + b_h, tl.where(level == levels, 126.0, 0.0)))
+
+
+@triton.jit
+def partners(o_t, level, levels, BT: tl.constexpr):
+    """The tokens `[low, high)` that row t forms a level's pairs with: the left half of its block for a row of the right
+    half, or, in blocks of eight, all tokens up to t."""
+    half = (BT // 2) >> level
+    low = o_t & -(2 * half)
+    high = tl.where((o_t & half) != 0, low + half, low)
+    return low, tl.where(level == levels, o_t + 1, high)
