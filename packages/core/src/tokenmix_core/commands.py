@@ -20,9 +20,9 @@ import tokenmix_core.modeling
 from tokenmix_core.corpora import prepare as corpora
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
+from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import SUITES, check_suites, evaluate
 from tokenmix_core.modeling.mixer import known_mixers
-from tokenmix_core.training import trainer
 from tokenmix_core.training.recipe import Recipe, overridden
 
 RECIPES = "tokenmix_core.recipes:RECIPES"
@@ -69,6 +69,9 @@ class Context:
 
 def train(args: argparse.Namespace, context: Context) -> int:
     """Run a recipe, then its evaluations."""
+    from tokenmix_core.training import trainer
+    from tokenmix_core.training.callbacks import read_metrics
+
     recipe = overridden(context.recipe(args.recipe), args.rest, args.config)
     names = [] if args.no_eval else list(recipe.run.evaluations)
     if recipe.run.sample_prompt and not args.no_eval and "samples" not in names:
@@ -82,6 +85,8 @@ def train(args: argparse.Namespace, context: Context) -> int:
         print(f"stopped at step {result.step}; go on with: {args.parser.prog} {args.recipe} --out {out} --resume")
         return 130
     print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
+    log = read_metrics(out / trainer.METRICS)
+    write_result(training_result(log, recipe.optimizer.batch_tokens), out / "evaluation")
     if names:
         model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
         evaluate(model, tokenizer, names, options_of(recipe), out=out / "evaluation", suites=context.suites)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import sys
@@ -45,6 +46,8 @@ def run_tasks(
         ValueError: a task that cannot be set up; for data that is neither here nor reachable, what is to be fetched.
     """
     require("lm_eval", "eval")
+    # what it says of every task is not for whoever runs a suite
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from tokenmix_core.extras import require
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
+# what stands for characters that would break a table
+_SHOWN = {"\n": "⏎", "\t": "⇥", "\r": ""}
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -61,7 +64,7 @@ def _cell(value: Any) -> str:
             return f"{value:.3e}"
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, str):
-        return value.replace("|", "\\|").replace("\r", "").replace("\n", "⏎")
+        return "".join(c if c.isprintable() else _SHOWN.get(c, "·") for c in value).replace("|", "\\|")
     return (
         f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000 else str(value)
     )
@@ -123,6 +126,33 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
 def _plot_paths(result: SuiteResult, folder: Path) -> list[Path]:
     count = len(result["plots"])
     return [folder / f"{result['suite']}{f'-{i + 1}' if count > 1 else ''}.png" for i in range(count)]
+
+
+def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> SuiteResult:
+    """A run's log as a result: where it began and ended, its speed, and the loss curve.
+
+    Args:
+        metrics: the lines of the log, of which those with `step` and `loss` count.
+        tokens_per_step: tokens of an optimizer step.
+    """
+    lines = [line for line in metrics if "step" in line and "loss" in line]
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    tokens, losses = [line["step"] * tokens_per_step for line in lines], [line["loss"] for line in lines]
+    rows = [
+        {"step": line["step"], "tokens": n, "training loss": line["loss"], "grad norm": line.get("grad_norm")}
+        for line, n in zip(lines, tokens, strict=True)
+    ]
+    plot: Plot = {
+        "title": "Training",
+        "x": "tokens",
+        "y": "loss (nats a token)",
+        "log_x": False,
+        "log_y": False,
+        "series": {"training loss": (tokens, losses)},
+    }
+    settings = {"tokens per second": statistics.median(speeds)} if speeds else {}
+    ends = [rows[i] for i in sorted({0, len(rows) // 2, len(rows) - 1})] if rows else []
+    return {"suite": "training", "settings": settings, "rows": ends, "plots": [plot]}
 
 
 def write_report(folder: Path) -> Path:

@@ -96,12 +96,15 @@ def _longbench_ranges(task: str, samples: list[dict[str, Any]], metric: str) -> 
     for low, high in _LONGBENCH_RANGES:
         values = [float(s[metric]) for s in samples if low <= s["doc"]["length"] < high]
         if values:
-            name = (
-                f"{metric}, {low // 1000}k-{high // 1000}k words"
-                if high < sys.maxsize
-                else f"{metric}, {low // 1000}k words on"
+            span = f"{low // 1000}k-{high // 1000}k" if high < sys.maxsize else f"from {low // 1000}k"
+            rows.append(
+                {
+                    "task": task,
+                    "metric": f"{metric}, {span} words",
+                    "value": sum(values) / len(values),
+                    "examples": len(values),
+                }
             )
-            rows.append({"task": task, "metric": name, "value": sum(values) / len(values), "examples": len(values)})
     return rows
 
 

@@ -1,0 +1,136 @@
+"""Recall scores: a model that recalls scores one, a model that does not scores what chance gives."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenmix_core.evaluation.options import EvalOptions
+from tokenmix_core.evaluation.perplexity import token_losses
+from tokenmix_core.evaluation.recall import answer_loss, generate_text, mqar_suite, niah_suite, score_niah, score_recall
+from tokenmix_core.synthetic import mqar, niah
+
+
+class Fake:
+    """What the measurements need of a model."""
+
+    device = torch.device("cpu")
+    training = False
+
+    def __init__(self, vocab_size=264):
+        self.vocab_size = vocab_size
+
+    def get_output_embeddings(self):
+        return SimpleNamespace(weight=torch.zeros(self.vocab_size, 1))
+
+
+class Induction(Fake):
+    """Predicts what followed the first occurrence of the current token."""
+
+    def __call__(self, input_ids, use_cache=None):
+        first = (input_ids[:, :, None] == input_ids[:, None, :]).int().argmax(-1)
+        following = input_ids.gather(1, (first + 1).clamp(max=input_ids.shape[1] - 1))
+        return SimpleNamespace(logits=10.0 * torch.nn.functional.one_hot(following, self.vocab_size))
+
+
+class Reader(Fake):
+    """Answers with the number or uuid of the needle, changed by `garble`."""
+
+    def __init__(self, tokenizer, garble=lambda answer: answer):
+        super().__init__()
+        self.tokenizer, self.garble = tokenizer, garble
+
+    def __call__(self, input_ids, use_cache=None, logits_to_keep=0):
+        return SimpleNamespace(logits=torch.zeros(*input_ids[:, -logits_to_keep:].shape, self.vocab_size))
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, **_):
+        rows = []
+        for row, mask in zip(input_ids, attention_mask, strict=True):
+            prompt = self.tokenizer.decode(row[mask.bool()])
+            answer = self.garble(re.search(r"is: (\S+)\.", prompt).group(1))
+            said = self.tokenizer(" " + answer + ".")["input_ids"][:max_new_tokens]
+            rows.append(row.tolist() + said + [self.tokenizer.pad_token_id] * (max_new_tokens - len(said)))
+        return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("pairs", [1, 8])
+def test_induction_solves_mqar(pairs):
+    accuracy, loss = score_recall(Induction(), mqar(10, seq_len=64, num_pairs=pairs, vocab_size=200), batch_size=3)
+    assert accuracy == 1
+    assert loss < 0.05
+
+
+def test_a_uniform_model_has_the_loss_of_its_vocabulary(llama):
+    examples = mqar(20, seq_len=64, num_pairs=8, vocab_size=200)
+    accuracy, loss = score_recall(llama, examples, batch_size=7)
+    assert accuracy < 0.1
+    assert abs(loss - torch.tensor(264.0).log()) < 0.2
+
+
+def test_scores_do_not_depend_on_the_batch_size(model):
+    examples = mqar(7, seq_len=48, num_pairs=4, vocab_size=264)
+    assert score_recall(model, examples, batch_size=2) == pytest.approx(score_recall(model, examples, batch_size=7))
+
+
+def test_tokens_outside_the_vocabulary_are_refused(llama):
+    with pytest.raises(ValueError, match="vocabulary of 264"):
+        score_recall(llama, mqar(1, vocab_size=8192))
+
+
+def test_mqar_suite_measures_every_size_that_fits():
+    result = mqar_suite(Induction(), None, EvalOptions(lengths=(64, 32), limit=3, progress=False))
+    assert [row["task"] for row in result["rows"]] == [
+        *("mqar-64-4", "mqar-64-8", "mqar-64-16"),
+        *("mqar-32-4", "mqar-32-8"),
+    ]
+    assert all(row["accuracy"] == 1 for row in result["rows"])
+    assert result["plots"][0]["series"] == {"64 tokens": ([4, 8, 16], [1, 1, 1]), "32 tokens": ([4, 8], [1, 1])}
+    chosen = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=3, tasks=("mqar-64-8",), progress=False))
+    assert chosen["rows"] == [row for row in result["rows"] if row["task"] == "mqar-64-8"]
+
+
+def test_mqar_suite_takes_the_vocabulary_it_is_given():
+    result = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=1, vocab_size=20, progress=False))
+    # 10 keys at most, so 16 pairs do not fit
+    assert [row["pairs"] for row in result["rows"]] == [4, 8]
+    assert result["settings"]["chance"] == 0.1
+
+
+def test_niah_finds_what_a_reader_says(tokenizer, text_file):
+    options = EvalOptions(lengths=(700, 500), limit=4, batch_size=3, text=text_file, progress=False)
+    result = niah_suite(Reader(tokenizer), tokenizer, options)
+    assert [(row["task"], row["length"]) for row in result["rows"]] == [
+        (f"s-niah-{i}", length) for i in (1, 2, 3) for length in (500, 700)
+    ]
+    assert all(row["accuracy"] == 1 for row in result["rows"])
+    # uniform logits
+    assert result["rows"][0]["answer loss"] == pytest.approx(torch.tensor(264.0).log().item(), rel=1e-5)
+    by_length, by_depth = result["plots"]
+    assert by_length["series"]["s-niah-2"] == ([500, 700], [1, 1])
+    depths, accuracies = by_depth["series"]["s-niah-2"]
+    assert 0 < depths[0] < 0.3
+    assert depths[-1] > 0.8
+    assert set(accuracies) == {1}
+
+
+def test_niah_counts_only_right_answers(tokenizer):
+    def wrong_for_even(answer):
+        return answer if int(answer) % 2 else answer[::-1]
+
+    examples = [niah("s-niah-1", max_tokens=500, count_tokens=len, depth=0.5, index=i) for i in range(12)]
+    scores = score_niah(Reader(tokenizer, wrong_for_even), tokenizer, examples, batch_size=5)
+    assert [score.found for score in scores] == [int(e.answer) % 2 == 1 for e in examples]
+    assert 0 < sum(score.found for score in scores) < 12
+
+
+def test_generation_does_not_depend_on_the_batch(model, tokenizer):
+    prompts = ["a", "a much longer prompt than the first", "middling"]
+    together = generate_text(model, tokenizer, prompts, max_new_tokens=8)
+    assert together == [generate_text(model, tokenizer, [p], max_new_tokens=8)[0] for p in prompts]
+
+
+def test_answer_loss_is_the_mean_loss_of_the_answers_tokens(model, tokenizer):
+    example = niah("s-niah-1", max_tokens=450, count_tokens=len, depth=0.5)
+    ids = tokenizer(f"{example.context}{example.question} {example.answer}", return_tensors="pt")["input_ids"]
+    expected = token_losses(model, ids)[0, -len(example.answer) - 1 :].mean()
+    assert answer_loss(model, tokenizer, example) == pytest.approx(float(expected), rel=1e-4)

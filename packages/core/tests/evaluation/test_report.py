@@ -1,0 +1,93 @@
+"""Results on disk are whole, say what was measured, and do not need a plotting library."""
+
+import json
+import sys
+
+import pytest
+from tokenmix_core.evaluation.report import format_table, training_result, write_atomically, write_report, write_result
+
+
+def result(suite="demo", plots=1):
+    curve = {"title": "A|B", "x": "t", "y": "v", "log_x": True, "log_y": False, "series": {"m": ([1, 2], [3.0, 4.0])}}
+    rows = [{"task": "one", "value": 0.5}, {"task": "two\nlines | bar", "value": 123456.0, "extra": 20000}]
+    return {"suite": suite, "settings": {"seed": 0}, "rows": rows, "plots": [curve] * plots}
+
+
+def test_table_has_a_column_for_each_key_and_equally_wide_lines():
+    lines = format_table(result()["rows"]).splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["task", "value", "extra"]
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["|", "one", "|", "0.5", "|", "-", "|"]
+    # a cell cannot break the table
+    assert "two⏎lines \\| bar" in lines[3]
+    assert "123,456" in lines[3]
+    assert "20,000" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"),
+        (1e-9, "1.000e-09"),
+        (0.0, "0"),
+        (12, "12"),
+        (3e9, "3.000e+09"),
+        (float("nan"), "nan"),
+        (True, "True"),
+    ],
+)
+def test_numbers_are_shown_shortly(value, shown):
+    assert format_table([{"x": value}]).splitlines()[-1].strip("| ") == shown
+
+
+@pytest.mark.parametrize("plots", [0, 1, 2])
+def test_a_result_comes_back_from_its_json_beside_its_plots(tmp_path, plots):
+    pytest.importorskip("matplotlib")
+    files = write_result(result(plots=plots), tmp_path / "new" / "folder")
+    names = {0: [], 1: ["demo.png"], 2: ["demo-1.png", "demo-2.png"]}[plots]
+    assert [f.name for f in files] == ["demo.json", *names, "report.md"]
+    assert {f.name for f in files} == {f.name for f in (tmp_path / "new" / "folder").iterdir()}
+    read = json.loads(files[0].read_text())
+    assert read == json.loads(json.dumps(result(plots=plots)))
+    assert all(f.read_bytes().startswith(b"\x89PNG") for f in files[1:-1])
+    assert all(f"({name})" in files[-1].read_text() for name in names)
+
+
+def test_without_matplotlib_all_but_the_plots_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files = write_result(result(), tmp_path)
+    assert [f.name for f in files] == ["demo.json", "report.md"]
+    assert "pip install 'tokenmix-core[plots]'" in capsys.readouterr().err
+
+
+def test_report_holds_every_result_of_the_folder_and_nothing_else(tmp_path):
+    write_result(result("first", plots=0), tmp_path)
+    (tmp_path / "foreign.json").write_text("[1, 2]")
+    (tmp_path / "config.json").write_text('{"rows": []}')
+    write_result(result("second", plots=0), tmp_path)
+    text = write_report(tmp_path).read_text()
+    assert [line for line in text.splitlines() if line.startswith("#")] == ["# Evaluation", "## first", "## second"]
+    assert "seed: 0" in text
+
+
+def test_a_failing_writer_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "file.txt"
+    write_atomically(path, lambda p: p.write_text("old"))
+
+    def fail(p):
+        p.write_text("half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_training_log_becomes_a_curve_over_tokens():
+    log = [{"step": s, "loss": 5.0 - s, "tokens_per_second": 10.0 * s} for s in (1, 2, 3, 4)]
+    made = training_result([*log, {"step": 4, "train_runtime": 1.0}], 100)
+    assert made["plots"][0]["series"]["training loss"] == ([100, 200, 300, 400], [4.0, 3.0, 2.0, 1.0])
+    assert [row["step"] for row in made["rows"]] == [1, 3, 4]
+    assert made["settings"]["tokens per second"] == 25
+    assert training_result([], 100)["rows"] == []
