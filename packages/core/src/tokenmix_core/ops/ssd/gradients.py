@@ -189,7 +189,7 @@ def ssd_group_gradients_kernel(
     p_k = k + begin * stride_k + i_g * K
     b_dq = tl.zeros([BK, BT], tl.float32)
     b_dk = tl.zeros([BK, BT], tl.float32)
-    for i_h in range(i_b * heads, i_b * heads + heads):
+    for i_h in tl.range(i_b * heads, i_b * heads + heads, disable_licm=True):
         p_v = v + begin * stride_v + i_h * V
         p_do = do + begin * stride_do + i_h * V
         p_g = begin * HV + i_h + tl.arange(0, BT) * HV

@@ -166,7 +166,7 @@ def segment_states(x, y, g, scale, initial, cu_seqlens, segment, reverse, config
     states = torch.empty(spans, HV, K, V, dtype=torch.float32, device=y.device)
     totals = torch.empty(spans, HV, dtype=torch.float32, device=y.device)
     final = torch.empty(N, HV, K, V, dtype=torch.float32, device=y.device)
-    BK, BV = min(K, config.BK), min(V, config.BV)
+    BK, BV = config.BK, config.BV
     segment_states_kernel[(spans * HV * (K // BK) * (V // BV),)](
         x, y, g, states, totals, cu_seqlens, x.stride(1), y.stride(1), scale, T, N, G, HV, segment,
         K, V, config.BT, BK, BV, reverse, cu_seqlens is not None,
@@ -194,7 +194,7 @@ def border_states(q, k, v, do, g, scale, before, after, cu_seqlens, segment, con
     states = torch.empty(2, chunks, HV, K, V, dtype=v.dtype, device=v.device)
     initial_gradient = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
     spans = len(after) if segment else N
-    BK, BV = min(K, config.BK), min(V, config.BV)
+    BK, BV = config.BK, config.BV
     border_states_kernel[(spans * HV * (K // BK) * (V // BV), 2)](
         q, k, v, do, g, before, after, states[0], states[1], initial_gradient, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV, segment,

@@ -1,0 +1,54 @@
+"""An operation's kernels against its eager reference: values, and gradients of every tensor argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.testing.closeness import assert_within
+
+Inputs = Mapping[str, Tensor]
+
+
+def upstream_like(outputs: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Random gradients for the outputs, each in its output's dtype."""
+    generator = torch.Generator(next(iter(outputs.values())).device).manual_seed(seed)
+    return {
+        name: torch.randn(x.shape, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype)
+        for name, x in outputs.items()
+    }
+
+
+def values_and_gradients(
+    function: Callable, inputs: Inputs, upstream: Mapping[str, Tensor] | None = None, *, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs by name with the gradients of all inputs as `d<name>`, and the upstream gradients used.
+
+    `function` takes the inputs by name and returns a named tuple; `dtype` converts inputs and upstream gradients first.
+    """
+    leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
+    outputs = function(**leaves)._asdict()
+    upstream = upstream or upstream_like(outputs)
+    into = [upstream[name].to(x.dtype) for name, x in outputs.items()]
+    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), into)
+    return outputs | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}, upstream
+
+
+def assert_agrees(
+    function: Callable, reference: Callable, inputs: Inputs, *, baseline: Callable | None = None, factor: float = 2.0
+) -> None:
+    """Assert that `function` errs, in every value and gradient, at most `factor` times as much as the eager reference.
+
+    Errors are against `reference` in float64; `baseline` (default: `reference`) is run in the inputs' own dtype. Results
+    kept in float32 are held to the rounding of the inputs' dtype, with which they are computed.
+    """
+    got, upstream = values_and_gradients(function, inputs)
+    exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)
+    eager, _ = values_and_gradients(baseline or reference, inputs, upstream)
+    # half the spacing of the coarsest dtype is one rounding; float32 sums of 64 decays round some ten times
+    coarsest = max(torch.finfo(x.dtype).eps for x in inputs.values())
+    floor = 10 * coarsest if coarsest < 1e-5 else coarsest / 2
+    for name, x in got.items():
+        assert_within(name, x, exact[name], eager[name], factor=factor, floor=floor)
