@@ -30,3 +30,30 @@ def store_vector(p_vector, b_x, stride, rows, BT: tl.constexpr):
     """Store `[BT]` values that lie `stride` elements apart, up to element `rows`."""
     o_t = tl.arange(0, BT)
     tl.store(p_vector + o_t * stride, b_x.to(p_vector.dtype.element_ty), mask=o_t < rows)
+
+
+@triton.jit
+def inverse_norm(b_x, DOT: tl.constexpr):
+    """(Σ x² + 1e−6)^−½ of each row of a tile `[BT, K]`.
+
+    The sums are the diagonal of X Xᵀ: an operand of other products is not brought into registers again.
+    """
+    b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=DOT)
+    o_t = tl.arange(0, b_x.shape[0])
+    return tl.rsqrt(tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_xx, 0.0), 1) + 1e-6)
+
+
+@triton.jit
+def column(b_x, INDEX: tl.constexpr):
+    """Column INDEX of a tile `[BT, 4]`.
+
+    Vectors that scale rows and columns of products are kept side by side in memory: a tile of them is loaded once, while
+    single vectors would be loaded anew, element by element, in every layout they are used in.
+    """
+    return tl.sum(tl.where(tl.arange(0, 4)[None, :] == INDEX, b_x, 0.0), 1)
+
+
+@triton.jit
+def last_of(b_x, rows, BT: tl.constexpr):
+    """The element of `b_x [BT]` at the last of `rows` tokens."""
+    return tl.sum(tl.where(tl.arange(0, BT) == tl.minimum(rows, BT) - 1, b_x, 0.0), 0)

@@ -26,8 +26,8 @@ def chunk_op(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final states, and what the backward pass needs: Ã, b and the keys' inverse norms."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, final states, and what the backward pass needs: Ã and the gates, as `prepare` gives them."""
     return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
 
 
@@ -41,8 +41,7 @@ def backward_op(
     g: Tensor,
     beta: Tensor,
     inverse: Tensor,
-    b: Tensor,
-    rstd: Tensor,
+    gates: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -50,7 +49,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
     return _chunk_backward(
-        do, dfinal_state, q, k, v, g, beta, inverse, b, rstd, initial_state, cu_seqlens, scale, qk_l2norm
+        do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm
     )
 
 
@@ -132,24 +131,20 @@ def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
     terms = prepare(k, g, beta, cu_seqlens, qk_l2norm)
-    o, final_state = forward(
-        q, k, v, beta, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=False
-    )
+    o, final_state = forward(q, k, v, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=False)
     return o, final_state, *terms
 
 
-def _chunk_backward(
-    do, dfinal_state, q, k, v, g, beta, inverse, b, rstd, initial_state, cu_seqlens, scale, qk_l2norm
-):
+def _chunk_backward(do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
-    terms = (inverse, b, rstd)
+    terms = (inverse, gates)
     dv, dstates, dinitial_state = backward_state(
-        q, k, beta, *terms, do, dfinal_state, cu_seqlens, scale, qk_l2norm, v, initial_state is not None
+        q, k, *terms, do, dfinal_state, cu_seqlens, scale, qk_l2norm, v, initial_state is not None
     )
-    residual, states = forward(q, k, v, beta, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=True)
+    residual, states = forward(q, k, v, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=True)
     dq, dk, dg, dbeta = backward_chunk(
-        q, k, g, beta, b, rstd, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm
+        q, k, g, beta, gates, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm
     )
     return dq, dk, dv, dg, dbeta, dinitial_state
 
@@ -205,13 +200,12 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
         torch.empty_like(v, memory_format=torch.contiguous_format),
         q.new_empty(sequences(q, cu_seqlens), HV, K, V, dtype=torch.float32),
         k.new_empty(B, T, HV, CHUNK),
-        k.new_empty(HV, B * T, dtype=torch.float32),
-        k.new_empty(H if qk_l2norm else 0, B * T, dtype=torch.float32),
+        k.new_empty(HV, B * T, 4, dtype=torch.float32),
     )
 
 
 @backward_op.register_fake
-def _(do, dfinal_state, q, k, v, g, beta, inverse, b, rstd, initial_state, cu_seqlens, scale, qk_l2norm):
+def _(do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm):
     dinitial_state = q.new_empty(
         0 if initial_state is None else sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1],
         dtype=torch.float32,

@@ -8,13 +8,13 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import causal_decay_transposed
-from tokenmix_core.tile.memory import load_rows, load_vector, store_rows
+from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
 
 
 @triton.jit
 def backward_state_kernel(
-    q, k, beta, inverse, b, rstd, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,
+    q, k, inverse, gates, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,
     scale, T, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -41,18 +41,15 @@ def backward_state_kernel(
         b_k = load_rows(k + o_qk, H * K, rows, BT, K)
         b_q = load_rows(q + o_qk, H * K, rows, BT, K)
         b_a = load_rows(inverse + (first * HV + i_hv) * BT, HV * BT, rows, BT, BT)
-        p_b = b + i_hv.to(tl.int64) * tokens + first
-        b_last = tl.load(p_b + tl.minimum(rows, BT) - 1)
-        b_b = tl.load(p_b + o_t, mask=o_t < rows, other=0.0)
+        p_gates = gates + (i_hv.to(tl.int64) * tokens + first) * 4
+        b_gates = load_rows(p_gates, 4, rows, BT, 4)
+        b_b = column(b_gates, 0)
+        b_last = last_of(b_b, rows, BT)
         b_b = tl.where(o_t < rows, b_b, b_last)
-        b_w = load_vector(beta + first * HV + i_hv, HV, rows, BT)
+        b_w, r_k = column(b_gates, 1), column(b_gates, 2)
         r_q = tl.zeros([BT], tl.float32) + scale
-        r_k = tl.zeros([BT], tl.float32) + 1.0
         if L2NORM:
-            r_k = load_vector(rstd + (i_hv // group).to(tl.int64) * tokens + first, 1, rows, BT)
-            b_square = b_q.to(tl.float32)
-            r_q *= tl.rsqrt(tl.sum(b_square * b_square, 1) + 1e-6)
-            b_w *= r_k
+            r_q *= inverse_norm(b_q, DOT)
         b_dh = b_ds.to(k.dtype.element_ty)
         p_ds = dstates + ((slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv) * K * V
         tl.store(p_ds + p_tile, b_dh)
@@ -83,10 +80,8 @@ def backward_state_kernel(
 def backward_state(
     q: Tensor,
     k: Tensor,
-    beta: Tensor,
     inverse: Tensor,
-    b: Tensor,
-    rstd: Tensor,
+    gates: Tensor,
     do: Tensor | None,
     dfinal_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -104,7 +99,8 @@ def backward_state(
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     backward_state_kernel[(N * HV * (V // launch.BV),)](
-        q, k, beta, inverse, b, rstd, cu_seqlens, dv if do is None else do, b if dfinal_state is None else dfinal_state,
+        q, k, inverse, gates, cu_seqlens, dv if do is None else do,
+        gates if dfinal_state is None else dfinal_state,
         dv, dstates, dinitial_state, scale, T, H, HV // H, B * T,
         K, V, CHUNK, launch.BV, do is not None, dfinal_state is not None, initial, qk_l2norm, cu_seqlens is not None,
         dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,

@@ -8,13 +8,13 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import causal_decay
-from tokenmix_core.tile.memory import load_rows, load_vector, store_rows
+from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, beta, inverse, b, rstd, initial_state, cu_seqlens, o, final_state, states, residual,
+    q, k, v, inverse, gates, initial_state, cu_seqlens, o, final_state, states, residual,
     scale, T, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -32,9 +32,7 @@ def forward_kernel(
     p_v, p_o = v + (begin * HV + i_hv) * V + i_v * BV, o + (begin * HV + i_hv) * V + i_v * BV
     p_r = residual + (begin * HV + i_hv) * V + i_v * BV
     p_a = inverse + (begin * HV + i_hv) * BT
-    p_beta = beta + begin * HV + i_hv
-    p_b = b + i_hv.to(tl.int64) * tokens + begin
-    p_rstd = rstd + (i_hv // group).to(tl.int64) * tokens + begin
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
     p_s = states + (slot.to(tl.int64) * HV + i_hv) * K * V
 
     if INITIAL:
@@ -48,39 +46,32 @@ def forward_kernel(
         b_v = load_rows(p_v, HV * V, rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, rows, BT, BT)
         # past the end b stays at its last value, so that no difference is positive
-        b_last = tl.load(p_b + tl.minimum(rows, BT) - 1)
-        b_b = tl.load(p_b + o_t, mask=o_t < rows, other=0.0)
+        b_gates = load_rows(p_gates, 4, rows, BT, 4)
+        b_b = column(b_gates, 0)
+        b_last = last_of(b_b, rows, BT)
         b_b = tl.where(o_t < rows, b_b, b_last)
-        b_w = load_vector(p_beta, HV, rows, BT)
-        if L2NORM:
-            r_k = load_vector(p_rstd, 1, rows, BT)
-            b_w *= r_k
+        b_w, r_k = column(b_gates, 1), column(b_gates, 2)
         b_h = b_s.to(k.dtype.element_ty)
         if SAVE:
             tl.store(p_s + p_tile, b_h)
 
         # R = Ã (V − γ ⊙ K S)
-        b_seen = tl.dot(b_k, b_h, input_precision=DOT)
-        if L2NORM:
-            b_seen *= (tl.exp2(b_b) * r_k)[:, None]
-        else:
-            b_seen *= tl.exp2(b_b)[:, None]
-        b_r = tl.dot(b_a, (b_v.to(tl.float32) - b_seen).to(k.dtype.element_ty), input_precision=DOT)
+        b_y = tl.dot(b_k, b_h, input_precision=DOT) * -(tl.exp2(b_b) * r_k)[:, None] + b_v.to(tl.float32)
+        if OUTPUT:
+            b_q = load_rows(p_q, H * K, rows, BT, K)
+            b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
+        b_r = tl.dot(b_a, b_y.to(k.dtype.element_ty), input_precision=DOT)
         if SAVE:
             store_rows(p_r, b_r, HV * V, rows, BT, BV)
 
         if OUTPUT:
             # O = scale (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β)
-            b_q = load_rows(p_q, H * K, rows, BT, K)
             b_p = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
             b_p *= causal_decay(b_b, b_b, o_t, o_t) * b_w[None, :]
-            b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
-            b_o += tl.dot(b_p.to(k.dtype.element_ty), b_r.to(k.dtype.element_ty), input_precision=DOT)
-            r_q = tl.zeros([BT], tl.float32) + scale
+            b_o = tl.dot(b_p.to(k.dtype.element_ty), b_r.to(k.dtype.element_ty), b_o, input_precision=DOT)
             if L2NORM:
-                b_square = b_q.to(tl.float32)
-                r_q *= tl.rsqrt(tl.sum(b_square * b_square, 1) + 1e-6)
-            store_rows(p_o, b_o * r_q[:, None], HV * V, rows, BT, BV)
+                b_o *= inverse_norm(b_q, DOT)[:, None]
+            store_rows(p_o, b_o * scale, HV * V, rows, BT, BV)
 
         # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
         b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[:, None]).to(k.dtype.element_ty)
@@ -92,9 +83,7 @@ def forward_kernel(
         p_o += BT * HV * V
         p_r += BT * HV * V
         p_a += BT * HV * BT
-        p_beta += BT * HV
-        p_b += BT
-        p_rstd += BT
+        p_gates += BT * 4
         p_s += HV * K * V
 
     if OUTPUT:
@@ -105,10 +94,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
     inverse: Tensor,
-    b: Tensor,
-    rstd: Tensor,
+    gates: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -128,7 +115,7 @@ def forward(
     launch = tuning.gated_delta_rule("states" if save else "forward", K, V, q.element_size(), N * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     forward_kernel[(N * HV * (V // launch.BV),)](
-        q, k, v, beta, inverse, b, rstd, b if initial_state is None else initial_state, cu_seqlens, out, states,
+        q, k, v, inverse, gates, gates if initial_state is None else initial_state, cu_seqlens, out, states,
         states, out, scale, T, H, HV // H, B * T,
         K, V, CHUNK, launch.BV, not save, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
         dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,

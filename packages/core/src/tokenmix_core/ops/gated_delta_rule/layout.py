@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.common import interpreting
 
 CHUNK = 64
 
@@ -19,5 +20,10 @@ def chunk_slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def dot_precision(x: Tensor) -> str:
-    """float32 inputs are multiplied to nearly float32's precision; for others the argument has no effect."""
-    return "tf32x3" if x.element_size() == 4 else "tf32"
+    """float32 inputs are multiplied to float32's precision; for others the argument of `tl.dot` has no effect."""
+    return ("ieee" if interpreting() else "bf16x6") if x.element_size() == 4 else "tf32"
+
+
+def solve_precision(x: Tensor) -> str:
+    """The inverse amplifies rounding where keys repeat, so its products are finer than the inputs."""
+    return dot_precision(x) if x.element_size() == 4 or interpreting() else "bf16x3"

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences, solve_precision
 from tokenmix_core.tile.decay import load_decay
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.tile.sequences import locate_chunk
@@ -14,13 +14,17 @@ from tokenmix_core.tile.solve import inverse_64
 
 
 @triton.jit
-def gates(p_g, p_beta, p_b, stride, rows, before):
-    """β and cumulative decay of 16 tokens; stores the latter and returns its end, from which the next 16 go on."""
+def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
+    """Cumulative decay b and w = β r of 16 tokens; stores (b, w, r, β) and returns b's end, from which the next 16 go on."""
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
     b_b = tl.cumsum(b_g, 0) + before
-    store_vector(p_b, b_b, 1, rows, 16)
-    return b_b, load_vector(p_beta, stride, rows, 16), before + tl.sum(b_g, 0)
+    b_beta = load_vector(p_beta, stride, rows, 16)
+    store_vector(p_gates, b_b, 4, rows, 16)
+    store_vector(p_gates + 1, b_beta * r_k, 4, rows, 16)
+    store_vector(p_gates + 2, r_k, 4, rows, 16)
+    store_vector(p_gates + 3, b_beta, 4, rows, 16)
+    return b_b, b_beta * r_k, before + tl.sum(b_g, 0)
 
 
 @triton.jit
@@ -41,7 +45,7 @@ def squares(b_k):
 
 @triton.jit
 def prepare_kernel(
-    k, g, beta, cu_seqlens, inverse, b, rstd, T, N, H, group, tokens,
+    k, g, beta, cu_seqlens, inverse, gates, T, N, H, group, tokens,
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
@@ -81,20 +85,15 @@ def prepare_kernel(
     r_1, r_2, r_3 = r_0, r_0, r_0
     if L2NORM:
         r_0, r_1, r_2, r_3 = tl.rsqrt(n_0 + 1e-6), tl.rsqrt(n_1 + 1e-6), tl.rsqrt(n_2 + 1e-6), tl.rsqrt(n_3 + 1e-6)
-        p_rstd = rstd + i_h.to(tl.int64) * tokens + first
-        store_vector(p_rstd, r_0, 1, rows, 16)
-        store_vector(p_rstd + 16, r_1, 1, rows - 16, 16)
-        store_vector(p_rstd + 32, r_2, 1, rows - 32, 16)
-        store_vector(p_rstd + 48, r_3, 1, rows - 48, 16)
 
     for i_g in range(group):
         i_hv = i_h * group + i_g
-        p_g, p_beta, p_b = g + first * HV + i_hv, beta + first * HV + i_hv, b + i_hv.to(tl.int64) * tokens + first
-        b_0, w_0, end = gates(p_g, p_beta, p_b, HV, rows, 0.0)
-        b_1, w_1, end = gates(p_g + 16 * HV, p_beta + 16 * HV, p_b + 16, HV, rows - 16, end)
-        b_2, w_2, end = gates(p_g + 32 * HV, p_beta + 32 * HV, p_b + 32, HV, rows - 32, end)
-        b_3, w_3, end = gates(p_g + 48 * HV, p_beta + 48 * HV, p_b + 48, HV, rows - 48, end)
-        w_0, w_1, w_2, w_3 = w_0 * r_0, w_1 * r_1, w_2 * r_2, w_3 * r_3
+        p_g, p_beta = g + first * HV + i_hv, beta + first * HV + i_hv
+        p_gates = gates + (i_hv.to(tl.int64) * tokens + first) * 4
+        b_0, w_0, end = block_gates(p_g, p_beta, p_gates, HV, rows, 0.0, r_0)
+        b_1, w_1, end = block_gates(p_g + 16 * HV, p_beta + 16 * HV, p_gates + 64, HV, rows - 16, end, r_1)
+        b_2, w_2, end = block_gates(p_g + 32 * HV, p_beta + 32 * HV, p_gates + 128, HV, rows - 32, end, r_2)
+        b_3, w_3, end = block_gates(p_g + 48 * HV, p_beta + 48 * HV, p_gates + 192, HV, rows - 48, end, r_3)
         a_00, a_10, a_11, a_20, a_21, a_22, a_30, a_31, a_32, a_33 = inverse_64(
             system(k_00, b_0, b_0, r_0, w_0, True),
             system(k_10, b_1, b_0, r_1, w_0, False),
@@ -131,20 +130,16 @@ def prepare_kernel(
         store_rows(p_a + 48, a_33, s_a, rows - 48, 16, 16)
 
 
-def prepare(
-    k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ã `[B, T, HV, C]` in k's dtype, b `[HV, B · T]`, and the keys' inverse norms `[H, B · T]` (empty if not asked for)."""
+def prepare(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool) -> tuple[Tensor, Tensor]:
+    """Ã `[B, T, HV, C]` in k's dtype, and float32 `[HV, B · T, 4]`: b, β r, r and β, with r the keys' inverse norms."""
     B, T, H, K = k.shape
     HV = g.shape[2]
     inverse = k.new_empty(B, T, HV, CHUNK)
-    b = k.new_empty(HV, B * T, dtype=torch.float32)
-    rstd = k.new_empty(H if qk_l2norm else 0, B * T, dtype=torch.float32)
+    gates = k.new_empty(HV, B * T, 4, dtype=torch.float32)
     launch = tuning.gated_delta_rule("prepare", K, K, k.element_size(), B * HV)
-    wide = k.element_size() == 4
     prepare_kernel[(chunk_slots(k, cu_seqlens), H)](
-        k, g, beta, cu_seqlens, inverse, b, rstd, T, sequences(k, cu_seqlens), H, HV // H, B * T,
-        K, launch.BV, CHUNK, qk_l2norm, cu_seqlens is not None, dot_precision(k), "tf32x3" if wide else "bf16x3",
+        k, g, beta, cu_seqlens, inverse, gates, T, sequences(k, cu_seqlens), H, HV // H, B * T,
+        K, launch.BV, CHUNK, qk_l2norm, cu_seqlens is not None, dot_precision(k), solve_precision(k),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    return inverse, b, rstd
+    return inverse, gates

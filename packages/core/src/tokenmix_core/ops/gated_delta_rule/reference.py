@@ -111,9 +111,7 @@ def chunk_reference(
     lower = torch.ones(C, C, dtype=torch.bool, device=device).tril()
     decay = (b.unsqueeze(-1) - b.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp() * beta.unsqueeze(-2)
     system = (k @ k.mT * decay).tril(-1)
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([v, (gamma * k)], -1), upper=False, unitriangular=True
-    )
+    solved = torch.linalg.solve_triangular(system, torch.cat([v, (gamma * k)], -1), upper=False, unitriangular=True)
     fresh, seen = solved.split([V, K], -1)
     write = (k * rest * beta.unsqueeze(-1)).mT
     last = gamma[..., -1:, :]
@@ -135,7 +133,9 @@ def chunk_reference(
     if chunks:
         r, s = torch.cat(residual), torch.cat(entering)
         out = scale * (gamma * (q @ s) + (q @ k.mT * decay) @ r)
-        flat = out.new_zeros(B * T + 1, HV, V).index_copy(0, index.flatten(), out.flatten(1, 2).movedim(1, 2).flatten(0, 1))
+        flat = out.new_zeros(B * T + 1, HV, V).index_copy(
+            0, index.flatten(), out.flatten(1, 2).movedim(1, 2).flatten(0, 1)
+        )
         o = flat[:-1].view(B, T, HV, V)
     else:
         o = torch.zeros(B, T, HV, V, dtype=dtype, device=device)
