@@ -1,0 +1,263 @@
+import gzip
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from tokenmix_core.corpora import prepare as prepare_module
+from tokenmix_core.corpora.prepare import built_in_corpus, is_held_out, prepare
+from tokenmix_core.corpora.sources import Source, open_source, stdlib_source
+from tokenmix_core.corpora.token_file import TokenFile, TokenFileWriter
+from tokenmix_core.corpora.tokenizer import byte_tokenizer, tokenizer_fingerprint
+
+TEXTS = [f"document {i}: " + "ä\n" * (i * i % 97) for i in range(600)]
+EOS = byte_tokenizer().eos_token_id
+
+
+def documents(path, split="all"):
+    file = TokenFile(path, split)
+    assert all(file.document(i)[-1] == EOS for i in range(file.num_documents))
+    return [bytes(file.document(i)[:-1].astype(np.uint8)).decode() for i in range(file.num_documents)]
+
+
+def write(folder, kind):
+    folder.mkdir()
+    if kind == "text":
+        for i, text in enumerate(TEXTS):
+            (folder / f"{i:04}.txt").write_text(text, newline="")
+    elif kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[:300]) + "\n")
+        with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps({"text": t, "other": 1}) + "\n" for t in TEXTS[300:])
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_dict({"text": TEXTS})
+        if kind == "parquet":
+            data.to_parquet(folder / "a.parquet")
+        elif kind == "saved":
+            data.save_to_disk(folder)
+        else:
+            datasets.DatasetDict({"train": data}).save_to_disk(folder)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "saved", "saved splits"])
+def test_all_documents_of_a_source_come_back_in_order(kind, tmp_path):
+    write(tmp_path / "in", kind)
+    meta = prepare(str(tmp_path / "in"), tmp_path / "out", held_out=0, progress=False)
+    assert documents(tmp_path / "out") == TEXTS
+    assert (meta.documents, meta.held_out_documents) == (600, 0)
+    assert meta.tokens == sum(len(t.encode()) + 1 for t in TEXTS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_documents_are_held_out_by_their_text_alone(tmp_path):
+    source = Source({"corpus": "test"}, lambda n: iter((TEXTS + TEXTS[::-1])[n:]))
+    prepare(source, tmp_path / "out", held_out=0.2, progress=False)
+    train, held_out = (documents(tmp_path / "out", split) for split in ("train", "held_out"))
+    assert sorted(train + held_out) == sorted(TEXTS * 2)
+    assert not set(train) & set(held_out)
+    assert set(held_out) == {t for t in TEXTS if is_held_out(t, 0.2)}
+    assert 60 < len(set(held_out)) < 180
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("stops", [[300], [1, 256, 599], [0, 512, 513]])
+def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_module, "_BATCH_DOCUMENTS", 50)
+
+    def source(stop=None):
+        def read(skip):
+            asked.append(skip)
+            for i, text in enumerate(TEXTS[skip:], start=skip):
+                if i == stop:
+                    raise Killed
+                yield text
+
+        return Source({"corpus": "test"}, read, len(TEXTS))
+
+    asked = []
+    prepare(source(), tmp_path / "whole", held_out=0.1, progress=False)
+    for stop in stops:
+        with pytest.raises(Killed):
+            prepare(source(stop), tmp_path / "out", held_out=0.1, progress=False)
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(ValueError, match="no token file"):
+            TokenFile(tmp_path / "out")
+        # what a kill leaves after the last commit is cut off again
+        with open(tmp_path / "out.partial" / "train.tokens", "ab") as file:
+            file.write(b"torn")
+    prepare(source(), tmp_path / "out", held_out=0.1, progress=False)
+    assert asked[-1] >= stops[-1] - 50, "the last call began anew"
+    for name in ("tokens.bin", "documents.npy", "meta.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_partial_file_of_other_settings_or_in_use_is_refused(tmp_path):
+    writer = TokenFileWriter(tmp_path / "out", {"held_out": 0.1}, 259)
+    writer.append([[1, 2]], [False])
+    writer.commit(1)
+    with pytest.raises(ValueError, match="being written by another process"):
+        TokenFileWriter(tmp_path / "out", {"held_out": 0.1}, 259)
+    writer.close()
+    with pytest.raises(ValueError, match=r"held_out was 0.1 and is 0.2"):
+        TokenFileWriter(tmp_path / "out", {"held_out": 0.2}, 259)
+
+
+def test_max_tokens_stops_at_the_document_that_reaches_it(tmp_path):
+    write(tmp_path / "in", "text")
+    meta = prepare(str(tmp_path / "in"), tmp_path / "out", held_out=0, max_tokens=5000, progress=False)
+    kept = documents(tmp_path / "out")
+    assert kept == TEXTS[: len(kept)]
+    assert 5000 <= meta.tokens < 5000 + len(TEXTS[len(kept) - 1].encode()) + 1
+
+
+def test_large_vocabularies_take_four_bytes_a_token(tmp_path):
+    writer = TokenFileWriter(tmp_path / "out", {}, 100_000)
+    writer.append([[70_000, 99_999], [3]], [False, True])
+    meta = writer.finish(eos_token_id=3, tokenizer="test", fingerprint="f", source={})
+    assert meta.dtype == "<u4"
+    assert TokenFile(tmp_path / "out").tokens.tolist() == [70_000, 99_999]
+    assert TokenFile(tmp_path / "out", "held_out").tokens.tolist() == [3]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    prepare(Source({}, lambda n: iter(TEXTS[n:])), folder / "tokens", held_out=0.1, progress=False)
+    return folder / "tokens"
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _edit_meta(path, **changes):
+    content = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({k: v for k, v in {**content, **changes}.items() if v is not None}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda p: os.truncate(p / "tokens.bin", 1001), "tokens.bin is truncated: expected .* bytes, got 1001"),
+        (lambda p: (p / "tokens.bin").open("ab").write(b"x"), "tokens.bin is too long"),
+        (lambda p: _flip(p / "tokens.bin"), "tokens.bin is damaged: its sha256"),
+        (lambda p: _flip(p / "documents.npy"), "documents.npy is damaged"),
+        (lambda p: (p / "documents.npy").unlink(), "lacks documents.npy"),
+        (lambda p: (p / "meta.json").unlink(), "lacks meta.json"),
+        (lambda p: (p / "meta.json").write_text("{"), "meta.json is not valid JSON"),
+        (lambda p: (p / "meta.json").write_text("[]"), "must have format 'tokenmix-tokens-1', got 'list'"),
+        (lambda p: _edit_meta(p, format="other"), "got 'other'"),
+        (lambda p: _edit_meta(p, dtype=None), "meta.json does not hold what"),
+        (lambda p: shutil.rmtree(p), "is no token file"),
+    ],
+)
+def test_a_damaged_token_file_is_refused_with_its_reason(damage, told, good, tmp_path):
+    TokenFile(good)
+    shutil.copytree(good, tmp_path / "copy")
+    damage(tmp_path / "copy")
+    with pytest.raises(ValueError, match=told):
+        TokenFile(tmp_path / "copy")
+
+
+def test_a_token_file_of_another_tokenizer_is_refused(good):
+    TokenFile(good, fingerprint=tokenizer_fingerprint(byte_tokenizer()))
+    with pytest.raises(ValueError, match=r"was prepared with the tokenizer 'bytes' .* not the one expected"):
+        TokenFile(good, fingerprint="another")
+
+
+def test_borders_are_where_documents_begin_inside_a_range(good):
+    file = TokenFile(good)
+    starts = {int(x) for x in file.documents}
+    for start in (0, 7, int(file.documents[5]), len(file) - 50):
+        stop = min(start + 300, len(file))
+        expected = [at - start for at in range(start + 1, stop) if at in starts]
+        assert file.borders(start, stop).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"source": "./nowhere"}, "does not exist"),
+        ({"source": "missing.jsonl"}, "does not exist"),
+        ({"source": "{in}/empty"}, "holds nothing to read"),
+        ({"source": "{in}/bad.jsonl"}, "bad.jsonl, line 2: not valid JSON"),
+        ({"source": "{in}/field.jsonl"}, r"field.jsonl, line 1 has no field 'text'; it has body"),
+        ({"source": "{in}/field.jsonl", "text_field": "n"}, "line 1 has no field 'n'"),
+        ({"source": "{in}/number.jsonl"}, "field 'text' must be text, got int"),
+        ({"source": "{in}/list.jsonl"}, "has no field 'text'; it has list"),
+        ({"source": "{in}/latin.txt"}, "is not UTF-8 text: byte 3"),
+        ({"source": "{in}/blank.txt"}, "has no text"),
+        ({"source": "{in}/good.txt", "held_out": 1.0}, "held_out must be a share"),
+        ({"source": "{in}/good.txt", "held_out": -0.1}, "held_out must be a share"),
+        ({"source": "{in}/good.txt", "max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"source": "{in}/good.txt", "output": "{in}/empty"}, "exists already"),
+        ({"source": "{in}/good.txt", "tokenizer": "{in}/empty"}, "could not be loaded"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(arguments, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "in"
+    (folder / "empty").mkdir(parents=True)
+    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (folder / "field.jsonl").write_text('{"body": "a"}\n')
+    (folder / "number.jsonl").write_text('{"text": 3}\n')
+    (folder / "list.jsonl").write_text('["a"]\n')
+    (folder / "latin.txt").write_bytes(b"caf\xe9 ")
+    (folder / "blank.txt").write_text("")
+    (folder / "good.txt").write_text("hello")
+    before = sorted(tmp_path.rglob("*"))
+    made = {k: v.replace("{in}", str(folder)) if isinstance(v, str) else v for k, v in arguments.items()}
+    output = made.pop("output", tmp_path / "out")
+    with pytest.raises(ValueError, match=told):
+        prepare(made.pop("source"), output, progress=False, **made)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_hub_dataset_is_streamed_and_errors_of_the_hub_are_told(monkeypatch, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load(name, subset, *, split, streaming):
+        calls.append((name, subset, split, streaming))
+        if name == "some/unknown":
+            raise FileNotFoundError("no such dataset")
+        return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    prepare("fineweb-edu", tmp_path / "out", held_out=0, progress=False)
+    assert documents(tmp_path / "out") == TEXTS
+    assert calls == [("HuggingFaceFW/fineweb-edu", "sample-100BT", "train", True)]
+    assert list(open_source("slimpajama").documents(597)) == TEXTS[597:]
+    with pytest.raises(ValueError, match=r"some/unknown.*no such dataset"):
+        open_source("some/unknown")
+    with pytest.raises(ValueError, match="no field 'body'; its fields are text"):
+        open_source("fineweb-edu", text_field="body")
+
+
+def test_the_built_in_corpus_is_python_without_tests_or_machine_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENMIX_CACHE", str(tmp_path))
+    first, second = stdlib_source(), stdlib_source()
+    assert first.description == second.description
+    assert len(first.description["sha256"]) == 64
+    texts = list(first.documents(0))
+    assert 5_000_000 < sum(map(len, texts)) < 30_000_000
+    assert not any("build_time_vars" in text[:400] for text in texts), "a build's configuration is in the corpus"
+    # the whole of it takes ten seconds: a part shows how it is kept
+    part = Source(first.description, lambda n: iter(texts[n:60]), 60)
+    monkeypatch.setattr(prepare_module, "stdlib_source", lambda: part)
+    path = built_in_corpus()
+    assert built_in_corpus() == path
+    train, held_out = (documents(path, split) for split in ("train", "held_out"))
+    assert sorted(train + held_out) == sorted(text for text in texts[:60] if text)
+    os.truncate(path / "tokens.bin", 10)
+    with pytest.raises(ValueError, match=r"truncated.*remove .* to have it made again"):
+        built_in_corpus()
