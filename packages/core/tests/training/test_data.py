@@ -1,0 +1,168 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenmix_core.corpora.token_file import TokenFile
+from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.training.data import (
+    IGNORE_INDEX,
+    ChunkRows,
+    MixedRows,
+    MQARRows,
+    NiahRows,
+    collate_joined,
+    collate_separate,
+    permuted,
+)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_a_permutation_meets_every_index_once(size, seed, epoch):
+    assert sorted(permuted(i, size, (seed, epoch)) for i in range(size)) == list(range(size))
+
+
+def test_permutations_of_epochs_and_seeds_differ_and_need_no_table():
+    orders = {tuple(permuted(i, 50, key) for i in range(50)) for key in [(0, 0), (0, 1), (1, 0)]}
+    assert len(orders) == 3
+    # at once, in the middle of an epoch of a trillion rows
+    assert 0 <= permuted(10**12 - 7, 10**12, (0, 0)) < 10**12
+    with pytest.raises(ValueError, match="index must be from 0 to 4, got 5"):
+        permuted(5, 5, (0, 0))
+
+
+def test_an_epoch_holds_every_chunk_once_and_the_next_has_another_order(corpus):
+    file = TokenFile(corpus)
+    rows = ChunkRows(file, 32, seed=3)
+    chunks = {bytes(file.tokens[i * 32 : (i + 1) * 32].tobytes()) for i in range(rows.chunks)}
+    orders = []
+    for epoch in (0, 1):
+        ids = [rows[epoch * rows.chunks + i]["input_ids"].numpy().astype(file.tokens.dtype) for i in range(rows.chunks)]
+        assert {x.tobytes() for x in ids} == chunks
+        orders.append([x.tobytes() for x in ids])
+    assert orders[0] != orders[1]
+    assert torch.equal(rows[5]["input_ids"], ChunkRows(file, 32, seed=3)[5]["input_ids"])
+
+
+def test_a_file_shorter_than_a_row_is_refused(corpus):
+    with pytest.raises(ValueError, match="fewer than seq_len=1000000"):
+        ChunkRows(TokenFile(corpus), 10**6, 0)
+
+
+class _Counted(torch.utils.data.Dataset):
+    def __init__(self, name):
+        self.name = name
+
+    def __getitem__(self, index):
+        return self.name, index
+
+
+def test_sources_are_mixed_in_exact_shares_each_in_its_own_order():
+    mixed = MixedRows([_Counted("a"), _Counted("b"), _Counted("c")], [2.0, 1.0, 1 / 3], 2000, seed=1)
+    assert len(mixed) == 2000
+    rows = [mixed[i] for i in range(2000)]
+    for name, count in (("a", 600), ("b", 300), ("c", 100)):
+        assert [i for n, i in rows if n == name] == list(range(2 * count))
+    assert len({n for n, _ in rows[:20]}) > 1, "sources come in stretches"
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, 1e-6]])
+def test_weights_that_make_no_mixture_are_refused(weights):
+    with pytest.raises(ValueError, match="weight"):
+        MixedRows([_Counted("a"), _Counted("b")], weights, 10, 0)
+
+
+def test_recall_rows_depend_on_their_index_alone():
+    a, b = (MQARRows(64, 4, 100, seed=2) for _ in range(2))
+    assert torch.equal(a[7]["input_ids"], b[7]["input_ids"])
+    assert not torch.equal(a[7]["input_ids"], a[8]["input_ids"])
+    assert (a[7]["labels"] != IGNORE_INDEX).sum() == 4
+    with pytest.raises(ValueError, match="num_pairs"):
+        MQARRows(8, 4, 100, seed=2)
+
+
+@pytest.mark.parametrize("task", ["s-niah-1", "s-niah-2", "s-niah-3"])
+def test_a_needle_row_scores_the_answer_that_stands_in_its_haystack(task, corpus):
+    tokenizer = byte_tokenizer()
+    rows = NiahRows(task, tokenizer, None if task == "s-niah-1" else TokenFile(corpus), 900, seed=0)
+    for index in (0, 5):
+        row = rows[index]
+        assert row["input_ids"].shape == row["labels"].shape == (900,)
+        scored = row["labels"] != IGNORE_INDEX
+        assert torch.equal(row["labels"][scored], row["input_ids"][scored])
+        answer = tokenizer.decode(row["labels"][scored].tolist(), skip_special_tokens=True).strip()
+        text = tokenizer.decode(row["input_ids"].tolist(), skip_special_tokens=True)
+        assert len(answer) >= 7
+        assert text.count(answer) == 2
+    assert torch.equal(rows[5]["input_ids"], row["input_ids"])
+
+
+def _batch(corpus, count=4, seq_len=64):
+    rows = ChunkRows(TokenFile(corpus), seq_len, seed=0)
+    chosen = [rows[i] for i in range(count)]
+    assert sum(len(row["borders"]) for row in chosen) > 2, "the rows should have borders"
+    return chosen
+
+
+def test_separate_documents_are_packed_and_no_label_crosses_a_border(corpus):
+    rows = _batch(corpus)
+    batch = collate_separate(rows)
+    cu_seqlens = batch["cu_seqlens"]
+    starts = cu_seqlens[:-1][cu_seqlens.diff() > 0].tolist()
+    eos = byte_tokenizer().eos_token_id
+    ids = batch["input_ids"][0]
+    expected = [i for i in range(len(ids)) if i % 64 == 0 or ids[i - 1] == eos]
+    assert starts == expected
+    assert cu_seqlens[-1] == len(ids) == 4 * 64
+    assert (len(cu_seqlens) - 1).bit_count() == 1, "the number of sequences should be a power of two"
+    labels = batch["labels"][0]
+    assert torch.equal((labels == IGNORE_INDEX).nonzero().flatten(), torch.tensor(starts))
+    assert torch.equal(labels[labels != IGNORE_INDEX], ids[labels != IGNORE_INDEX])
+
+
+def test_joined_documents_stay_rows(corpus):
+    rows = _batch(corpus)
+    batch = collate_joined(rows)
+    assert batch.keys() == {"input_ids", "labels"}
+    assert batch["input_ids"].shape == (4, 64)
+    assert (batch["labels"][:, 0] == IGNORE_INDEX).all()
+    assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
+
+
+def test_packed_documents_never_see_each_other(corpus):
+    options = {
+        "gated_delta_net": {"num_heads": 2, "head_dim": 16, "expand_v": 1.0},
+        "attention": {"num_heads": 2},
+        "window": {"type": "attention", "num_heads": 2, "window": 8},
+        "mamba2": {"head_dim": 16, "state_size": 16},
+    }
+    torch.manual_seed(0)
+    config = HybridConfig(
+        vocab_size=264,
+        hidden_size=32,
+        num_hidden_layers=4,
+        intermediate_size=48,
+        mixers=list(options),
+        mixer_options=options,
+    )
+    model = HybridForCausalLM(config).double()
+    batch = collate_separate(_batch(corpus))
+    borders = torch.unique(batch["cu_seqlens"]).tolist()
+    together = model(**batch, num_items_in_batch=1, use_cache=False).loss
+    apart = []
+    for start, end in zip(borders, borders[1:], strict=False):
+        ids = batch["input_ids"][:, start:end]
+        apart.append(model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss)
+    torch.testing.assert_close(together, torch.stack(apart).sum(), rtol=1e-12, atol=0)
+    # and the first document's loss does not change with what follows it
+    other = batch["input_ids"].clone()
+    other[:, borders[1] :] = np.random.default_rng(0).integers(0, 256)
+    labels = batch["labels"].clone()
+    labels[:, borders[1] :] = IGNORE_INDEX
+    losses = [
+        model(input_ids=x, labels=labels, cu_seqlens=batch["cu_seqlens"], num_items_in_batch=1, use_cache=False).loss
+        for x in (batch["input_ids"], other)
+    ]
+    assert losses[0] == losses[1]

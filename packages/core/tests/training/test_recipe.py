@@ -1,0 +1,171 @@
+import dataclasses
+
+import pytest
+import yaml
+from runs import recipe
+from tokenmix_core.recipes import RECIPES
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_complete_and_comes_back_from_its_yaml(name, tmp_path):
+    made = RECIPES[name]()
+    assert made.name == name
+    assert made.description
+    config = made.model_config()
+    assert config.max_position_embeddings >= made.data.seq_len
+    for processes in (1, 4):
+        rows, accumulation = made.optimizer.split(made.data.seq_len, processes)
+        assert rows * accumulation * processes * made.data.seq_len == made.optimizer.batch_tokens
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(made.values()))
+    assert overridden(made, config=path) == made
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RECIPES["tiny"]().data.seq_len = 3
+
+
+def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("learning_rate: 1e-3\nseq_len: 16\nsources: [a, b]\ntorch_compile: true\nmodel:\n  norm_eps: 1e-5\n")
+    flags = ["--seq-len", "64", "--model.hidden_size=64", "--weights", "0.5", "0.5", "--total_tokens", "1.5M"]
+    made = overridden(recipe("c"), flags, path)
+    assert (made.optimizer.learning_rate, made.data.seq_len, made.data.sources) == (1e-3, 64, ["a", "b"])
+    assert made.run.torch_compile
+    assert made.data.weights == [0.5, 0.5]
+    assert made.optimizer.total_tokens == 1_500_000
+    assert (made.model["norm_eps"], made.model["hidden_size"]) == (1e-5, 64)
+    assert recipe("c").model["hidden_size"] == 32, "the recipe itself was changed"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--learning_rat", "1"], "unknown field --learning_rat; the nearest is 'learning_rate'"),
+        (["--learning-rte=1"], "the nearest is 'learning_rate'"),
+        (["--model.hiden_size", "8"], "unknown field --model.hiden_size; the nearest is 'hidden_size'"),
+        (["--modl.hidden_size", "8"], "unknown field --modl.hidden_size"),
+        (["--model.hidden_size"], "needs a value"),
+        (["--model.hidden_size", "x"], "hidden_size must be a positive integer"),
+        (["--seq_len", "1.5"], "seq_len.*invalid int value: '1.5'"),
+        (["--seq_len", "1"], "seq_len must be at least 2, got 1"),
+        (["--seq_len"], "expected one argument"),
+        (["--learning_rate", "-1"], "learning_rate must be at least 0"),
+        (["--learning_rate", "nan"], "learning_rate must be at least 0, got nan"),
+        (["--min_learning_rate", "1"], "min_learning_rate must be from 0 to 0.01"),
+        (["--adam_beta2", "2"], "adam_beta2 must be from 0 to 1"),
+        (["--documents", "apart"], "invalid choice: 'apart'"),
+        (["--precision", "fp16"], "invalid choice: 'fp16'"),
+        (["--total_tokens", "many"], "total_tokens.*'many'"),
+        (["--total_tokens", "0"], "total_tokens must be at least 1"),
+        (["--warmup_tokens", "1B"], "warmup_tokens must be below total_tokens"),
+        (["--weights", "1", "2"], "weights must be one for each"),
+        (["--torch_compile", "perhaps"], "Truthy value expected"),
+        (["--seed", "-1"], "seed must be from 0"),
+        (["extra"], "unexpected argument 'extra'"),
+    ],
+)
+def test_a_bad_flag_is_named(flags, told):
+    with pytest.raises(ValueError, match=told):
+        overridden(recipe("c"), flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("learning_rat: 1", "unknown field 'learning_rat' in .*; the nearest is 'learning_rate'"),
+        ("model: {hiden_size: 3}", "the nearest is 'hidden_size'"),
+        ("model: 3", "model must hold"),
+        ("- 1", "must hold `field: value` lines, got list"),
+        ("seq_len: {a: 1}", "seq_len must have one value"),
+        ("seq_len:", "seq_len must have one value"),
+        ("seq_len: many", "invalid int value"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_named(text, told, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        overridden(recipe("c"), config=path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none.yaml cannot be read: No such file"):
+        overridden(recipe("c"), config=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("15B", 15 * 10**9), ("0.5M", 500_000), ("2**19", 2**19), ("1e6", 10**6), ("1_000", 1000)]
+)
+def test_tokens_are_counted_as_people_write_them(text, number):
+    assert Tokens(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "B", "1.5", "0.0000001M", "inf", "2**x", "five"])
+def test_other_text_is_no_number_of_tokens(text):
+    with pytest.raises(ValueError, match="expected a number of tokens"):
+        Tokens(text)
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor():
+    schedule = OptimizerRecipe(
+        total_tokens=Tokens(1000),
+        warmup_tokens=Tokens(100),
+        batch_tokens=Tokens(10),
+        micro_batch_tokens=Tokens(10),
+        learning_rate=1e-3,
+        initial_learning_rate=1e-4,
+        min_learning_rate=2e-4,
+    )
+    rates = [1e-3 * schedule.learning_rate_factor(step) for step in range(schedule.steps + 5)]
+    assert schedule.steps == 100
+    assert rates[10] == pytest.approx(1e-3) == max(rates)
+    assert all(b > a for a, b in zip(rates[:10], rates[1:11], strict=True))
+    assert rates[0] > 1e-4
+    assert rates[1] - rates[0] == pytest.approx(9e-4 / 11)
+    assert all(b < a for a, b in zip(rates[10:99], rates[11:100], strict=True))
+    assert rates[99] == pytest.approx(2e-4)
+    assert rates[100:] == pytest.approx([2e-4] * 5)
+    # half a cosine: the middle of the fall is the middle of the rates
+    assert rates[54] + rates[55] == pytest.approx(1e-3 + 2e-4)
+
+
+def test_a_step_is_split_over_processes_without_changing_its_tokens():
+    optimizer = OptimizerRecipe(batch_tokens=Tokens(2**16), micro_batch_tokens=Tokens(2**14))
+    assert optimizer.split(4096, 1) == (4, 4)
+    assert optimizer.split(4096, 2) == (4, 2)
+    assert optimizer.split(4096, 8) == (2, 1)
+    assert optimizer.split(4096, 16) == (1, 1)
+    with pytest.raises(ValueError, match=r"multiple of seq_len times the number of processes, 4096 × 3"):
+        optimizer.split(4096, 3)
+    with pytest.raises(ValueError, match=r"4096 × 32"):
+        optimizer.split(4096, 32)
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "told"),
+    [
+        (DataRecipe, {"sources": []}, "sources must name at least one"),
+        (DataRecipe, {"documents": "x"}, "documents must be 'separate' or 'joined'"),
+        (RunRecipe, {"precision": "x"}, "precision must be"),
+        (RunRecipe, {"logging_steps": 0}, "logging_steps must be at least 1"),
+        (RunRecipe, {"save_total_limit": True}, "save_total_limit must be at least 1, got True"),
+    ],
+)
+def test_bad_fields_are_refused_in_python_too(group, changes, told):
+    with pytest.raises(ValueError, match=told):
+        group(**changes)
+
+
+def test_paper_baselines_have_their_papers_settings():
+    gdn = RECIPES["nats_l/gated_delta_net-800m"]().optimizer
+    assert (gdn.total_tokens, gdn.warmup_tokens, gdn.learning_rate, gdn.min_learning_rate) == (50e9, 1e9, 3e-4, 3e-5)
+    lte = RECIPES["lte/transformer-1.4b"]().optimizer
+    assert (lte.steps, lte.warmup_tokens // lte.batch_tokens, lte.batch_tokens) == (30720, 512, 2**20)
+    nha = RECIPES["nha/transformer-340m"]()
+    assert (nha.run.seed, nha.data.seq_len, nha.optimizer.weight_decay) == (42, 2048, 0.01)
+    oryx = RECIPES["oryx/mamba2-1.4b"]()
+    assert (oryx.optimizer.learning_rate, oryx.optimizer.warmup_tokens, oryx.data.tokenizer) == (1e-3, 10e9, "gpt2")
