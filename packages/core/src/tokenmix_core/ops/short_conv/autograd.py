@@ -82,9 +82,7 @@ def _(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient
 
 
 @torch.library.custom_op("tokenmix_core::short_conv_step", mutates_args={"state"})
-def short_conv_step_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
-) -> Tensor:
+def short_conv_step_op(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
     return run_step(x, weight, bias, state, activation)
 
 

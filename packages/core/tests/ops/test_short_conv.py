@@ -1,0 +1,170 @@
+"""The short convolution: reference against torch's, kernels against float64; in the interpreter without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.ops import short_conv, short_conv_step
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
+from tokenmix_core.testing.closeness import relative_error
+
+PACKED = [0, 0, 3, 36, 36, 38]
+
+
+def inputs(B=2, T=38, D=6, W=4, N=None, bias=True, dtype=torch.float64, device="cpu", seed=0):
+    """Random arguments by name; `N` adds an initial state of N sequences."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = {"x": (B, T, D), "weight": (D, W)}
+    shapes |= {"bias": (D,)} if bias else {}
+    shapes |= {"initial_state": (N, D, W - 1)} if N else {}
+    return {name: torch.randn(s, generator=generator, device=device).to(dtype) for name, s in shapes.items()}
+
+
+def borders(values=PACKED, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("W", [2, 3, 4, 8])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_reference_is_torchs_grouped_convolution(W, activation):
+    x = inputs(W=W)
+    o, final_state = short_conv(**x, activation=activation)
+    padded = torch.nn.functional.pad(x["x"].mT, (W - 1, 0))
+    expected = torch.nn.functional.conv1d(padded, x["weight"][:, None], x["bias"], groups=6).mT
+    torch.testing.assert_close(o, torch.nn.functional.silu(expected) if activation else expected)
+    torch.testing.assert_close(final_state, padded[..., -(W - 1) :])
+
+
+def test_reference_gradients_are_those_of_finite_differences():
+    leaves = [value.requires_grad_() for value in inputs(B=1, T=4, D=2, W=3, N=1).values()]
+    assert torch.autograd.gradcheck(
+        lambda x, w, b, s: short_conv(x, w, b, activation="silu", initial_state=s), leaves
+    )
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_packed_documents_never_mix(impl, device):
+    x = inputs(B=1, N=5, dtype=torch.float32, device=device)
+    o, final_state = short_conv(**x, activation="silu", cu_seqlens=borders(device=device), impl=impl)
+    for n in range(5):
+        begin, end = PACKED[n : n + 2]
+        state = x["initial_state"][n : n + 1]
+        if begin == end:
+            torch.testing.assert_close(final_state[n], state[0])
+            continue
+        alone = x | {"x": x["x"][:, begin:end], "initial_state": state}
+        expected = short_conv(**alone, activation="silu", impl="reference")
+        torch.testing.assert_close(o[:, begin:end], expected.o)
+        torch.testing.assert_close(final_state[n], expected.final_state[0])
+
+
+@pytest.mark.parametrize("split", [1, 2, 20])
+def test_a_sequence_in_two_pieces_equals_the_whole(split):
+    x = inputs()
+    whole = short_conv(**x)
+    first = short_conv(**x | {"x": x["x"][:, :split]})
+    rest = short_conv(**x | {"x": x["x"][:, split:]}, initial_state=first.final_state)
+    torch.testing.assert_close(torch.cat([first.o, rest.o], 1), whole.o)
+    torch.testing.assert_close(rest.final_state, whole.final_state)
+
+
+@pytest.mark.parametrize("W", [2, 4, 8])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_steps_equal_the_whole_and_update_the_state_in_place(impl, W, device):
+    x = inputs(T=10, W=W, N=2, dtype=torch.float32, device=device)
+    whole = short_conv(**x, activation="silu", impl="reference")
+    state = x["initial_state"].clone()
+    address = state.data_ptr()
+    for t in range(10):
+        o = short_conv_step(x["x"][:, t], x["weight"], x["bias"], state, activation="silu", impl=impl)
+        torch.testing.assert_close(o, whole.o[:, t])
+    assert state.data_ptr() == address
+    torch.testing.assert_close(state, whole.final_state)
+
+
+KERNEL_CASES = {
+    "ragged, with states": (dict(N=2), {"activation": "silu"}),
+    "shorter than the width": (dict(T=2, N=2, W=8), {"activation": "silu"}),
+    "no bias, no activation, no state": (dict(bias=False), {}),
+    "packed": (dict(B=1, N=5), {"activation": "silu", "cu_seqlens": PACKED}),
+    "packed, width two": (dict(B=1, W=2), {"activation": "silu", "cu_seqlens": PACKED}),
+    "many channels": (dict(T=3, D=130), {"activation": "silu"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_kernels_agree_with_the_reference(case, dtype, device):
+    shape, options = KERNEL_CASES[case]
+    if "cu_seqlens" in options:
+        options = options | {"cu_seqlens": borders(device=device)}
+    conv = partial(short_conv, **options)
+    assert_agrees(
+        partial(conv, impl="triton"), partial(conv, impl="reference"), inputs(**shape, dtype=dtype, device=device)
+    )
+
+
+def test_weights_may_be_kept_in_float32(device):
+    x = inputs(dtype=torch.float16, device=device)
+    x |= {name: x[name].float() for name in ("weight", "bias")}
+    got, upstream = values_and_gradients(partial(short_conv, impl="triton"), x)
+    exact, _ = values_and_gradients(partial(short_conv, impl="reference"), x, upstream, dtype=torch.float64)
+    for name in got:
+        assert relative_error(got[name], exact[name]) < 1e-3, name
+    assert got["dweight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("used", ["o", "final_state"])
+def test_gradients_flow_through_either_result_alone(used, device):
+    grads = {}
+    for impl in "triton", "reference":
+        x = {name: value.requires_grad_() for name, value in inputs(N=2, dtype=torch.float32, device=device).items()}
+        loss = getattr(short_conv(**x, impl=impl), used).square().sum()
+        grads[impl] = torch.autograd.grad(loss, list(x.values()), allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(grads["triton"], grads["reference"], rtol=1e-4, atol=1e-4)
+
+
+def test_custom_ops_pass_torchs_own_checks(device):
+    from tokenmix_core.ops.short_conv.autograd import short_conv_backward_op, short_conv_forward_op, short_conv_step_op
+
+    x = inputs(T=3, N=2, dtype=torch.float32, device=device)
+    leaves = [value.requires_grad_() for value in x.values()]
+    torch.library.opcheck(short_conv_forward_op, (*leaves[:3], "silu", leaves[3], None))
+    x, weight, bias, state = (value.detach() for value in leaves)
+    torch.library.opcheck(short_conv_backward_op, (x, weight, bias, "silu", state, None, torch.ones_like(x), None))
+    torch.library.opcheck(short_conv_step_op, (x[:, 0], weight, bias, state, None))
+
+
+def test_compiles_into_one_graph(device):
+    x = inputs(T=3, N=2, dtype=torch.float32, device=device)
+    conv = partial(short_conv, activation="silu", impl="triton")
+    got, upstream = values_and_gradients(torch.compile(conv, fullgraph=True, backend="aot_eager"), x)
+    expected, _ = values_and_gradients(conv, x, upstream)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name])
+
+
+MALFORMED = {
+    "a missing axis": (lambda x: x | {"x": x["x"][0]}, "x must have shape"),
+    "other channels": (lambda x: x | {"weight": x["weight"][:3]}, "weight must have shape"),
+    "a bias per tap": (lambda x: x | {"bias": torch.zeros(4)}, "bias must have shape"),
+    "width one": (lambda x: x | {"weight": torch.zeros(6, 1)}, "from 2 to 8"),
+    "width nine": (lambda x: x | {"weight": torch.zeros(6, 9)}, "from 2 to 8"),
+    "an unknown activation": (lambda x: x | {"activation": "relu"}, "activation must be"),
+    "a state of another width": (lambda x: x | {"initial_state": torch.zeros(2, 6, 4)}, "initial_state must have"),
+    "a state of another dtype": (lambda x: x | {"initial_state": torch.zeros(2, 6, 3).half()}, "share one dtype"),
+    "integers": (lambda x: x | {"x": x["x"].long()}, "x must be"),
+    "no tokens": (lambda x: x | {"x": x["x"][:, :0]}, "at least one token"),
+    "packed rows": (lambda x: x | {"cu_seqlens": torch.tensor([0, 38])}, "B = 1"),
+    "an unknown implementation": (lambda x: x | {"impl": "cuda"}, "impl must be"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_calls_say_what_was_got_and_expected(case):
+    change, message = MALFORMED[case]
+    with pytest.raises(ValueError, match=message):
+        short_conv(**change(inputs(dtype=torch.float32)))

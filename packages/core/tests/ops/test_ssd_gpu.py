@@ -1,0 +1,237 @@
+"""SSD's kernels on a GPU: every tile configuration against float64, long and large inputs, graphs, no stalls."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core import tuning
+from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
+from tokenmix_core.testing.closeness import assert_within, relative_error
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PACKED = [0, 0, 5, 70, 134, 134, 390, 1000]
+
+
+def inputs(B, T, G, HV, K, V, N=None, dtype=torch.bfloat16, decay="mild", seed=0):
+    """Random arguments by name; `N` adds an initial state of N sequences."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    randn = partial(torch.randn, generator=generator, device="cuda")
+    g = -torch.rand(B, T, HV, generator=generator, device="cuda") * 0.2
+    if decay == "extreme":
+        g = torch.where(torch.rand(g.shape, generator=generator, device="cuda") < 0.1, -1e4, g)
+    x = {
+        "q": (randn(B, T, G, K) * K**-0.5).to(dtype),
+        "k": randn(B, T, G, K).to(dtype),
+        "v": randn(B, T, HV, V).to(dtype),
+        "g": g,
+    }
+    return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
+
+
+def borders(values=PACKED):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def plan_with(monkeypatch, segment=None, heads=None):
+    """Let every call use the shape's plan with another segment length or number of heads a program."""
+    original = tuning.ssd
+
+    def plan(*shape):
+        planned = original(*shape)
+        gradients = planned.gradients if heads is None else planned.gradients._replace(heads=heads)
+        return planned._replace(segment=planned.segment if segment is None else segment, gradients=gradients)
+
+    monkeypatch.setattr(tuning, "ssd", plan)
+
+
+def check(x, **options):
+    ssd = partial(chunk_ssd, scale=0.7, **options)
+    assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
+def test_every_head_size(K, V, dtype, segment, monkeypatch):
+    plan_with(monkeypatch, segment=segment, heads=1)
+    check(inputs(2, 200, 1, 2, K, V, N=2, dtype=dtype))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64), (128, 128), (256, 64), (64, 256), (256, 256)])
+def test_groups_summed_by_one_program(K, V, heads, monkeypatch):
+    plan_with(monkeypatch, heads=heads)
+    check(inputs(1, 200, 2, 8, K, V, N=1))
+
+
+@pytest.mark.parametrize("segment", [0, 64, 256])
+@pytest.mark.parametrize("decay", ["mild", "extreme"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_batches_with_empty_sequences(dtype, decay, segment, monkeypatch):
+    plan_with(monkeypatch, segment=segment)
+    check(inputs(1, 1000, 1, 2, 128, 64, N=7, dtype=dtype, decay=decay), cu_seqlens=borders())
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+def test_every_length(T):
+    check(inputs(4, T, 4, 4, 64, 64, N=4))
+
+
+@pytest.mark.parametrize("decay", [0.0, -1e4, float("-inf")])
+def test_uniform_decays(decay):
+    x = inputs(1, 130, 2, 2, 64, 64, N=1)
+    x["g"].fill_(decay)
+    check(x)
+
+
+def test_runs_of_identical_keys():
+    x = inputs(1, 300, 2, 2, 64, 64, N=1)
+    x["k"][:, 50:250] = x["k"][:, 50:51]
+    check(x)
+
+
+@pytest.mark.parametrize("T", [1, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_by_token(dtype, T):
+    x = inputs(3, T, 1, 2, 128, 64, N=3, dtype=dtype)
+    got = recurrent_ssd(**x, impl="triton")
+    double = {name: value.double() for name, value in x.items()}
+    exact, eager = recurrent_ssd(**double, impl="reference"), recurrent_ssd(**x, impl="reference")
+    assert_within("o", got.o, exact.o, eager.o)
+    assert_within("final_state", got.final_state, exact.final_state, eager.final_state)
+
+
+@pytest.mark.parametrize("batch", [1, 32, 128])
+def test_decoding_updates_the_state_in_place(batch):
+    x = inputs(batch, 1, 1, 16, 128, 128, N=batch)
+    got_state = x.pop("initial_state").contiguous()
+    expected_state = got_state.clone()
+    token = {name: value[:, 0] for name, value in x.items()}
+    got = ssd_step(**token, state=got_state, impl="triton")
+    expected = ssd_step(**token, state=expected_state, impl="reference")
+    assert relative_error(got, expected) < 4e-3
+    assert relative_error(got_state, expected_state) < 1e-6
+
+
+def test_131072_tokens():
+    x = inputs(1, 131_072, 1, 1, 64, 64, N=1)
+    # recurrent on the CPU takes minutes; the chunkwise float64 reference was compared with it at short lengths
+    check(x)
+
+
+def test_more_than_two_to_the_31_elements():
+    T, HV, V, tail = 2**20 + 1000, 16, 128, 1000
+    assert T * HV * V > 2**31
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(1, T, HV, V, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    g = torch.full((1, T, HV), -0.05, device="cuda")
+    # nothing passes into the tail, which can then be computed alone
+    g[:, -tail] = -1e4
+    leaves = [x.requires_grad_() for x in (q, k, v, g)]
+    o, _ = chunk_ssd(*leaves, impl="triton")
+    got = [x[:, -tail:].clone() for x in torch.autograd.grad(o, leaves, do)]
+    alone = [x.detach()[:, -tail:].double().requires_grad_() for x in leaves]
+    expected_o, _ = chunk_ssd(*alone, impl="reference")
+    expected = torch.autograd.grad(expected_o, alone, do[:, -tail:].double())
+    assert relative_error(o[:, -tail:], expected_o) < 4e-3
+    for name, x, y in zip("qkvg", got, expected, strict=True):
+        assert relative_error(x, y) < 4e-3, f"d{name}"
+
+
+def test_results_never_change_between_runs():
+    x = inputs(2, 1000, 1, 16, 128, 64, N=2)
+    first, upstream = values_and_gradients(partial(chunk_ssd, impl="triton"), x)
+    for _ in range(5):
+        again, _ = values_and_gradients(partial(chunk_ssd, impl="triton"), x, upstream)
+        for name in first:
+            assert torch.equal(first[name], again[name]), name
+
+
+def train_step(x, upstream, **options):
+    o, final_state = chunk_ssd(**x, impl="triton", **options)
+    return o, final_state, *torch.autograd.grad([o, final_state], list(x.values()), upstream)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_and_decoding_never_stall_the_stream(packed):
+    x = {n: value.requires_grad_() for n, value in inputs(1, 1000, 1, 4, 64, 64, N=7 if packed else 1).items()}
+    options = {"cu_seqlens": borders()} if packed else {}
+    upstream = [torch.randn_like(y) for y in chunk_ssd(**x, impl="triton", **options)]
+    train_step(x, upstream, **options)
+    state = torch.zeros(1, 4, 64, 64, device="cuda")
+    token = [x[n].detach()[:, 0] for n in "qkvg"]
+    ssd_step(*token, state)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(x, upstream, **options)
+        ssd_step(*token, state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("segment", [0, 256])
+def test_forward_and_backward_replay_from_a_graph(segment, monkeypatch):
+    plan_with(monkeypatch, segment=segment)
+    x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 1, 4, 64, 64, N=1).items()}
+    upstream = [torch.randn_like(y) for y in chunk_ssd(**x, impl="triton")]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = train_step(x, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train_step(x, upstream)
+    for y in captured:
+        y.detach().fill_(float("nan"))
+    graph.replay()
+    for got, wanted in zip(captured, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_every_element_is_written(monkeypatch):
+    empty, empty_like = torch.empty, torch.empty_like
+    poisoned = {
+        "empty": lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")),
+        "empty_like": lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(float("nan")),
+    }
+    x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 1, 4, 64, 64, N=7).items()}
+    cu_seqlens = borders()
+    upstream = [torch.randn_like(y) for y in chunk_ssd(**x, cu_seqlens=cu_seqlens, impl="triton")]
+    for segment in 0, 64:
+        plan_with(monkeypatch, segment=segment, heads=2)
+        with monkeypatch.context() as patch:
+            for name, function in poisoned.items():
+                patch.setattr(torch, name, function)
+            results = train_step(x, upstream, cu_seqlens=cu_seqlens)
+        assert all(torch.isfinite(y).all() for y in results)
+
+
+@pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])
+def test_compiles_into_one_graph(form):
+    x = inputs(2, 100, 1, 4, 64, 64, N=2)
+    compiled = torch.compile(partial(form, impl="triton"), fullgraph=True)
+    got, upstream = values_and_gradients(compiled, x)
+    expected, _ = values_and_gradients(partial(form, impl="triton"), x, upstream)
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < 1e-6, name
+
+
+def test_custom_ops_pass_torchs_own_checks():
+    from tokenmix_core.ops.ssd.autograd import ssd_backward_op, ssd_forward_op, ssd_step_op
+
+    q, k, v, g, state = (value.requires_grad_() for value in inputs(1, 70, 1, 2, 64, 64, N=1).values())
+    torch.library.opcheck(ssd_forward_op, (q, k, v, g, 1.0, state, None))
+    q, k, v, g, state = (value.detach() for value in (q, k, v, g, state))
+    torch.library.opcheck(ssd_backward_op, (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone()))
+    torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0))
