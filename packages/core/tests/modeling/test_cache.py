@@ -89,9 +89,7 @@ def test_an_offloaded_cache_gives_the_same(model, ids):
     cache = filled(model, ids[:, :9], offload=True)
     assert relative_error(model(ids[:, 9:], past_key_values=cache).logits, exact[:, 9:]) < 1e-5
     options = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(
-        model.generate(ids, cache_implementation="offloaded", **options), model.generate(ids, **options)
-    )
+    assert torch.equal(model.generate(ids, cache_implementation="offloaded", **options), model.generate(ids, **options))
 
 
 @torch.no_grad()
@@ -123,7 +121,10 @@ def test_tokens_cannot_be_taken_back(model, ids):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache_implementation": "static"}, "cache_implementation must be None, 'dynamic' or 'offloaded', got 'static'"),
+        (
+            {"cache_implementation": "static"},
+            "cache_implementation must be None, 'dynamic' or 'offloaded', got 'static'",
+        ),
         ({"prompt_lookup_num_tokens": 2}, "(?i)assisted generation"),
     ],
 )

@@ -82,7 +82,9 @@ def mamba(width, state=128, head=64):
 
 def test_counts_follow_from_the_equations():
     d, mlp = 1536, 3 * 1536 * 4096
-    assert parameters("nats_l/gated_delta_net-800m") == derived(d, 21, 32000, False) + 21 * (delta(d, 6, 192, 384) + mlp)
+    assert parameters("nats_l/gated_delta_net-800m") == derived(d, 21, 32000, False) + 21 * (
+        delta(d, 6, 192, 384) + mlp
+    )
     assert parameters("nats_l/transformer-800m") == derived(d, 24, 32000, False) + 24 * (4 * d * d + mlp)
     # a block without an MLP has one norm
     assert parameters("nats_l/mamba2-800m") == derived(d, 48, 32000, False) - 48 * d + 48 * mamba(d)

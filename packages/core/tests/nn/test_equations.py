@@ -178,7 +178,5 @@ def test_loaded_values_stay():
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (5, 0), (5, 2), (1, 0), (40, 3)])
 def test_the_mean_number_of_visible_keys_is_counted(window, sinks):
     for n in (1, 2, 7, 30):
-        visible = [
-            sum(window is None or t - j < window or j < sinks for j in range(t + 1)) for t in range(n)
-        ]
+        visible = [sum(window is None or t - j < window or j < sinks for j in range(t + 1)) for t in range(n)]
         assert mean_visible(n, window, sinks) == pytest.approx(sum(visible) / n)

@@ -187,8 +187,8 @@ class HybridModel(HybridPreTrainedModel):
                 if cache is None:
                     hidden, more = layer(hidden, **args)
                 else:
-                    with cache.at_work(i, hidden.device) as state:
-                        hidden, more = layer(hidden, state=state, **args)
+                    hidden, more = layer(hidden, state=cache.fetch(i, hidden.device), **args)
+                    cache.release(i)
                 for name, value in more.items():
                     auxiliary.setdefault(name, []).append(value)
                 if output_hidden_states:

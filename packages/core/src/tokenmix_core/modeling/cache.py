@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -60,16 +59,16 @@ class HybridCache(Cache):
         self.lengths = None if span.uniform else span.after
         self.length += span.tokens
 
-    @contextmanager
-    def at_work(self, layer_idx: int, device: torch.device):
-        """The state of a layer, on the device while it is at work."""
-        layer = self.layers[layer_idx]
-        if not self.offload_states:
-            yield layer
-            return
-        _map([layer], lambda x: x.to(device, non_blocking=True))
-        yield layer
-        _map([layer], lambda x: x.to("cpu"))
+    def fetch(self, layer_idx: int, device: torch.device) -> LayerState:
+        """The state of a layer that begins its work, on its device."""
+        if self.offload_states:
+            _map([self.layers[layer_idx]], lambda x: x.to(device, non_blocking=True))
+        return self.layers[layer_idx]
+
+    def release(self, layer_idx: int) -> None:
+        """Take note that a layer has done its work: its state may leave the device."""
+        if self.offload_states:
+            _map([self.layers[layer_idx]], lambda x: x.to("cpu"))
 
     @property
     def nbytes(self) -> int:

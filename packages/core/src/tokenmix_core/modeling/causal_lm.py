@@ -152,6 +152,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             num_items = (targets != IGNORE).sum().clamp(min=1)
         return total / num_items
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        own = self.config.mixer_inputs
+        super()._validate_model_kwargs({name: x for name, x in model_kwargs.items() if name not in own})
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args: Any, **kwargs: Any) -> None:
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "offloaded"):

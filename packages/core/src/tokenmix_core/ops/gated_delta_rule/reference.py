@@ -6,11 +6,13 @@ autograd. The derivation of the chunkwise form is in README.md.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.chunking import next_power_of_2
 
 # A natural-log decay below this leaves no trace in float32 or float64, while its cumulative sum would cost digits.
 MIN_LOG_DECAY = -110.0
@@ -144,14 +146,12 @@ def chunk_reference(
 
 def _chunks(borders: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """The tokens of each chunk `[chunks, C]` (T where there is none), and the sequences active at each chunk index."""
-    tokens = borders[-1]
-    starts = torch.tensor(borders[:-1])
-    ends = torch.tensor(borders[1:])
-    longest = int((ends - starts).max())
+    # plain integers, so that torch.compile can follow
+    lengths = [end - start for start, end in pairwise(borders)]
     rows, steps = [torch.empty(0, C, dtype=torch.long)], []
-    for i in range(cdiv(longest, C)):
-        active = (ends - starts > i * C).nonzero().squeeze(1)
-        at = starts[active, None] + i * C + torch.arange(C)
-        rows.append(at.masked_fill(at >= ends[active, None], tokens))
-        steps.append(active.to(device))
+    for first in range(0, max(lengths), C):
+        active = [n for n, length in enumerate(lengths) if length > first]
+        at = torch.tensor([[borders[n] + first] for n in active]) + torch.arange(C)
+        rows.append(at.masked_fill(at >= torch.tensor([[borders[n + 1]] for n in active]), borders[-1]))
+        steps.append(torch.tensor(active).to(device))
     return torch.cat(rows).to(device), steps

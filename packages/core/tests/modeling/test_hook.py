@@ -1,0 +1,173 @@
+"""A paper's mixer joins the backbone without a change to it: own inputs, own states, auxiliary losses, own buffers."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tokenmix_core.modeling import (
+    HybridConfig,
+    HybridForCausalLM,
+    HybridModel,
+    KVState,
+    LayerState,
+    Mixer,
+    TensorState,
+    register_mixer,
+    register_model,
+)
+from tokenmix_core.nn.attention import cached_attention
+from tokenmix_core.nn.mixer import stepping
+from tokenmix_core.ops import attention, chunk_ssd
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.models import ModelContract, left_padded
+
+
+class SwitchingMixer(Mixer):
+    """Attention or a recurrence for every token, over one set of keys; both keep their state; long keys are penalised."""
+
+    inputs = ("mode", "window")
+
+    def __init__(self, hidden_size, *, num_heads=2, norm_eps=1e-6):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_proj = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.register_buffer("penalty", torch.ones(num_heads))
+        self.size = hidden_size // num_heads
+
+    def init_weights_(self):
+        nn.init.ones_(self.penalty)
+
+    def make_state(self):
+        return LayerState(
+            kv=KVState(self.num_heads, self.size, self.size),
+            recurrent=TensorState(self.num_heads, self.size, self.size, dtype=torch.float32),
+        )
+
+    def forward(self, hidden_states, *, state=None, cu_seqlens=None, rotary=None, mode=None, window=None):
+        q, k, v = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        g = torch.full(q.shape[:3], -0.1, dtype=q.dtype)
+        before = None if state is None else state.recurrent.value
+        linear, after = chunk_ssd(q, k, v, g, initial_state=before, cu_seqlens=cu_seqlens)
+        if state is None:
+            soft = attention(q, k, v, window=window, cu_seqlens=cu_seqlens).o
+        else:
+            state.recurrent.set(after)
+            soft = cached_attention(q, k, v, state.kv, state.span, step=stepping(hidden_states, state))
+        o = soft if mode is None else torch.where(mode.bool()[..., None, None], linear, soft)
+        lengths = k.square().sum(-1)
+        auxiliary = {"length_loss": (self.penalty * lengths).sum() * 1e-3, "lengths": lengths.detach().mean((0, 1))}
+        return self.o_proj(o.flatten(-2)), auxiliary
+
+    def mixing_flops(self, seq_len):
+        return 4.0 * self.num_heads * self.size * (self.size + seq_len / 2)
+
+
+class SwitchingConfig(HybridConfig):
+    model_type = "tokenmix_test_switching"
+    mixer_inputs = ("mode", "window")
+    num_hidden_layers: int = 3
+    favourite: str = "attention"
+
+
+class SwitchingModel(HybridModel):
+    config: SwitchingConfig
+
+
+class SwitchingForCausalLM(HybridForCausalLM):
+    config: SwitchingConfig
+
+
+register_mixer("switching", SwitchingMixer)
+register_model(SwitchingConfig, SwitchingModel, SwitchingForCausalLM)
+
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "mixers": ["switching", "attention", "switching"],
+    "mixer_options": {"attention": {"num_heads": 2}, "switching": {"num_heads": 2}},
+    "favourite": "linear",
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+class TestSwitching(ModelContract):
+    configs: ClassVar = {"switching": FIELDS}
+    config_class = SwitchingConfig
+    model_class = SwitchingModel
+    causal_lm_class = SwitchingForCausalLM
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return SwitchingForCausalLM(SwitchingConfig(**FIELDS)).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 61, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_inputs_reach_the_mixers_that_take_them(model, ids):
+    plain = model(ids, use_cache=False).logits
+    for inputs in ({"mode": torch.ones_like(ids)}, {"window": 2}):
+        assert not torch.allclose(model(ids, use_cache=False, **inputs).logits, plain)
+    with pytest.raises(ValueError, match="unknown input 'modes'; inputs of the mixers are: mode, window"):
+        model(ids, modes=1)
+
+
+@torch.no_grad()
+def test_an_input_for_each_token_follows_its_token_through_padding(model, ids):
+    mode = torch.randint(0, 2, ids.shape, generator=torch.Generator().manual_seed(2))
+    mask = left_padded([12, 7, 3], 12)
+    padded = model(ids, attention_mask=mask, mode=mode, use_cache=False).logits
+    for i, n in enumerate((12, 7, 3)):
+        alone = model(ids[i : i + 1, -n:], mode=mode[i : i + 1, -n:], use_cache=False).logits
+        assert relative_error(padded[i, -n:], alone[0]) < 1e-5
+
+
+def test_auxiliary_losses_do_not_change_with_accumulation(model, ids):
+    def gradient(batches, num_items):
+        model.zero_grad()
+        for batch in batches:
+            model(batch, labels=batch, num_items_in_batch=num_items).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+
+    whole = gradient([ids], torch.tensor(33))
+    assert relative_error(gradient(ids.split(1), torch.tensor(33)), whole) < 1e-5
+    assert relative_error(gradient([ids], None), whole) < 1e-6
+
+
+@torch.no_grad()
+def test_auxiliary_tensors_are_stacked_over_their_layers(model, ids):
+    out = model(ids, labels=ids, num_items_in_batch=1)
+    assert out.auxiliary["length_loss"].shape == (2,)
+    assert out.auxiliary["lengths"].shape == (2, 2)
+    model.model.layers[0].mixer.penalty.zero_()
+    less = model(ids, labels=ids, num_items_in_batch=1)
+    model.model.layers[0].mixer.penalty.fill_(1)
+    assert less.auxiliary["length_loss"][0] == 0
+    torch.testing.assert_close(less.loss + out.auxiliary["length_loss"][0], out.loss)
+
+
+def test_buffers_and_own_fields_are_saved(model, tmp_path):
+    model.model.layers[2].mixer.penalty.fill_(0.25)
+    model.save_pretrained(tmp_path)
+    model.model.layers[2].mixer.penalty.fill_(1)
+    again = SwitchingForCausalLM.from_pretrained(tmp_path)
+    assert again.config.favourite == "linear"
+    assert again.model.layers[2].mixer.penalty.tolist() == [0.25, 0.25]
+
+
+@torch.no_grad()
+def test_generation_passes_inputs_on(model, ids):
+    options = {"max_new_tokens": 3, "do_sample": False, "window": 3}
+    assert model.generate(ids, use_cache=False, **options).shape == (3, 15)
+    with pytest.raises(ValueError, match="no_such_input"):
+        model.generate(ids, no_such_input=1)
