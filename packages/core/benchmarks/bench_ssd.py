@@ -1,0 +1,90 @@
+"""SSD beside FLA's `chunk_simple_gla`, which needs q and k expanded to every head, and its decoding step."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops import chunk_ssd, ssd_step
+from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
+
+# batch, tokens, groups, heads, K, V
+SHAPES = [
+    (8, 4096, 16, 16, 128, 128),
+    (1, 32768, 16, 16, 128, 128),
+    (8, 4096, 1, 64, 128, 64),
+]
+CPU_SHAPES = [(2, 256, 2, 2, 32, 32), (2, 256, 1, 4, 32, 16)]
+# batch, groups, heads, K, V
+DECODE_SHAPES = [(1, 16, 16, 128, 128), (32, 16, 16, 128, 128), (128, 16, 16, 128, 128)]
+
+_FIRST_CALL = """
+import torch
+from tokenmix_core.ops import chunk_ssd
+q, k, v = (torch.randn(8, 4096, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+g = -torch.rand(8, 4096, 16, device="cuda")
+torch.cuda.synchronize()
+"""
+_CALL = """
+o = chunk_ssd(q, k, v, g).o
+torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+torch.cuda.synchronize()
+"""
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements of training and of decoding on `device`, one row an implementation and shape."""
+    out = []
+    for shape in SHAPES if device != "cpu" else CPU_SHAPES:
+        out += _training_rows(shape, device)
+    for shape in DECODE_SHAPES if device != "cpu" else [(2, 1, 4, 32, 16)]:
+        out += _decode_rows(shape, device)
+    return out
+
+
+def _training_rows(shape: tuple, device: str) -> list[dict]:
+    B, T, G, HV, K, V = shape
+    q, k = (_random(B, T, G, K, device=device).mul_(K**-0.5).requires_grad_() for _ in range(2))
+    v = _random(B, T, HV, V, device=device).requires_grad_()
+    g = torch.rand(B, T, HV, device=device).mul_(-0.1).requires_grad_()
+    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: chunk_ssd(q, k, v, g).o}
+    if device != "cpu" and importlib.util.find_spec("fla") is not None:
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        def fla() -> Tensor:
+            heads = (x.repeat_interleave(HV // G, 2) if HV > G else x for x in (q, k))
+            return chunk_simple_gla(*heads, v, g=g, scale=1.0)[0]
+
+        forwards["FLA chunk_simple_gla"] = fla
+    first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
+    name = f"B{B} T{T} G{G} HV{HV} K{K} V{V}"
+    return measure("SSD", name, device, forwards, (q, k, v, g), first_calls=first)
+
+
+def _decode_rows(shape: tuple, device: str) -> list[dict]:
+    B, G, HV, K, V = shape
+    q, k = (_random(B, G, K, device=device) for _ in range(2))
+    v, g = _random(B, HV, V, device=device), -torch.rand(B, HV, device=device)
+    state = torch.randn(B, HV, K, V, device=device)
+    runs: dict[str, Callable[[], object]] = {"tokenmix": lambda: ssd_step(q, k, v, g, state)}
+    if device != "cpu" and importlib.util.find_spec("fla") is not None and G == HV:
+        from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+        token = tuple(x.unsqueeze(1) for x in (q, k, v))
+        runs["FLA fused_recurrent_simple_gla"] = lambda: fused_recurrent_simple_gla(
+            *token, g=g.unsqueeze(1), scale=1.0, initial_state=state, output_final_state=True
+        )
+    times = interleaved_medians(runs, device)
+    shape_name = f"B{B} G{G} HV{HV} K{K} V{V}"
+    none = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    return [
+        {"op": "SSD, one step", "shape": shape_name, "impl": name, "fwd_ms": ms, **none} for name, ms in times.items()
+    ]
+
+
+def _random(*shape: int, device: str) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)

@@ -1,0 +1,108 @@
+"""The short convolution's kernels on a GPU: widths, dtypes, packing, large inputs, graphs, no stalls."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.ops import short_conv, short_conv_step
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
+from tokenmix_core.testing.closeness import relative_error
+
+pytestmark = pytest.mark.gpu
+
+PACKED = [0, 0, 3, 36, 36, 500, 1000]
+
+
+def inputs(B, T, D, W, N=None, dtype=torch.bfloat16):
+    """Random arguments by name; `N` adds an initial state of N sequences."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = {"x": (B, T, D), "weight": (D, W), "bias": (D,)} | ({"initial_state": (N, D, W - 1)} if N else {})
+    return {n: torch.randn(s, generator=generator, device="cuda").to(dtype) for n, s in shapes.items()}
+
+
+def borders():
+    return torch.tensor(PACKED, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("W", range(2, 9))
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_every_width_and_dtype(W, dtype, packed, activation):
+    options = {"activation": activation} | ({"cu_seqlens": borders()} if packed else {})
+    x = inputs(1 if packed else 3, 1000, 260, W, N=6 if packed else 3, dtype=dtype)
+    conv = partial(short_conv, **options)
+    assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
+
+
+@pytest.mark.parametrize("T", [1, 2, 31, 32, 33, 131_072])
+def test_every_length(T):
+    x = inputs(1, T, 64, 4, N=1)
+    conv = partial(short_conv, activation="silu")
+    assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
+
+
+def test_more_than_two_to_the_31_elements():
+    T, D, tail = 2**19 + 100, 4096, 100
+    assert T * D > 2**31
+    x = inputs(1, T, D, 4)
+    leaves = [value.requires_grad_() for value in x.values()]
+    o, _ = short_conv(*leaves, activation="silu", impl="triton")
+    upstream = torch.zeros_like(o)
+    upstream[:, -tail:].normal_()
+    dx, dweight, dbias = torch.autograd.grad(o, leaves, upstream)
+    # the last inputs alone, with the three before them as the state
+    alone = [leaves[0].detach()[:, -tail:].double(), *(leaf.detach().double() for leaf in leaves[1:])]
+    alone = [value.requires_grad_() for value in alone]
+    state = leaves[0].detach()[:, -tail - 3 : -tail].mT.double()
+    expected, _ = short_conv(*alone, activation="silu", initial_state=state, impl="reference")
+    grads = torch.autograd.grad(expected, alone, upstream[:, -tail:].double())
+    assert relative_error(o[:, -tail:], expected) < 4e-3
+    for got, wanted in zip((dx[:, -tail:], dweight, dbias), grads, strict=True):
+        assert relative_error(got, wanted) < 4e-3
+
+
+def train_step(x, upstream, cu_seqlens):
+    outputs = short_conv(**x, activation="silu", cu_seqlens=cu_seqlens, impl="triton")
+    return *outputs, *torch.autograd.grad(list(outputs), list(x.values()), upstream)
+
+
+def test_training_and_decoding_never_stall_and_replay_from_a_graph():
+    x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 256, 4, N=6).items()}
+    cu_seqlens = borders()
+    upstream = [torch.randn_like(y) for y in short_conv(**x, cu_seqlens=cu_seqlens, impl="triton")]
+    token, state = torch.randn(2, 256, device="cuda").bfloat16(), torch.zeros(2, 256, 3, device="cuda").bfloat16()
+    step = partial(short_conv_step, token, x["weight"], x["bias"], state)
+    expected, _ = train_step(x, upstream, cu_seqlens), step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(x, upstream, cu_seqlens)
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train_step(x, upstream, cu_seqlens)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train_step(x, upstream, cu_seqlens)
+    for y in captured:
+        y.detach().fill_(float("nan"))
+    graph.replay()
+    for got, wanted in zip(captured, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_compiles_into_one_graph():
+    x = inputs(2, 100, 64, 4, N=2)
+    conv = partial(short_conv, activation="silu", impl="triton")
+    got, upstream = values_and_gradients(torch.compile(conv, fullgraph=True), x)
+    expected, _ = values_and_gradients(conv, x, upstream)
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < 1e-6, name
