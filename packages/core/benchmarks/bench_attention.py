@@ -114,7 +114,9 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Callable[[], T
         return (j <= i) if window is None else (j <= i) & (i - j < window)
 
     block_mask = create_block_mask(seen, None, None, q.shape[1], k.shape[1], device=q.device.type)
-    compiled = torch.compile(flex_attention)
+    # compiled code of an earlier shape counts towards a limit, beyond which nothing is compiled
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask).transpose(1, 2)
 
 

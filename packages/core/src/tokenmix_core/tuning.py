@@ -22,16 +22,16 @@ class AttentionTile(NamedTuple):
 # by kernel and bound of the head size: the fastest of those measured on an H200 (docs/log.md); float32 is multiplied
 # without matrix units and holds twice the bytes
 _ATTENTION: dict[str, dict[int, AttentionTile]] = {
-    "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(64, 64, 8, 2)},
+    "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
     "backward_queries": {
         64: AttentionTile(64, 64, 4, 3),
         128: AttentionTile(64, 64, 4, 2),
-        256: AttentionTile(64, 32, 8, 1),
+        256: AttentionTile(64, 32, 4, 2),
     },
     "backward_keys": {
         64: AttentionTile(64, 64, 4, 2),
         128: AttentionTile(32, 64, 4, 3),
-        256: AttentionTile(32, 64, 8, 1),
+        256: AttentionTile(32, 64, 8, 2),
     },
 }
 _ATTENTION_FLOAT32: dict[int, AttentionTile] = {

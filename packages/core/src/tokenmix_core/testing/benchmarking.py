@@ -20,7 +20,9 @@ from torch import Tensor
 Run = Callable[[], object]
 
 
-def interleaved_medians(runs: Mapping[str, Run], device: str, *, repeats: int = 50, warmup: int = 3) -> dict[str, float]:
+def interleaved_medians(
+    runs: Mapping[str, Run], device: str, *, repeats: int = 50, warmup: int = 3
+) -> dict[str, float]:
     """Median milliseconds of each run, taken in turns, so that drift of clocks and caches meets all of them alike.
 
     CUDA runs are timed by events around each call, with the L2 cache flushed before it; others by the host's clock.
@@ -38,11 +40,14 @@ def interleaved_medians(runs: Mapping[str, Run], device: str, *, repeats: int = 
         return {name: statistics.median(x) for name, x in times.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-    for _ in range(repeats):
-        for name, run in runs.items():
+    for i in range(repeats):
+        # whoever follows a heavy neighbour finds lower clocks: let everyone follow everyone
+        order = list(runs.items())[i % len(runs) :] + list(runs.items())[: i % len(runs)]
+        for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            # the flush also keeps the device busy while the host enqueues, so launch gaps stay out of the events
             flush.zero_()
+            # keep the device busy for a millisecond while the host enqueues, so that launch gaps stay out of the events
+            torch.cuda._sleep(2_000_000)
             start.record()
             run()
             end.record()

@@ -15,12 +15,10 @@ def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
         the probabilities before division by the row sum, the factor that older sums shrink by, `b_m`, `b_l`.
     """
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    if MASKED:
-        b_top = tl.where(b_new == float("-inf"), 0.0, b_new) * scale
-    else:
-        b_top = b_new * scale
-    b_p = tl.exp2(b_s * scale - b_top[:, None])
-    b_shrink = tl.exp2(b_m * scale - b_top)
+    b_top = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
+    b_p = tl.exp2(b_s * scale - (b_top * scale)[:, None])
+    # not a difference of products: as a multiply-add it would miss 1 by a rounding, tile after tile
+    b_shrink = tl.exp2((b_m - b_top) * scale)
     return b_p, b_shrink, b_new, b_l * b_shrink + tl.sum(b_p, 1)
 
 
