@@ -22,3 +22,47 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from tokenmix_core.corpora.tokenizer import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """A text of about 20 kB."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(f"Sentence {i} says {(i * i) % 97}." for i in range(1000)))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def token_file(tmp_path_factory):
+    """A token file of 60 documents, a third of them held out."""
+    from tokenmix_core.corpora.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "texts").mkdir()
+    for i in range(60):
+        (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
+    prepare(str(folder / "texts"), folder / "tokens", held_out=0.3, progress=False)
+    return str(folder / "tokens")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, tokenizer):
+    """A saved hybrid of two layers with the byte tokenizer; to be read only."""
+    from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    options = {"gated_delta_net": {"num_heads": 1, "head_dim": 16}, "attention": {"num_heads": 2}}
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config = HybridConfig(**sizes, **special, mixers=["gated_delta_net", "attention"], mixer_options=options)
+    folder = tmp_path_factory.mktemp("model") / "checkpoint"
+    HybridForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,16 +1,9 @@
-"""Small models of two kinds, and small texts."""
+"""Small models of two kinds."""
 
 import pytest
 import torch
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    from tokenmix_core.corpora.tokenizer import byte_tokenizer
-
-    return byte_tokenizer()
 
 
 def _llama():
@@ -40,24 +33,3 @@ def model(request):
 def llama():
     torch.manual_seed(0)
     return _llama().eval()
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory):
-    """A text of about 20 kB."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(f"Sentence {i} says {(i * i) % 97}." for i in range(1000)))
-    return str(path)
-
-
-@pytest.fixture(scope="session")
-def token_file(tmp_path_factory):
-    """A token file of 60 documents, a third of them held out."""
-    from tokenmix_core.corpora.prepare import prepare
-
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "texts").mkdir()
-    for i in range(60):
-        (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
-    prepare(str(folder / "texts"), folder / "tokens", held_out=0.3, progress=False)
-    return str(folder / "tokens")

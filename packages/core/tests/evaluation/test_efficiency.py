@@ -1,6 +1,8 @@
 """Costs of inference: the bytes are those of the cache, the times are times."""
 
 import torch
+from transformers import DynamicCache
+
 from tokenmix_core.evaluation.efficiency import (
     BENCH_SUITES,
     PeakMemory,
@@ -10,7 +12,6 @@ from tokenmix_core.evaluation.efficiency import (
     measure_training,
 )
 from tokenmix_core.evaluation.options import EvalOptions
-from transformers import DynamicCache
 
 
 def test_cache_bytes_are_keys_and_values_of_all_layers(llama):

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.suites import SUITES
 from tokenmix_core.evaluation.tasks import cloze
@@ -63,7 +64,8 @@ def words(**metadata):
     return {"test": datasets.Dataset.from_list(rows)}
 
 def choices(**metadata):
-    rows = [{"text": t, "choices": ["aa", "zq", "7!"], "gold": i % 3} for i, t in enumerate(("x", "yy", "the end", "so"))]
+    texts = enumerate(("x", "yy", "the end", "so"))
+    rows = [{"text": t, "choices": ["aa", "zq", "7!"], "gold": i % 3} for i, t in texts]
     return {"test": datasets.Dataset.from_list(rows)}
 
 def length(doc, results):
@@ -211,7 +213,10 @@ def test_ruler_builds_its_first_needles_here_and_keeps_whole_prompts(
     options = EvalOptions(lengths=(600, 1200), limit=2, batch_size=1, progress=False)
     tasks = {"niah_single_1": ""}
     result = harness.run_tasks("ruler", llama, tokenizer, tasks, options, include=[ruler_folder], builtin=False)
-    assert [(row["task"], row["metric"]) for row in result["rows"]] == [("niah_single_1", "600"), ("average", "600")]
+    assert [(row["task"], row["metric"]) for row in result["rows"]] == [
+        (task, length) for task in ("niah_single_1", "average") for length in ("600", "1200")
+    ]
+    assert len(seen) == 4
     # the model's own 1,024 positions do not cut a longer context, nor its beginning
     assert all(tokenizer.decode(ids[0]).startswith("A special magic number") for ids in seen)
     assert result["settings"]["max_length"] == 1200

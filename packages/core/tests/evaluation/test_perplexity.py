@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.perplexity import (

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.perplexity import token_losses
 from tokenmix_core.evaluation.recall import answer_loss, generate_text, mqar_suite, niah_suite, score_niah, score_recall

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+
 from tokenmix_core.evaluation.report import format_table, training_result, write_atomically, write_report, write_result
 
 

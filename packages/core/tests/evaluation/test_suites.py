@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.suites import LONGBENCH, RULER, SUITES, _longbench_ranges, evaluate, samples_suite
 

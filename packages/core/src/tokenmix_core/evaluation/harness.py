@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ def run_tasks(
         check_ruler(chosen, tokenizer, options.lengths or ())
         # RULER's lengths include the answer; without this, prompts would be cut at the training length
         max_length = max_length or max(options.lengths or ())
+    by_length = suite == "ruler" and options.limit is not None
     batch_size = options.batch_size or 8
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
@@ -78,7 +80,8 @@ def run_tasks(
                 model=lm,
                 tasks=[task],
                 task_manager=manager,
-                limit=options.limit,
+                limit=None if by_length else options.limit,
+                samples={name: _first_of_each_length(task, options.limit)} if by_length else None,
                 batch_size=batch_size,
                 bootstrap_iters=1000,
                 log_samples=by_sample is not None,
@@ -181,6 +184,16 @@ def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) ->
                 raise ValueError(f"ruler_cwe at {length} tokens needs at least {needed} with this tokenizer")
     if min(lengths) < 512:
         raise ValueError(f"ruler needs lengths of at least 512 tokens, got {min(lengths)}")
+
+
+def _first_of_each_length(task: Any, limit: int) -> list[int]:
+    seen: Counter[int] = Counter()
+    chosen = []
+    for i, doc in enumerate(task.eval_docs):
+        seen[doc["max_length"]] += 1
+        if seen[doc["max_length"]] <= limit:
+            chosen.append(i)
+    return chosen
 
 
 def _rows(task: str, output: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,208 @@
+"""The commands do what they say, with their own recipes and suites, and say what went wrong in a sentence."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tokenmix_core.cli import main
+
+COMMANDS = ["train", "eval", "generate", "bench", "data prepare", "info"]
+
+
+@pytest.fixture
+def recipes(token_file):
+    """One recipe of two layers and four steps."""
+
+    def nano():
+        from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+
+        options = {"gated_delta_net": {"num_heads": 1, "head_dim": 16}, "attention": {"num_heads": 2}}
+        sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        batch = Tokens(128)
+        return Recipe(
+            name="nano",
+            description="two layers for tests",
+            model={**sizes, "mixers": ["gated_delta_net", "attention"], "mixer_options": options},
+            data=DataRecipe(sources=[token_file], seq_len=32),
+            optimizer=OptimizerRecipe(total_tokens=Tokens(512), batch_tokens=batch, micro_batch_tokens=batch),
+            run=RunRecipe(
+                logging_steps=1,
+                evaluations=["perplexity-by-position", "mqar"],
+                evaluation_lengths=[32],
+                evaluation_limit=2,
+                sample_prompt="word1",
+            ),
+        )
+
+    return {"nano": nano}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_of_the_calling_program(command, capsys):
+    assert main([*command.split(), "--help"], prog="tokenmix-paper") == 0
+    assert f"example: tokenmix-paper {command} " in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from tokenmix_core.cli import main; main(['eval', '--help']);"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'triton') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_train_leaves_a_model_its_tables_and_its_plots(recipes, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "run"
+    assert main(["train", "nano", "--out", str(out), "--learning_rate", "1e-3"], recipes=recipes) == 0
+    found = {p.name for p in (out / "evaluation").iterdir()}
+    assert found == {
+        *("report.md", "training.json", "training.png", "samples.json", "mqar.json", "mqar.png"),
+        *("perplexity-by-position.json", "perplexity-by-position.png"),
+    }
+    rows = json.loads((out / "evaluation" / "perplexity-by-position.json").read_text())["rows"]
+    assert [row["predictor"] for row in rows] == ["model", "model", "bigram"]
+    assert json.loads((out / "run.json").read_text())["values"]["learning_rate"] == 1e-3
+    samples = json.loads((out / "evaluation" / "samples.json").read_text())["rows"]
+    assert [row["prompt"] for row in samples] == ["word1"]
+    assert "trained 4 steps" in capsys.readouterr().out
+    assert main(["generate", str(out), "--prompt", "word", "--max-new-tokens", "2"], recipes=recipes) == 0
+    # the folder is in use now, and stays as it is
+    before = sorted(p.stat().st_mtime_ns for p in out.rglob("*"))
+    assert main(["train", "nano", "--out", str(out)], recipes=recipes) == 2
+    assert f"{out} is not empty" in capsys.readouterr().err
+    assert before == sorted(p.stat().st_mtime_ns for p in out.rglob("*"))
+
+
+def test_interrupted_training_says_how_to_go_on(recipes, tmp_path, capsys, monkeypatch):
+    from tokenmix_core.training import trainer
+
+    stopped = trainer.TrainResult(tmp_path, tmp_path / "checkpoint-2", 2, 1.0, True, 1.0)
+    monkeypatch.setattr(trainer, "train", lambda *_, **__: stopped)
+    assert main(["train", "nano", "--out", str(tmp_path)], recipes=recipes) == 130
+    assert f"train nano --out {tmp_path} --resume" in capsys.readouterr().out
+
+
+def test_eval_writes_beside_the_checkpoint_or_where_it_is_told(checkpoint, recipes, tmp_path, text_file, capsys):
+    call = ["eval", str(checkpoint), "--suite", "mqar", "--suite", "perplexity-by-position"]
+    call += ["--lengths", "64,32", "--limit", "2", "--batch-size", "2", "--text", text_file, "--seed", "3"]
+    out = tmp_path / "out"
+    before = set(checkpoint.iterdir())
+    assert main([*call, "--out", str(out)], recipes=recipes) == 0
+    assert {"mqar.json", "perplexity-by-position.json", "report.md"} <= {p.name for p in out.iterdir()}
+    assert set(checkpoint.iterdir()) == before
+    result = json.loads((out / "mqar.json").read_text())
+    assert result["settings"]["seed"] == 3
+    assert {row["length"] for row in result["rows"]} == {32, 64}
+    assert "mqar-64-16" in capsys.readouterr().out
+
+
+def test_a_package_brings_its_own_suites_beside_cores(checkpoint, recipes, tmp_path, capsys):
+    from tokenmix_core.evaluation.options import Suite
+
+    def run(model, tokenizer, options):
+        row = {
+            "layers": model.config.num_hidden_layers,
+            "decoded": tokenizer.decode([104, 105]),
+            "limit": options.limit,
+        }
+        return {"suite": "own", "settings": {}, "rows": [row], "plots": []}
+
+    suites = {"own": Suite("the paper's own measurement", run)}
+    call = ["eval", str(checkpoint), "--suite", "own", "--out", str(tmp_path), "--limit", "7"]
+    assert main(call, recipes=recipes, suites=suites) == 0
+    assert json.loads((tmp_path / "own.json").read_text())["rows"] == [{"layers": 2, "decoded": "hi", "limit": 7}]
+    assert main(["info"], recipes=recipes, suites=suites) == 0
+    assert "the paper's own measurement" in capsys.readouterr().out
+
+
+def test_registries_are_found_by_module_and_attribute(tmp_path, monkeypatch, capsys):
+    (tmp_path / "some_paper.py").write_text("class R:\n    description = 'its recipe'\nRECIPES = {'its': R}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["info"], recipes="some_paper:RECIPES") == 0
+    assert "its recipe" in capsys.readouterr().out
+
+
+def test_generate_is_what_the_model_generates(checkpoint, recipes, tokenizer, capsys, monkeypatch):
+    from tokenmix_core.modeling import HybridForCausalLM
+
+    model = HybridForCausalLM.from_pretrained(checkpoint).eval()
+    ids = tokenizer("abc", return_tensors="pt")["input_ids"]
+    expected = tokenizer.decode(model.generate(ids, max_new_tokens=6, do_sample=False)[0], skip_special_tokens=True)
+    call = ["generate", str(checkpoint), "--max-new-tokens", "6", "--device", "cpu", "--dtype", "float32"]
+    assert main([*call, "--prompt", "abc", "--temperature", "0"], recipes=recipes) == 0
+    assert capsys.readouterr().out == expected + "\n"
+    monkeypatch.setattr("sys.stdin", type("Input", (), {"read": lambda self: "abc"})())
+    assert main([*call, "--prompt", "-", "--temperature", "0"], recipes=recipes) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+    def sampled(*extra):
+        assert main([*call, "--prompt", "", "--temperature", "2", *extra], recipes=recipes) == 0
+        return capsys.readouterr().out
+
+    assert sampled("--seed", "1") == sampled("--seed", "1") != sampled("--seed", "2")
+
+
+def test_bench_measures_recipes_and_checkpoints(checkpoint, recipes, tmp_path, capsys):
+    call = ["--lengths", "16", "--repeats", "1", "--device", "cpu", "--dtype", "float32"]
+    assert main(["bench", "nano", *call, "--out", str(tmp_path)], recipes=recipes) == 0
+    assert {"training.json", "efficiency.json"} <= {p.name for p in tmp_path.iterdir()}
+    assert main(["bench", str(checkpoint), *call], recipes=recipes) == 0
+    out = capsys.readouterr().out
+    assert out.count("step ms") == out.count("decode ms/token") == 2
+
+
+def test_data_prepare_makes_a_token_file_once(text_file, recipes, tmp_path, capsys):
+    from tokenmix_core.corpora.token_file import TokenFile
+
+    call = ["data", "prepare", text_file, str(tmp_path / "tokens"), "--held-out", "0"]
+    assert main(call, recipes=recipes) == 0
+    assert len(TokenFile(tmp_path / "tokens")) > 10_000
+    assert "tokens of 1 documents" in capsys.readouterr().out
+    assert main(call, recipes=recipes) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_info_tells_sizes_without_making_weights(checkpoint, recipes, capsys):
+    from tokenmix_core.modeling import HybridForCausalLM
+
+    model = HybridForCausalLM.from_pretrained(checkpoint)
+    for target in ("nano", str(checkpoint)):
+        assert main(["info", target, "--lengths", "100"], recipes=recipes) == 0
+        out = capsys.readouterr().out
+        assert f"{model.num_parameters():,}" in out
+        assert f"{model.state_bytes(100, 1, torch.bfloat16):,} bytes" in out
+        assert "gated_delta_net, attention" in out
+
+
+def test_info_lists_what_there_is(recipes, capsys):
+    assert main(["info"], recipes=recipes) == 0
+    out = capsys.readouterr().out
+    for word in ("torch 2", "transformers 5", "two layers for tests", "perplexity-by-position", "mamba2"):
+        assert word in out
+
+
+def test_ctrl_c_ends_with_130_and_without_a_traceback(recipes, capsys, monkeypatch):
+    from tokenmix_core import commands
+
+    def stop(args, context):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "info", stop)
+    assert main(["info"], recipes=recipes) == 130
+    assert capsys.readouterr().err == "\ntokenmix info: stopped\n"
+
+
+def test_an_error_of_ours_keeps_its_traceback(recipes, monkeypatch):
+    from tokenmix_core import commands
+
+    def fail(args, context):
+        raise AssertionError("an invariant")
+
+    monkeypatch.setattr(commands, "info", fail)
+    with pytest.raises(AssertionError, match="an invariant"):
+        main(["info"], recipes=recipes)
