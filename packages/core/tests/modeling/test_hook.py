@@ -25,7 +25,7 @@ from tokenmix_core.testing.models import ModelContract, left_padded
 
 
 class SwitchingMixer(Mixer):
-    """Attention or a recurrence for every token, over one set of keys; both keep their state; long keys are penalised."""
+    """Attention or a recurrence for each token, over one set of keys; both keep states; long keys are penalised."""
 
     inputs = ("mode", "window")
 

@@ -64,7 +64,7 @@ def test_every_baseline_is_counted():
     assert {row[0] for row in rows} == set(BASELINES)
 
 
-def derived(width, layers, vocab, tied):
+def rest(width, layers, vocab, tied):
     """Embeddings, output layer, and the norms of the blocks and the end."""
     return vocab * width * (1 if tied else 2) + (2 * layers + 1) * width
 
@@ -82,20 +82,18 @@ def mamba(width, state=128, head=64):
 
 def test_counts_follow_from_the_equations():
     d, mlp = 1536, 3 * 1536 * 4096
-    assert parameters("nats_l/gated_delta_net-800m") == derived(d, 21, 32000, False) + 21 * (
-        delta(d, 6, 192, 384) + mlp
-    )
-    assert parameters("nats_l/transformer-800m") == derived(d, 24, 32000, False) + 24 * (4 * d * d + mlp)
+    assert parameters("nats_l/gated_delta_net-800m") == rest(d, 21, 32000, False) + 21 * (delta(d, 6, 192, 384) + mlp)
+    assert parameters("nats_l/transformer-800m") == rest(d, 24, 32000, False) + 24 * (4 * d * d + mlp)
     # a block without an MLP has one norm
-    assert parameters("nats_l/mamba2-800m") == derived(d, 48, 32000, False) - 48 * d + 48 * mamba(d)
+    assert parameters("nats_l/mamba2-800m") == rest(d, 48, 32000, False) - 48 * d + 48 * mamba(d)
     assert parameters("nats_l/gated_delta_net_hybrid-800m") == (
-        derived(d, 22, 32000, False) + 22 * mlp + 17 * delta(d, 6, 192, 384) + 5 * 4 * d * d
+        rest(d, 22, 32000, False) + 22 * mlp + 17 * delta(d, 6, 192, 384) + 5 * 4 * d * d
     )
     d = 2048
     assert parameters("lte/gated_delta_net_attention-1.4b") == (
-        derived(d, 24, 50257, False) + 24 * 3 * d * 5632 + 12 * delta(d, 8, 256, 256) + 12 * d * (2 * 2048 + 2 * 512)
+        rest(d, 24, 50257, False) + 24 * 3 * d * 5632 + 12 * delta(d, 8, 256, 256) + 12 * d * (2 * 2048 + 2 * 512)
     )
-    assert parameters("oryx/mamba2-1.4b") == derived(d, 24, 50257, True) + 24 * (mamba(d) + 3 * d * 4672)
+    assert parameters("oryx/mamba2-1.4b") == rest(d, 24, 50257, True) + 24 * (mamba(d) + 3 * d * 4672)
 
 
 def test_layouts_are_those_of_the_papers():
