@@ -168,7 +168,7 @@ def slot_window_attention_step(
     check_same_dtype(op, k=k, **{"state.k": state.k, "state.v": state.v})
     scale = dims["K"] ** -0.5 if scale is None else float(scale)
     if impl == "triton":
-        from tokenmix_nha.ops.slot_window_attention.autograd import step_triton
+        from tokenmix_nha.ops.slot_window_attention.step import step_triton
 
         return step_triton(q, k, v, f, q_slots, k_slots, state, scale)
     return reference.step_reference(q, k, v, f, q_slots, k_slots, state, scale=scale)

@@ -1,4 +1,4 @@
-"""The kernels as torch custom ops: launches forward and backward, and one step of decoding."""
+"""The kernels as torch custom ops: launches forward and backward."""
 
 from __future__ import annotations
 

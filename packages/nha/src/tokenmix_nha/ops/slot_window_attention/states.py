@@ -72,11 +72,12 @@ def slot_states_kernel(
         if HAS_INITIAL:
             b_sk += tl.load(initial_k + _slots_offsets(i_nh, i_d * BK, BK, K, M))
             b_sv += tl.load(initial_v + _slots_offsets(i_nh, i_d * BV, BV, V, M))
-        for i in range(i_s):
-            index = i * NH + i_nh
-            b_decay = tl.exp2(tl.load(local_g + index * M + o_m))[None, :]
-            b_sk = b_sk * b_decay + tl.load(local_k + _tile_offsets(index, i_d * BK, BK, K, M))
-            b_sv = b_sv * b_decay + tl.load(local_v + _tile_offsets(index, i_d * BV, BV, V, M))
+        if local_g is not None:
+            for i in range(i_s):
+                index = i * NH + i_nh
+                b_decay = tl.exp2(tl.load(local_g + index * M + o_m))[None, :]
+                b_sk = b_sk * b_decay + tl.load(local_k + _tile_offsets(index, i_d * BK, BK, K, M))
+                b_sv = b_sv * b_decay + tl.load(local_v + _tile_offsets(index, i_d * BV, BV, V, M))
 
     for i in range(first, last):
         o_t = i * BT + o_r
@@ -147,11 +148,12 @@ def slot_gradients_kernel(
     if not LOCAL:
         b_sk += tl.load(dfinal_k + _slots_offsets(i_nh, i_d * BK, BK, K, M))
         b_sv += tl.load(dfinal_v + _slots_offsets(i_nh, i_d * BV, BV, V, M))
-        for i in range(segments - 1 - i_s):
-            index = (segments - 1 - i) * NH + i_nh
-            b_decay = tl.exp2(tl.load(local_g + index * M + o_m))[None, :]
-            b_sk = b_sk * b_decay + tl.load(local_k + _tile_offsets(index, i_d * BK, BK, K, M))
-            b_sv = b_sv * b_decay + tl.load(local_v + _tile_offsets(index, i_d * BV, BV, V, M))
+        if local_g is not None:
+            for i in range(segments - 1 - i_s):
+                index = (segments - 1 - i) * NH + i_nh
+                b_decay = tl.exp2(tl.load(local_g + index * M + o_m))[None, :]
+                b_sk = b_sk * b_decay + tl.load(local_k + _tile_offsets(index, i_d * BK, BK, K, M))
+                b_sv = b_sv * b_decay + tl.load(local_v + _tile_offsets(index, i_d * BV, BV, V, M))
 
     # before the first chunk come the queries that see the initial slots as they are
     stop = first

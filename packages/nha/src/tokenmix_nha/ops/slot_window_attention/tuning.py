@@ -30,7 +30,7 @@ _TILES: dict[str, tuple[int, int]] = {
     # warps and stages for up to 64 slots, and for 128
     "forward": (4, 8),
     "backward_queries": (4, 8),
-    "backward_keys": (8, 8),
+    "backward_keys": (4, 8),
 }
 # programs that fill the device twice over
 _PROGRAMS = 264
@@ -53,6 +53,6 @@ def tile(kernel: str, slots: int, window: int, dtype: torch.dtype) -> Tile:
 
 def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:
     """How the kernels that carry slots along time divide `heads` heads of all sequences, each of `chunks` chunks or fewer."""
-    parts = 4 if dtype == torch.float32 or slots == 128 else 2
+    parts = 4 if dtype == torch.float32 else 2
     segments = max(1, min(_MAX_SEGMENTS, _PROGRAMS // (heads * parts), chunks // 8))
     return Walk(parts, segments, 4, 1 if dtype == torch.float32 else 3)
