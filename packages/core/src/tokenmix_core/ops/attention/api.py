@@ -100,7 +100,9 @@ def merge_attention(outputs: Sequence[AttentionOutput]) -> AttentionOutput:
     blind = total == 0
     total = total.masked_fill(blind, 1.0)
     weights = (weights / total).unsqueeze(-1)
-    o = sum(weights[i] * out.o for i, out in enumerate(outputs))
+    o = weights[0] * outputs[0].o
+    for weight, part in zip(weights[1:], outputs[1:], strict=True):
+        o = o + weight * part.o
     return AttentionOutput(o.to(outputs[0].o.dtype), (top + total.log()).masked_fill(blind, float("-inf")))
 
 
@@ -158,6 +160,9 @@ def attention_decode(
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:
     """Check what both forms of attention share; return the mask in its simplest form and the scale as a number."""
+    if q is None or k is None or v is None:
+        got = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise ValueError(f"{op}: q, k and v must be tensors, got {got}")
     check_dtype(op, _DTYPES, q=q)
     check_same_dtype(op, q=q, k=k, v=v)
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])

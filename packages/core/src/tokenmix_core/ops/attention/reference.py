@@ -36,7 +36,7 @@ def attention_reference(
     Scores, softmax and log-sum-exp are computed in float32 at least; the probabilities are rounded to the dtype of v
     before they weigh the values, as matrix units need them.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     rows, lses = [], []
     for queries, keys in _sequences(q.shape[1], k.shape[1], cu_seqlens):
         for block in _blocks(q[:, queries], k[:, keys], causal, window, sinks):
@@ -94,7 +94,7 @@ def attention_decode_reference(
     scale: float | None = None,
 ) -> AttentionOutput:
     """Attention of the last TQ tokens of each sequence to its cache, as `attention_decode` defines it."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     tq, keys = q.shape[1], k_cache.shape[1]
     if not q.is_cuda:
         keys = int(cache_seqlens.max()) if len(cache_seqlens) else 0

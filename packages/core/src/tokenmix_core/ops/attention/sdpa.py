@@ -75,7 +75,7 @@ def _has_cudnn(device: int | None) -> bool:
 
 def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
     if cu_seqlens is not None:
-        parts = [_cpu_forward(*(x[:, s] for x in (q, k, v)), None, mask, scale) for s in _slices(cu_seqlens)]
+        parts = [_cpu_forward(q[:, s], k[:, s], v[:, s], None, mask, scale) for s in _slices(cu_seqlens)]
         return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
     causal, bias = _cpu_mask(q, k, mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -86,7 +86,7 @@ def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
 def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
     if cu_seqlens is not None:
         parts = [
-            _cpu_backward(*(x[:, s] for x in (q, k, v, o)), lse[:, :, s], do[:, s], None, mask, scale)
+            _cpu_backward(q[:, s], k[:, s], v[:, s], o[:, s], lse[:, :, s], do[:, s], None, mask, scale)
             for s in _slices(cu_seqlens)
         ]
         return tuple(torch.cat(grads, 1) for grads in zip(*parts, strict=True))
