@@ -123,11 +123,13 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
     if dtype == torch.float32:
         forward = SSDForward(64, min(V, 32), 4, 1)
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
-        gradients = SSDGradients(64, min(K, 64), min(V, 64), min(K, 32), min(V, 32), 8, 1, 1)
+        gradients = SSDGradients(64, min(K, 64), min(V, 64), min(K, 64), min(V, 64), 8, 1, 1)
     else:
         forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2)
         states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
-        gradients = SSDGradients(64, min(K, 64), min(V, 64), min(K, 128), min(V, 128), 4, 1, 1)
+        gradients = SSDGradients(
+            64, min(K, 128), min(V, 128), min(K, 128), min(V, 128), 8 if max(K, V) >= 128 else 4, 1, 1
+        )
 
     # sequences cut into segments read k and v once more, so only where they alone leave the device idle
     segment = 0
@@ -151,11 +153,12 @@ def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
 
 
 class ScanTile(NamedTuple):
-    """BV columns of the state a program; for kernels that are not split along V, the columns it takes at a time."""
+    """BV columns of the state a program; for kernels that are not split along V, the tile they take at a time."""
 
     BV: int
     num_warps: int
     num_stages: int
+    BK: int = 256
 
 
 # by step of the gated delta rule, bytes of an element and key size: tiles from wide to narrow
@@ -194,12 +197,12 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 256): (ScanTile(16, 8, 1),),
     },
     "backward_chunk": {
-        (2, 64): (ScanTile(64, 4, 1),),
-        (2, 128): (ScanTile(64, 8, 1),),
-        (2, 256): (ScanTile(32, 8, 1),),
-        (4, 64): (ScanTile(32, 4, 1),),
-        (4, 128): (ScanTile(32, 8, 1),),
-        (4, 256): (ScanTile(16, 8, 1),),
+        (2, 64): (ScanTile(64, 4, 2),),
+        (2, 128): (ScanTile(64, 8, 2),),
+        (2, 256): (ScanTile(64, 8, 2, 128),),
+        (4, 64): (ScanTile(32, 8, 1, 64),),
+        (4, 128): (ScanTile(32, 8, 1, 64),),
+        (4, 256): (ScanTile(32, 8, 1, 64),),
     },
     "recurrent": {
         (size, K): (ScanTile(32, K // 32, 1), ScanTile(8, K // 64, 1)) for size in (2, 4) for K in (64, 128, 256)

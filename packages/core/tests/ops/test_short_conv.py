@@ -40,9 +40,7 @@ def test_reference_is_torchs_grouped_convolution(W, activation):
 
 def test_reference_gradients_are_those_of_finite_differences():
     leaves = [value.requires_grad_() for value in inputs(B=1, T=4, D=2, W=3, N=1).values()]
-    assert torch.autograd.gradcheck(
-        lambda x, w, b, s: short_conv(x, w, b, activation="silu", initial_state=s), leaves
-    )
+    assert torch.autograd.gradcheck(lambda x, w, b, s: short_conv(x, w, b, activation="silu", initial_state=s), leaves)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

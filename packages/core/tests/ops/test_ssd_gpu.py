@@ -130,9 +130,7 @@ def test_more_than_two_to_the_31_elements():
     T, HV, V, tail = 2**20 + 1000, 16, 128, 1000
     assert T * HV * V > 2**31
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, do = (
-        torch.randn(1, T, HV, V, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4)
-    )
+    q, k, v, do = (torch.randn(1, T, HV, V, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     g = torch.full((1, T, HV), -0.05, device="cuda")
     # nothing passes into the tail, which can then be computed alone
     g[:, -tail] = -1e4

@@ -22,7 +22,11 @@ def upstream_like(outputs: Mapping[str, Tensor], seed: int = 0) -> dict[str, Ten
 
 
 def values_and_gradients(
-    function: Callable, inputs: Inputs, upstream: Mapping[str, Tensor] | None = None, *, dtype: torch.dtype | None = None
+    function: Callable,
+    inputs: Inputs,
+    upstream: Mapping[str, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs by name with the gradients of all inputs as `d<name>`, and the upstream gradients used.
 
@@ -41,8 +45,8 @@ def assert_agrees(
 ) -> None:
     """Assert that `function` errs, in every value and gradient, at most `factor` times as much as the eager reference.
 
-    Errors are against `reference` in float64; `baseline` (default: `reference`) is run in the inputs' own dtype. Results
-    kept in float32 are held to the rounding of the inputs' dtype, with which they are computed.
+    Errors are against `reference` in float64; `baseline` (default: `reference`) is run in the inputs' own dtype.
+    Results kept in float32 are held to the rounding of the inputs' dtype, with which they are computed.
     """
     got, upstream = values_and_gradients(function, inputs)
     exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The short convolution's kernels as differentiable functions: directly in eager mode, as custom ops where torch traces."""
+"""The short convolution's kernels as differentiable functions: direct in eager mode, custom ops where torch traces."""
 
 from __future__ import annotations
 

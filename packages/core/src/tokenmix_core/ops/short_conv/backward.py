@@ -29,7 +29,7 @@ def input_gradient(
     p_x, p_do, p_initial, p_final_gradient, weight, bias, first, o_r, length, o_d, m_d, stride_x, stride_do,
     W: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the inputs, float32, at the positions `first + o_r`, down to −W + 1 where the initial state lies."""
+    """The gradient of the inputs, float32, at the positions `first + o_r`; from −W + 1 to −1 lies the initial state."""
     b_dx = tl.zeros([o_r.shape[0], o_d.shape[0]], tl.float32)
     for w in tl.static_range(W):
         b_w = tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,7 +26,7 @@ def short_conv_reference(
     borders = cu_seqlens.tolist()
     parts = [
         _one_row(x[:, begin:end], weight, bias, activation, None if initial_state is None else initial_state[n : n + 1])
-        for n, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True))
+        for n, (begin, end) in enumerate(itertools.pairwise(borders))
     ]
     return ScanOutput(torch.cat([part.o for part in parts], 1), torch.cat([part.final_state for part in parts]))
 

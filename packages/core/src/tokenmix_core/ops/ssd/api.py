@@ -151,6 +151,6 @@ def _check_rest(op, impl, dims, q, k, v, g, **state: Tensor | None) -> None:
     for letter in "KV":
         if impl == "triton" and dims[letter] not in HEAD_SIZES:
             raise ValueError(
-                f"{op}: impl='triton' needs {letter} in {', '.join(map(str, HEAD_SIZES))}, got {letter}={dims[letter]}; "
-                "pad the head size or pass impl='reference'"
+                f"{op}: impl='triton' needs {letter} in {', '.join(map(str, HEAD_SIZES))}, got {letter}={dims[letter]}"
+                "; pad the head size or pass impl='reference'"
             )

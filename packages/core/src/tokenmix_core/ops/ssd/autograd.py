@@ -104,7 +104,7 @@ def ssd_forward_op(
 
 @ssd_forward_op.register_fake
 def _(q, k, v, g, scale, initial_state, cu_seqlens):
-    B, T, G, K = q.shape
+    B, T, _, K = q.shape
     HV, V = v.shape[2:]
     segment = _plan(q, v, cu_seqlens).segment
     final_state = v.new_empty((_sequences(v, cu_seqlens), HV, K, V), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Output and state in one kernel: each program walks its tokens chunk by chunk with its slice of the state in registers."""
+"""Output and state in one kernel: a program walks its tokens chunk by chunk, its slice of the state in registers."""
 
 import torch
 import triton

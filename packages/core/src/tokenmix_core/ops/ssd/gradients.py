@@ -28,13 +28,13 @@ def chunk_products(
     """
     o_i = tl.arange(0, BT)
     b_p = tl.zeros([BT, BT], tl.float32)
-    for i_c in tl.static_range(K // CK):
+    for i_c in range(K // CK):
         b_q = load_tokens(p_q + i_c * CK, stride_q, m_t, BT, CK)
         b_k = load_tokens(p_k + i_c * CK, stride_k, m_t, BT, CK)
         b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision="tf32x3")
     b_dp = tl.zeros([BT, BT], tl.float32)
     b_dpt = tl.zeros([BT, BT], tl.float32)
-    for i_c in tl.static_range(V // CV):
+    for i_c in range(V // CV):
         b_v = load_tokens(p_v + i_c * CV, stride_v, m_t, BT, CV)
         b_do = load_tokens(p_do + i_c * CV, stride_do, m_t, BT, CV)
         b_dp = tl.dot(b_do, tl.trans(b_v), b_dp, input_precision="tf32x3")
@@ -53,9 +53,9 @@ def value_gradient(
     """Store dv = Pᵀ do + e^(total − b) Dᵀ k, transposed, BV rows at a time."""
     o_k = tl.arange(0, CK)
     o_v = tl.arange(0, BV)
-    for i_v in tl.static_range(V // BV):
+    for i_v in range(V // BV):
         b_dv = tl.zeros([BV, BT], tl.float32)
-        for i_c in tl.static_range(K // CK):
+        for i_c in range(K // CK):
             b_k = load_tokens(p_k + i_c * CK, stride_k, m_t, BT, CK)
             b_d = tl.load(p_d + (i_c * CK + o_k)[:, None] * V + (i_v * BV + o_v)[None, :])
             b_dv = tl.dot(tl.trans(b_d), tl.trans(b_k), b_dv, input_precision="tf32x3")
@@ -82,7 +82,7 @@ def query_key_gradient(
     b_dq = tl.zeros([BK, BT], tl.float32)
     b_dk = tl.zeros([BK, BT], tl.float32)
     b_sd = 0.0
-    for i_c in tl.static_range(V // CV):
+    for i_c in range(V // CV):
         b_s = tl.load(p_s + i_c * CV + o_s)
         b_d = tl.load(p_d + i_c * CV + o_s)
         b_sd += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
@@ -149,9 +149,10 @@ def ssd_gradients_kernel(
     b_query = tl.zeros([BT], tl.float32)
     b_key = tl.zeros([BT], tl.float32)
     b_sd = 0.0
-    for i_k in tl.static_range(K // BK):
+    for i_k in range(K // BK):
         b_dq, b_dk, b_query_part, b_key_part, b_sd_part = query_key_gradient(
-            p_q + i_k * BK, p_k + i_k * BK, p_v, p_do, states + o_state + i_k * BK * V, gradients + o_state + i_k * BK * V,
+            p_q + i_k * BK, p_k + i_k * BK, p_v, p_do,
+            states + o_state + i_k * BK * V, gradients + o_state + i_k * BK * V,
             b_dp.to(v.dtype.element_ty), b_dpt.to(v.dtype.element_ty), tl.exp2(b_b) * scale, b_to_end, m_t,
             stride_q, stride_k, stride_v, stride_do, V, BT, BK, CV,
         )  # fmt: skip
@@ -209,7 +210,8 @@ def ssd_group_gradients_kernel(
         else:
             b_inside *= 0.0
         b_dq_head, b_dk_head, b_query, b_key, b_sd = query_key_gradient(
-            p_q + i_k * BK, p_k + i_k * BK, p_v, p_do, states + o_state + i_k * BK * V, gradients + o_state + i_k * BK * V,
+            p_q + i_k * BK, p_k + i_k * BK, p_v, p_do,
+            states + o_state + i_k * BK * V, gradients + o_state + i_k * BK * V,
             b_dp.to(v.dtype.element_ty), b_dpt.to(v.dtype.element_ty), tl.exp2(b_b) * scale, b_to_end, m_t,
             stride_q, stride_k, stride_v, stride_do, V, BT, BK, CV,
         )  # fmt: skip

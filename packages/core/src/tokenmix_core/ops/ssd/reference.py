@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,7 +38,7 @@ def chunk_ssd_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (float64 for float64 inputs)."""
+    """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (or, as the inputs, float64)."""
     return _by_sequence(_chunkwise, q, k, v, g, scale, initial_state, cu_seqlens)
 
 
@@ -46,7 +48,7 @@ def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutp
         return form(q, k, v, g, scale, initial_state)
     borders = cu_seqlens.tolist()
     outputs, states = [], []
-    for n, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for n, (begin, end) in enumerate(itertools.pairwise(borders)):
         part = [x[:, begin:end] for x in (q, k, v, g)]
         o, state = form(*part, scale, None if initial_state is None else initial_state[n : n + 1])
         outputs.append(o)
