@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokenmix_core.synthetic import IGNORE_INDEX, NIAH_TASKS, NOISE, mqar, niah
 
 WORDS = [f"word{i}." if i % 9 == 8 else f"word{i}" for i in range(400)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import tokenmix_core.modeling
 from tokenmix_core.corpora import prepare as corpora
@@ -249,9 +249,7 @@ def config_of(target: str, context: Context) -> Any:
         raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
 
 
-def load_model(
-    folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
+def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
     """The causal language model of a folder, in evaluation mode; device and dtype as `device_and_dtype` chooses them.
 
     Raises:

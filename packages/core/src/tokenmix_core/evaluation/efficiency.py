@@ -198,14 +198,14 @@ def settings_of(model: Any) -> dict[str, Any]:
     }
 
 
-def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str], *, log_y: bool = True) -> Plot:
+def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Plot:
     """A plot of some of the rows' columns over their context length; `columns` gives each one's name in the legend."""
     series: Series = {
         name: ([row["context"] for row in rows], [row[column] for row in rows])
         for column, name in columns.items()
         if all(row[column] is not None for row in rows)
     }
-    return {"title": title, "x": "context (tokens)", "y": y, "log_x": True, "log_y": log_y, "series": series}
+    return {"title": title, "x": "context (tokens)", "y": y, "log_x": True, "log_y": True, "series": series}
 
 
 def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:

@@ -46,20 +46,18 @@ def run_tasks(
         ImportError: lm-eval, or a library that a task needs, is not installed.
         ValueError: a task that cannot be set up; for data that is neither here nor reachable, what is to be fetched.
     """
-    require("lm_eval", "eval")
+    lm_eval = require("lm_eval", "eval")
+    HFLM = require("lm_eval.models.huggingface", "eval").HFLM
+    TaskManager = require("lm_eval.tasks", "eval").TaskManager
     # what it says of every task is not for whoever runs a suite
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
     chosen = options.choose(suite, tuple(tasks))
     max_length = options.max_length
     if suite == "ruler":
         check_ruler(chosen, tokenizer, options.lengths or ())
         # RULER's lengths include the answer; without this, prompts would be cut at the training length
         max_length = max_length or max(options.lengths or ())
-    by_length = suite == "ruler" and options.limit is not None
+    limit = options.limit
     batch_size = options.batch_size or 8
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
@@ -76,12 +74,12 @@ def run_tasks(
         for name, task in loaded.items():
             if options.progress:
                 print(f"{suite}: {name}", file=sys.stderr, flush=True)
-            output = simple_evaluate(
+            output = lm_eval.simple_evaluate(
                 model=lm,
                 tasks=[task],
                 task_manager=manager,
-                limit=None if by_length else options.limit,
-                samples={name: _first_of_each_length(task, options.limit)} if by_length else None,
+                limit=None if suite == "ruler" else limit,
+                samples={name: _first_of_each_length(task, limit)} if suite == "ruler" and limit else None,
                 batch_size=batch_size,
                 bootstrap_iters=1000,
                 log_samples=by_sample is not None,
@@ -233,4 +231,4 @@ def _bars_by_length(rows: list[dict[str, Any]]) -> Plot:
         x, y = series.setdefault(row["task"], ([], []))
         x.append(int(row["metric"]))
         y.append(row["value"])
-    return {"title": "RULER", "x": "context (tokens)", "y": "score", "log_x": True, "log_y": False, "series": series}
+    return {"title": "RULER", "x": "context (tokens)", "y": "score", "log_x": True, "series": series}

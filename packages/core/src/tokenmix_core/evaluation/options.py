@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Plot(TypedDict):
 
     Attributes:
         title, x, y: what the plot and its axes are called, units included.
-        log_x, log_y: whether an axis is logarithmic.
+        log_x, log_y: whether an axis is logarithmic; not by default.
         series: the curves.
     """
 
     title: str
     x: str
     y: str
-    log_x: bool
-    log_y: bool
+    log_x: NotRequired[bool]
+    log_y: NotRequired[bool]
     series: Series
 
 

@@ -157,7 +157,6 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
         rows.append(row("bigram", "all", nats, len(losses)))
         series["bigram"] = ([1, len(losses)], [math.exp(nats)] * 2)
     title = f"Perplexity by position, {len(sequences)} sequences, smoothed"
-    labels = {"title": title, "x": "position (tokens)", "y": "perplexity"}
-    plot: Plot = {**labels, "log_x": True, "log_y": False, "series": series}
+    plot: Plot = {"title": title, "x": "position (tokens)", "y": "perplexity", "log_x": True, "series": series}
     settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
     return {"suite": "perplexity-by-position", "settings": settings, "rows": rows, "plots": [plot]}

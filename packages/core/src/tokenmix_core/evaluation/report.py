@@ -87,10 +87,10 @@ def draw(plot: Plot, path: Path) -> None:
     for i, (name, (x, y)) in enumerate(plot["series"].items()):
         marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 40 else None
         axes.plot(x, y, marker=marker, markersize=4, linewidth=1.4, label=name)
-    if plot["log_x"]:
+    if plot.get("log_x"):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-    if plot["log_y"]:
+    if plot.get("log_y"):
         axes.set_yscale("log")
     axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
     axes.grid(alpha=0.3)
@@ -112,7 +112,7 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     written = [folder / f"{suite}.json"]
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
     write_atomically(written[0], lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    for path, plot in zip(_plot_paths(result, folder), result["plots"], strict=True):
+    for path, plot in zip(_plot_paths(suite, len(result["plots"]), folder), result["plots"], strict=True):
         try:
             draw(plot, path)
         except ImportError as error:
@@ -123,9 +123,8 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     return written
 
 
-def _plot_paths(result: SuiteResult, folder: Path) -> list[Path]:
-    count = len(result["plots"])
-    return [folder / f"{result['suite']}{f'-{i + 1}' if count > 1 else ''}.png" for i in range(count)]
+def _plot_paths(suite: str, count: int, folder: Path) -> list[Path]:
+    return [folder / f"{suite}{f'-{i + 1}' if count > 1 else ''}.png" for i in range(count)]
 
 
 def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> SuiteResult:
@@ -146,8 +145,6 @@ def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> 
         "title": "Training",
         "x": "tokens",
         "y": "loss (nats a token)",
-        "log_x": False,
-        "log_y": False,
         "series": {"training loss": (tokens, losses)},
     }
     settings = {"tokens per second": statistics.median(speeds)} if speeds else {}
@@ -159,14 +156,15 @@ def write_report(folder: Path) -> Path:
     """Write `report.md`: the tables and plots of every result in the folder."""
     parts = ["# Evaluation"]
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict) or not result.keys() >= {"suite", "settings", "rows", "plots"}:
             continue
         settings = "; ".join(f"{name}: {_cell(value)}" for name, value in result["settings"].items())
         parts += [f"## {result['suite']}", settings] if settings else [f"## {result['suite']}"]
         if result["rows"]:
             parts.append(format_table(result["rows"]))
-        for plot, image in zip(result["plots"], _plot_paths(result, folder), strict=True):
+        images = _plot_paths(result["suite"], len(result["plots"]), folder)
+        for plot, image in zip(result["plots"], images, strict=True):
             if image.exists():
                 parts.append(f"![{plot['title']}]({image.name})")
     path = folder / REPORT

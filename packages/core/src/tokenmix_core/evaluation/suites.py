@@ -32,7 +32,8 @@ COMMONSENSE = {
     "sciq": "acc",
     "social_iqa": "acc",
 }
-RECALL = dict.fromkeys(("swde", "squad_completion", "fda", "recall_triviaqa", "recall_nq", "recall_drop"), "contains")
+_RECALL_TASKS = ("swde", "squad_completion", "fda", "recall_triviaqa", "recall_nq", "recall_drop")
+RECALL: dict[str, str] = dict.fromkeys(_RECALL_TASKS, "contains")
 RULER = (
     *(f"niah_single_{i}" for i in (1, 2, 3)),
     *(f"niah_multikey_{i}" for i in (1, 2, 3)),
