@@ -165,9 +165,9 @@ class ScanTile(NamedTuple):
 _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
     # here the tile runs along K
     "prepare": {
-        (2, 64): (ScanTile(64, 1, 2),),
-        (2, 128): (ScanTile(64, 1, 2),),
-        (2, 256): (ScanTile(64, 1, 2),),
+        (2, 64): (ScanTile(64, 1, 1),),
+        (2, 128): (ScanTile(64, 1, 1),),
+        (2, 256): (ScanTile(64, 1, 1),),
         (4, 64): (ScanTile(32, 1, 2),),
         (4, 128): (ScanTile(32, 1, 2),),
         (4, 256): (ScanTile(32, 1, 2),),
@@ -197,7 +197,7 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 256): (ScanTile(16, 8, 1),),
     },
     "backward_chunk": {
-        (2, 64): (ScanTile(64, 4, 2),),
+        (2, 64): (ScanTile(32, 4, 2),),
         (2, 128): (ScanTile(64, 8, 2),),
         (2, 256): (ScanTile(64, 8, 2, 128),),
         (4, 64): (ScanTile(32, 8, 1, 64),),

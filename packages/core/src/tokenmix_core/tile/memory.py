@@ -38,8 +38,13 @@ def inverse_norm(b_x, DOT: tl.constexpr):
 
     The sums are the diagonal of X Xᵀ: an operand of other products is not brought into registers again.
     """
-    b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=DOT)
-    o_t = tl.arange(0, b_x.shape[0])
+    return diagonal_inverse_norm(tl.dot(b_x, tl.trans(b_x), input_precision=DOT), b_x.shape[0])
+
+
+@triton.jit
+def diagonal_inverse_norm(b_xx, BT: tl.constexpr):
+    """(d + 1e−6)^−½ of the diagonal d of a tile `[BT, BT]`."""
+    o_t = tl.arange(0, BT)
     return tl.rsqrt(tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_xx, 0.0), 1) + 1e-6)
 
 

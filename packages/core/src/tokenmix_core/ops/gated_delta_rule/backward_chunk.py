@@ -10,7 +10,7 @@ from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_pr
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.tile.memory import (
     column,
-    inverse_norm,
+    diagonal_inverse_norm,
     last_of,
     load_rows,
     load_vector,
@@ -23,15 +23,15 @@ from tokenmix_core.tile.sequences import locate_chunk
 @triton.jit
 def unnormalise(b_dx, b_x, r_x, b_dot):
     """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
-    return (b_dx - b_x.to(tl.float32) * (r_x * b_dot)[:, None]) * r_x[:, None]
+    return (b_dx.to(tl.float32) - b_x.to(tl.float32) * (r_x * b_dot)[:, None]) * r_x[:, None]
 
 
 @triton.jit
 def backward_chunk_kernel(
     q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, dq, dk, dg, dbeta,
     scale, T, N, H, group, tokens,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dg and dβ of one chunk and value head.
 
@@ -43,93 +43,103 @@ def backward_chunk_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    HV, i_h = H * group, i_hv // group
-    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
-    m_t = o_t < rows
-    p_q, p_k = q + (first * H + i_h) * K, k + (first * H + i_h) * K
+    HV = H * group
+    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+    p_q, p_k = q + (first * H + i_hv // group) * K, k + (first * H + i_hv // group) * K
+    p_dq, p_dk = dq + (first * HV + i_hv) * K, dk + (first * HV + i_hv) * K
     o_vo = (first * HV + i_hv) * V
     p_tile = (i_slot.to(tl.int64) * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
 
-    p_gates = gates + (i_hv.to(tl.int64) * tokens + first) * 4
-    b_gates = load_rows(p_gates, 4, rows, BT, 4)
-    b_b = column(b_gates, 0)
+    b_gates = load_rows(gates + (i_hv.to(tl.int64) * tokens + first) * 4, 4, rows, BT, 4)
+    b_b, b_w, r_k, b_beta = column(b_gates, 0), column(b_gates, 1), column(b_gates, 2), column(b_gates, 3)
     b_last = last_of(b_b, rows, BT)
-    b_b = tl.where(m_t, b_b, b_last)
-    b_w, r_k, b_beta = column(b_gates, 1), column(b_gates, 2), column(b_gates, 3)
-    b_k = load_rows(p_k, H * K, rows, BT, K)
-    r_q = tl.zeros([BT], tl.float32) + 1.0
+    b_b = tl.where(o_t < rows, b_b, b_last)
 
-    b_dot, b_dbeta = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
-    b_dq = tl.zeros([BT, K], tl.float32)
-    if OUTPUT:
-        b_q = load_rows(p_q, H * K, rows, BT, K)
-        if L2NORM:
-            r_q = inverse_norm(b_q, DOT)
-        # E = scale dO Rᵀ ⊙ Γ and its transpose; dQ = scale γ dO Sᵀ + (E β) K̂
-        b_e, b_et = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-        for i_v in range(V // BV):
-            b_do = load_rows(do + o_vo + i_v * BV, HV * V, rows, BT, BV)
-            b_r = load_rows(residual + o_vo + i_v * BV, HV * V, rows, BT, BV)
-            b_s = tl.load(states + p_tile + i_v * BV)
-            b_e = tl.dot(b_do, tl.trans(b_r), b_e, input_precision=DOT)
-            b_et = tl.dot(b_r, tl.trans(b_do), b_et, input_precision=DOT)
-            b_dq = tl.dot(b_do, tl.trans(b_s), b_dq, input_precision=DOT)
-        b_dq *= (tl.exp2(b_b) * scale)[:, None]
-        b_dot = tl.sum(b_dq * b_q.to(tl.float32), 1) * r_q
-        b_e *= causal_decay(b_b, b_b, o_t, o_t) * scale
-        b_x = (b_e * b_w[None, :]).to(k.dtype.element_ty)
-        b_dq = tl.dot(b_x, b_k, b_dq, input_precision=DOT)
-        b_e *= tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * r_q[:, None] * r_k[None, :]
-        b_dbeta += tl.sum(b_e, 0)
-        b_dot += tl.sum(b_e * b_beta[None, :], 1)
-        b_et *= causal_decay_transposed(b_b, b_b, o_t, o_t) * b_beta[:, None] * (r_q * scale)[None, :]
-        b_et = b_et.to(k.dtype.element_ty)
-        if L2NORM:
-            b_dq = unnormalise(b_dq, b_q, r_q, b_dot)
-    store_rows(dq + (first * HV + i_hv) * K, b_dq, HV * K, rows, BT, K)
-    b_db = b_dot
-
-    # F = −dY Rᵀ ⊙ Γ strictly below the diagonal, and its transpose;
-    # dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + (β Eᵀ) Q̂ + β w R dSᵀ
+    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, each with its transpose
+    b_e, b_et = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     b_f, b_ft = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    b_dk = tl.zeros([BT, K], tl.float32)
     for i_v in range(V // BV):
-        b_dy = load_rows(dv + o_vo + i_v * BV, HV * V, rows, BT, BV)
         b_r = load_rows(residual + o_vo + i_v * BV, HV * V, rows, BT, BV)
-        b_s = tl.load(states + p_tile + i_v * BV)
+        b_dy = load_rows(dv + o_vo + i_v * BV, HV * V, rows, BT, BV)
         b_f = tl.dot(b_dy, tl.trans(b_r), b_f, input_precision=DOT)
         b_ft = tl.dot(b_r, tl.trans(b_dy), b_ft, input_precision=DOT)
-        b_dk = tl.dot(b_dy, tl.trans(b_s), b_dk, input_precision=DOT)
-    b_dk *= -tl.exp2(b_b)[:, None]
-    b_dot = tl.sum(b_dk * b_k.to(tl.float32), 1) * r_k
-    b_f *= -causal_decay(b_b, b_b, o_t, o_t + 1)
-    b_ft *= -causal_decay_transposed(b_b, b_b, o_t + 1, o_t)
-    b_x = (b_f * b_w[None, :] + b_ft * b_beta[:, None] * r_k[None, :]).to(k.dtype.element_ty)
-    b_dk = tl.dot(b_x, b_k, b_dk, input_precision=DOT)
-    if OUTPUT:
-        b_dk = tl.dot(b_et, b_q, b_dk, input_precision=DOT)
-    b_f *= tl.dot(b_k, tl.trans(b_k), input_precision=DOT) * r_k[:, None] * r_k[None, :]
-    b_dbeta += tl.sum(b_f, 0)
-    b_dot += tl.sum(b_f * b_beta[None, :], 1)
-
-    # what the state that leaves the chunk holds of it, and of the state that entered
-    b_dw, b_end = tl.zeros([BT, K], tl.float32), tl.zeros([K], tl.float32)
-    for i_v in range(V // BV):
-        b_r = load_rows(residual + o_vo + i_v * BV, HV * V, rows, BT, BV)
-        b_ds = tl.load(dstates + p_tile + i_v * BV)
-        b_dw = tl.dot(b_r, tl.trans(b_ds), b_dw, input_precision=DOT)
-        b_end += tl.sum(tl.load(states + p_tile + i_v * BV).to(tl.float32) * b_ds.to(tl.float32), 1)
-    b_dw *= tl.exp2(b_last - b_b)[:, None]
-    b_out = tl.sum(b_dw * b_k.to(tl.float32), 1) * r_k
-    b_dk += b_dw * b_beta[:, None]
-    b_dbeta += b_out
+        if OUTPUT:
+            b_do = load_rows(do + o_vo + i_v * BV, HV * V, rows, BT, BV)
+            b_e = tl.dot(b_do, tl.trans(b_r), b_e, input_precision=DOT)
+            b_et = tl.dot(b_r, tl.trans(b_do), b_et, input_precision=DOT)
+    b_qk, b_kk, b_qq = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    for i_k in range(K // BK):
+        b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
+        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=DOT)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=DOT)
+        if L2NORM:
+            b_qq = tl.dot(b_q, tl.trans(b_q), b_qq, input_precision=DOT)
+    r_q = tl.zeros([BT], tl.float32) + 1.0
     if L2NORM:
-        b_dk = unnormalise(b_dk, b_k, r_k, b_dot + b_beta * b_dbeta)
-    store_rows(dk + (first * HV + i_hv) * K, b_dk, HV * K, rows, BT, K)
+        r_q = diagonal_inverse_norm(b_qq, BT)
+
+    # what meets K and Q in dQ and dK; sums over tokens, in float32, for dβ and the products x̂ · dx̂
+    b_decay = causal_decay(b_b, b_b, o_t, o_t)
+    b_e *= b_decay * scale
+    b_f *= tl.where(o_t[:, None] > o_t[None, :], -b_decay, 0.0)
+    b_decay = causal_decay_transposed(b_b, b_b, o_t, o_t)
+    b_et *= b_decay * b_beta[:, None] * (r_q * scale)[None, :]
+    b_ft *= tl.where(o_t[:, None] < o_t[None, :], -b_decay, 0.0) * b_beta[:, None] * r_k[None, :]
+    b_fw = (b_f * b_w[None, :] + b_ft).to(k.dtype.element_ty)
+    b_ew, b_et = (b_e * b_w[None, :]).to(k.dtype.element_ty), b_et.to(k.dtype.element_ty)
+    b_e *= b_qk * r_q[:, None] * r_k[None, :]
+    b_f *= b_kk * r_k[:, None] * r_k[None, :]
+    b_dbeta = tl.sum(b_e + b_f, 0)
+    b_dot_q, b_dot_k = tl.sum(b_e * b_beta[None, :], 1), tl.sum(b_f * b_beta[None, :], 1)
+
+    # dQ = scale γ dO Sᵀ + (E β) K̂; dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + (β Eᵀ) Q̂ + β w R dSᵀ
+    b_end, b_out = tl.zeros([BK], tl.float32), tl.zeros([BT], tl.float32)
+    for i_k in range(K // BK):
+        b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
+        b_dq, b_dk = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
+        b_dw = tl.zeros([BT, BK], tl.float32)
+        for i_v in range(V // BV):
+            b_s, b_ds = tl.load(states + p_tile + i_v * BV), tl.load(dstates + p_tile + i_v * BV)
+            b_end += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+            if OUTPUT:
+                b_do = load_rows(do + o_vo + i_v * BV, HV * V, rows, BT, BV)
+                b_dq = tl.dot(b_do, tl.trans(b_s), b_dq, input_precision=DOT)
+            b_dy = load_rows(dv + o_vo + i_v * BV, HV * V, rows, BT, BV)
+            b_dk = tl.dot(b_dy, tl.trans(b_s), b_dk, input_precision=DOT)
+            b_r = load_rows(residual + o_vo + i_v * BV, HV * V, rows, BT, BV)
+            b_dw = tl.dot(b_r, tl.trans(b_ds), b_dw, input_precision=DOT)
+        b_dw *= tl.exp2(b_last - b_b)[:, None]
+        b_out += tl.sum(b_dw * b_k.to(tl.float32), 1) * r_k
+        b_dk *= -tl.exp2(b_b)[:, None]
+        b_dot_k += tl.sum(b_dk * b_k.to(tl.float32), 1) * r_k
+        b_dk = tl.dot(b_fw, b_k, b_dk + b_dw * b_beta[:, None], input_precision=DOT)
+        if OUTPUT:
+            b_dk = tl.dot(b_et, b_q, b_dk, input_precision=DOT)
+            b_dq *= (tl.exp2(b_b) * scale)[:, None]
+            b_dot_q += tl.sum(b_dq * b_q.to(tl.float32), 1) * r_q
+            b_dq = tl.dot(b_ew, b_k, b_dq, input_precision=DOT)
+        if L2NORM and K == BK:
+            b_dq = unnormalise(b_dq, b_q, r_q, b_dot_q)
+            b_dk = unnormalise(b_dk, b_k, r_k, b_dot_k + b_beta * (b_dbeta + b_out))
+        store_rows(p_dq + i_k * BK, b_dq, HV * K, rows, BT, BK)
+        store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
+        p_tile += BK * V
+    b_dbeta += b_out
+    if L2NORM and K > BK:
+        # the products x̂ · dx̂ are complete only now
+        tl.debug_barrier()
+        for i_k in range(K // BK):
+            b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
+            b_dq = load_rows(p_dq + i_k * BK, HV * K, rows, BT, BK)
+            b_dk = load_rows(p_dk + i_k * BK, HV * K, rows, BT, BK)
+            b_dq = unnormalise(b_dq, b_q, r_q, b_dot_q)
+            b_dk = unnormalise(b_dk, b_k, r_k, b_dot_k + b_beta * b_dbeta)
+            store_rows(p_dq + i_k * BK, b_dq, HV * K, rows, BT, BK)
+            store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
     store_vector(dbeta + first * HV + i_hv, b_dbeta, HV, rows, BT)
 
     # dg gathers all later decays of the chunk; a decay that was cut off has none
-    b_db = tl.where(m_t, b_db + b_dot - b_beta * b_dbeta, 0.0)
+    b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
     b_g = load_vector(g + first * HV + i_hv, HV, rows, BT)
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
@@ -160,7 +170,7 @@ def backward_chunk(
     backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
         q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, dq, dk, dg, dbeta,
         scale, T, sequences(q, cu_seqlens), H, group, B * T,
-        K, V, CHUNK, launch.BV, do is not None, qk_l2norm, cu_seqlens is not None, dot_precision(q),
+        K, V, CHUNK, min(K, launch.BK), launch.BV, do is not None, qk_l2norm, cu_seqlens is not None, dot_precision(q),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if group > 1:
