@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) -> Layout:
     batch, tokens, heads_q, K = q.shape
     keys, heads, M = f.shape[1:]
-    BT = tuning.chunk_size(M, q.dtype)
+    BT = tuning.chunk_size(q.dtype)
     lead = max(cdiv(window - before, BT), 0)
     extra = lead * BT - (window - before)
     packed = cu_seqlens is not None

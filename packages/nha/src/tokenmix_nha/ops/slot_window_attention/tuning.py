@@ -37,16 +37,14 @@ _PROGRAMS = 264
 _MAX_SEGMENTS = 16
 
 
-def chunk_size(slots: int, dtype: torch.dtype) -> int:
+def chunk_size(dtype: torch.dtype) -> int:
     """Tokens of a chunk, the same in all kernels of a call, since they share the states at its borders."""
-    if dtype == torch.float32:
-        return 16 if slots == 128 else 32
-    return 64
+    return 16 if dtype == torch.float32 else 64
 
 
 def tile(kernel: str, slots: int, window: int, dtype: torch.dtype) -> Tile:
     """The tile of one of `KERNELS`."""
-    BT = chunk_size(slots, dtype)
+    BT = chunk_size(dtype)
     small, large = _TILES[kernel]
     return Tile(BT, min(BT, 32 if window <= 32 else 64), large if slots == 128 else small, 1 if dtype == torch.float32 else 2)
 
