@@ -14,12 +14,12 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
-from tokenmix_core.ops.attention.tiles import key_tiles, load_tile, masked_tile, query_tiles, store_tile
+from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, query_tiles, store_tile
 from tokenmix_core.tile.masks import locate_tile, visible
 
 
 @triton.jit
-def _meet_keys(
+def meet_keys(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -32,7 +32,7 @@ def _meet_keys(
         b_p = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
 
 
 @triton.jit
@@ -77,12 +77,12 @@ def _attention_backward_queries(
     b_dq = tl.zeros([BM, BK], tl.float32)
     far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
     for i_k in range(full, end):
-        b_dq = _meet_keys(
+        b_dq = meet_keys(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * log2e,
             K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
         )  # fmt: skip
     for i in range(0, far_sinks + full - near + stop - end):
-        b_dq = _meet_keys(
+        b_dq = meet_keys(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
             keys, window, sinks, scale * log2e, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
         )  # fmt: skip
@@ -90,7 +90,7 @@ def _attention_backward_queries(
 
 
 @triton.jit
-def _meet_queries(
+def meet_queries(
     b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, queries, shift, keys, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -106,10 +106,10 @@ def _meet_queries(
     if MASKED:
         m_s = visible(o_q[None, :] + shift, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
         b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
-    b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
     b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_dst = b_pt * (b_dpt - b_delta[None, :])
-    b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    b_dk = add_product(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
     return b_dk, b_dv
 
 
@@ -149,12 +149,12 @@ def _attention_backward_keys(
         p_do = do + i_b * s_db + start * s_dt + i_h * s_dh
         o_row = (i_b * HQ + i_h) * TQ + start
         for i_q in range(full, end):
-            b_dk, b_dv = _meet_queries(
+            b_dk, b_dv = meet_queries(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, i_q, o_k, queries, shift, keys,
                 window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
             )  # fmt: skip
         for i in range(0, full - near + stop - end):
-            b_dk, b_dv = _meet_queries(
+            b_dk, b_dv = meet_queries(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt,
                 masked_tile(i, 0, near, full, end), o_k, queries, shift, keys,
                 window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,

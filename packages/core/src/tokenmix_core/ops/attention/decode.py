@@ -15,7 +15,7 @@ import triton.language as tl
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
-from tokenmix_core.ops.attention.tiles import key_tiles, load_tile
+from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
@@ -61,7 +61,7 @@ def _attention_decode(
         m_s = visible(o_q[:, None], o_k[None, :], keys, window, sinks, True, WINDOW)
         b_p, b_shrink, b_m, b_l = online_softmax(tl.where(m_s, b_s, float("-inf")), b_m, b_l, scale, True)
         b_v = load_tile(v + i_b * s_vb + i_hk * s_vh, i_k * BN, keys, s_vt, V, BN, BV, True)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], input_precision=PRECISION)
+        b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     o_row = ((i_b * TQ + o_t) * HQ + o_h) * splits + i_s

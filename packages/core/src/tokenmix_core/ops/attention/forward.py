@@ -11,13 +11,13 @@ import triton.language as tl
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.backends import Mask
-from tokenmix_core.ops.attention.tiles import key_tiles, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, store_tile
 from tokenmix_core.tile.masks import locate_tile, visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
 
 @triton.jit
-def _meet_keys(
+def meet_keys(
     b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -29,7 +29,7 @@ def _meet_keys(
         b_s = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_s, float("-inf"))
     b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
     b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
-    b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], input_precision=PRECISION)
+    b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
     return b_o, b_m, b_l
 
 
@@ -67,12 +67,12 @@ def _attention_forward(
     b_o = tl.zeros([BM, BV], tl.float32)
     far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
     for i_k in range(full, end):
-        b_o, b_m, b_l = _meet_keys(
+        b_o, b_m, b_l = meet_keys(
             b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
             K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
         )  # fmt: skip
     for i in range(0, far_sinks + full - near + stop - end):
-        b_o, b_m, b_l = _meet_keys(
+        b_o, b_m, b_l = meet_keys(
             b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q, keys, window,
             sinks, scale, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
         )  # fmt: skip

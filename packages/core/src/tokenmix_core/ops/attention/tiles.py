@@ -96,3 +96,17 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
     o_d = tl.arange(0, BD)
     p_x += tl.cast(first, tl.int64) * stride + o_t[:, None] * stride + o_d[None, :]
     tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=(first + o_t < rows)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def add_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """`b_sum + b_x · b_y`.
+
+    In full precision the product is summed by itself first: sums of sums lose less than one sum over all tiles. The
+    select stands between the two, for else the compiler joins them.
+    """
+    if PRECISION == "ieee":
+        b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)
+        return b_sum + tl.where(b_xy == b_xy, b_xy, float("nan"))
+    else:
+        return tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
