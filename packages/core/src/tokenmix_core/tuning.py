@@ -83,19 +83,12 @@ class SSDStates(NamedTuple):
 
 
 class SSDGradients(NamedTuple):
-    """Chunks of BT tokens; BK rows of dqᵀ and dkᵀ and BV of dvᵀ at a time, summed over K by CK and over V by CV.
-
-    `heads` value heads of a group are summed by one program.
-    """
+    """Chunks of BT tokens, V in steps of BV."""
 
     BT: int
-    BK: int
     BV: int
-    CK: int
-    CV: int
     num_warps: int
     num_stages: int
-    heads: int
 
 
 class SSDRecurrent(NamedTuple):
@@ -123,12 +116,12 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
     if dtype == torch.float32:
         forward = SSDForward(64, min(V, 32), 4, 1)
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
-        gradients = SSDGradients(64, min(K, 64), min(V, 64), min(K, 64), min(V, 64), 8, 1, 1)
+        gradients = SSDGradients(64, min(V, 32), 8, 1)
     else:
         forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2)
         states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
         gradients = SSDGradients(
-            64, min(K, 128), min(V, 128), min(K, 128), min(V, 128), 8 if max(K, V) >= 128 else 4, 1, 1
+            64, min(V, 64 if max(K, V) == 256 else 128), 8 if min(K, V) >= 128 or K == 256 else 4, 1
         )
 
     # sequences cut into segments read k and v once more, so only where they alone leave the device idle
@@ -139,11 +132,7 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         segment = max(256, next_power_of_2(cdiv(T, pieces)))
         segment = 0 if segment >= T else segment
 
-    # heads that share q and k are summed in registers as long as enough programs remain
-    heads, chunks = 1, B * cdiv(T, gradients.BT) * K // gradients.BK
-    while (HV // G) % (2 * heads) == 0 and chunks * HV // (2 * heads) >= 4 * _PROGRAMS and dtype != torch.float32:
-        heads *= 2
-    return SSDPlan(segment, forward, states, gradients._replace(heads=heads))
+    return SSDPlan(segment, forward, states, gradients)
 
 
 def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
@@ -229,6 +218,6 @@ class ShortConvTile(NamedTuple):
     num_warps: int
 
 
-def short_conv(step: str, dtype: torch.dtype) -> ShortConvTile:
-    """The tile of the short convolution: "forward" or "backward"."""
-    return ShortConvTile(32, 128, 4) if step == "forward" else ShortConvTile(32, 128, 4)
+def short_conv() -> ShortConvTile:
+    """The tile of the short convolution, forward and backward."""
+    return ShortConvTile(32, 128, 4)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmix_core.testing.closeness import assert_within
 
@@ -56,3 +57,25 @@ def assert_agrees(
     floor = 10 * coarsest if coarsest < 1e-5 else coarsest / 2
     for name, x in got.items():
         assert_within(name, x, exact[name], eager[name], factor=factor, floor=floor)
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Round the operands of matrix products, and what a triangular solve returns, to `dtype`; sums keep their own.
+
+    An eager reference run under this mode, backward included, makes the errors that matrix units of that dtype make.
+    """
+
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.PRODUCTS:
+            args = tuple(self._rounded(x) for x in args)
+        out = func(*args, **(kwargs or {}))
+        return self._rounded(out) if func is torch.ops.aten.linalg_solve_triangular.default else out
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(x.dtype)

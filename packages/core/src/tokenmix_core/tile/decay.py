@@ -23,6 +23,6 @@ def causal_decay(b_row, b_col, o_row, o_col):
 
 @triton.jit
 def causal_decay_transposed(b_row, b_col, o_row, o_col):
-    """The transpose of `causal_decay`: `exp2(b_col − b_row)` where the column's token is at or after the row's, else 0."""
+    """The transpose of `causal_decay`: `exp2(b_col − b_row)` where the column's token is not before the row's."""
     m_causal = o_row[:, None] <= o_col[None, :]
     return tl.exp2(tl.where(m_causal, b_col[None, :] - b_row[:, None], float("-inf")))

@@ -29,7 +29,7 @@ def run_forward(x, weight, bias, activation, initial_state, cu_seqlens) -> tuple
     """o and the last inputs of each sequence."""
     from tokenmix_core.ops.short_conv.forward import short_conv_forward
 
-    config = tuning.short_conv("forward", x.dtype)
+    config = tuning.short_conv()
     state = _contiguous(initial_state)
     return short_conv_forward(token_rows(x), weight.contiguous(), bias, activation, state, cu_seqlens, config)
 
@@ -42,7 +42,7 @@ def run_backward(
 
     return short_conv_backward(
         token_rows(x), weight.contiguous(), bias, activation, _contiguous(initial_state), cu_seqlens,
-        token_rows(do), _contiguous(final_gradient), tuning.short_conv("backward", x.dtype),
+        token_rows(do), _contiguous(final_gradient), tuning.short_conv(),
     )  # fmt: skip
 
 

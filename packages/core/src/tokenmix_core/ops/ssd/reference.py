@@ -38,7 +38,7 @@ def chunk_ssd_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (or, as the inputs, float64)."""
+    """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (float64 if inputs are)."""
     return _by_sequence(_chunkwise, q, k, v, g, scale, initial_state, cu_seqlens)
 
 
