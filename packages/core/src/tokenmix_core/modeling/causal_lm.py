@@ -137,8 +137,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         if cu_seqlens is not None:
-            # −1, from empty sequences at the front, is the last place, which predicts nothing anyway
-            targets[0, cu_seqlens[1:].long() - 1] = IGNORE
+            # an empty sequence at the front names the last place, which predicts nothing anyway
+            targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
         if mask is not None:
             real = mask.bool()
             targets = targets.masked_fill(~(real & nn.functional.pad(real[:, 1:], (0, 1))), IGNORE)

@@ -9,13 +9,26 @@ lengths need no masks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
+
+
+class _once:
+    """A property computed at its first use; `functools.cached_property` has a lock in Python 3.11, which cannot compile."""
+
+    def __init__(self, fn: Callable[[Any], Any]):
+        self.fn, self.__doc__ = fn, fn.__doc__
+
+    def __get__(self, obj: Any, owner: type | None = None) -> Any:
+        if obj is None:
+            return self
+        value = obj.__dict__[self.fn.__name__] = self.fn(obj)
+        return value
 
 
 class Span:
@@ -52,30 +65,30 @@ class Span:
         """Whether all sequences hold the same number of tokens before and after, known without asking the device."""
         return self.lengths is None and self.mask is None
 
-    @cached_property
+    @_once
     def before(self) -> Int[Tensor, "N"]:
         """Tokens each sequence holds before the call."""
         if self.lengths is not None:
             return self.lengths
         return torch.full((self.batch,), self.past, dtype=torch.int64, device=self.device)
 
-    @cached_property
+    @_once
     def after(self) -> Int[Tensor, "N"]:
         """Tokens each sequence holds after the call."""
         return self.before + (self.tokens if self.mask is None else self.mask.sum(1))
 
-    @cached_property
+    @_once
     def index(self) -> Int[Tensor, "total"]:
         """The places of the real tokens in the flattened `[N · tokens]`; waits for the device."""
         assert self.mask is not None
         return self.mask.flatten().nonzero().squeeze(1)
 
-    @cached_property
+    @_once
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
         """Borders of the packed sequences; None for a dense call."""
         return None if self.mask is None else cu_seqlens_from_lengths(self.mask.sum(1))
 
-    @cached_property
+    @_once
     def rows(self) -> Int[Tensor, "total"]:
         """The sequence of each token, in the order of the call's tensors."""
         rows = torch.arange(self.batch, device=self.device).repeat_interleave(
@@ -83,7 +96,7 @@ class Span:
         )
         return rows if self.mask is None else rows[self.index]
 
-    @cached_property
+    @_once
     def positions(self) -> Int[Tensor, "total"]:
         """The position of each token in its sequence, in the order of the call's tensors."""
         if self.mask is None:
