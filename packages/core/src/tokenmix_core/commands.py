@@ -262,7 +262,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no model: expected config.json and weights")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{folder} cannot be loaded as a causal language model: {sentence(error)}") from error
     return model.to(device).eval()

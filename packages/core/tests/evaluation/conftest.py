@@ -15,7 +15,7 @@ def _llama():
 def _hybrid():
     from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 
-    options = {"gated_delta_net": {"num_heads": 1, "head_dim": 16}, "attention": {"num_heads": 2}}
+    options = {"gated_delta_net": {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, "attention": {"num_heads": 2}}
     return HybridForCausalLM(HybridConfig(**SIZES, mixers=["gated_delta_net", "attention"], mixer_options=options))
 
 

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from tokenmix_core.evaluation.report import format_table, training_result, write_atomically, write_report, write_result
+from tokenmix_core.evaluation.report import (
+    format_rows,
+    format_table,
+    training_result,
+    write_atomically,
+    write_report,
+    write_result,
+)
 
 
 def result(suite="demo", plots=1):
@@ -23,6 +30,14 @@ def test_table_has_a_column_for_each_key_and_equally_wide_lines():
     assert "two⏎lines \\| bar" in lines[3]
     assert "123,456" in lines[3]
     assert "20,000" in lines[3]
+
+
+def test_long_texts_are_shown_verbatim_outside_a_table():
+    text = "def f(x):\n    return x | 1\n" * 5
+    shown = format_rows([{"prompt": "def", "continuation": text}])
+    assert text in shown
+    assert not shown.startswith("|")
+    assert format_rows(result()["rows"]) == format_table(result()["rows"])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_the_suites_of_the_papers_are_there():
 def test_every_result_is_written_and_the_mode_restored(llama, tokenizer, text_file, tmp_path, capsys):
     options = {
         "mqar": EvalOptions(lengths=(32,), limit=2, progress=False),
-        "samples": EvalOptions(lengths=(8,), text=text_file, progress=False),
+        "samples": EvalOptions(max_length=8, text=text_file, progress=False),
     }
     llama.train()
     try:
@@ -63,7 +63,7 @@ def test_unknown_tasks_are_refused_with_the_known_ones(llama, tokenizer, text_fi
 
 def test_samples_repeat_with_their_seed_and_begin_with_the_prompt(llama, tokenizer):
     def rows(seed):
-        return samples_suite(llama, tokenizer, EvalOptions(prompt="ab", lengths=(4,), seed=seed))["rows"]
+        return samples_suite(llama, tokenizer, EvalOptions(prompt="ab", max_length=8, seed=seed))["rows"]
 
     assert rows(1) == rows(1)
     assert rows(1) != rows(2)

@@ -56,6 +56,14 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([line(columns), line(rule), *(line(values) for values in cells)])
 
 
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """A table, or blocks of verbatim text where a row holds more text than a cell can show."""
+    if not any(isinstance(value, str) and len(value) > 80 for row in rows for value in row.values()):
+        return format_table(rows)
+    blocks = (f"{key}:\n\n~~~~text\n{value}\n~~~~" for row in rows for key, value in row.items())
+    return "\n\n".join(blocks)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
@@ -162,7 +170,7 @@ def write_report(folder: Path) -> Path:
         settings = "; ".join(f"{name}: {_cell(value)}" for name, value in result["settings"].items())
         parts += [f"## {result['suite']}", settings] if settings else [f"## {result['suite']}"]
         if result["rows"]:
-            parts.append(format_table(result["rows"]))
+            parts.append(format_rows(result["rows"]))
         images = _plot_paths(result["suite"], len(result["plots"]), folder)
         for plot, image in zip(result["plots"], images, strict=True):
             if image.exists():

@@ -16,7 +16,7 @@ from tokenmix_core.evaluation.harness import run_tasks
 from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
 from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import generate_text, mqar_suite, niah_suite
-from tokenmix_core.evaluation.report import format_table, write_result
+from tokenmix_core.evaluation.report import format_rows, write_result
 
 # lm-eval's names, and the metric that stands for each task in the average, as the papers report it
 COMMONSENSE = {
@@ -114,16 +114,21 @@ def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     import torch
 
     options.choose("samples", ("samples",))
-    length = (options.lengths or (64,))[0]
     if options.prompt is not None:
         prompts = [options.prompt]
     else:
         documents = itertools.islice(text.documents(options.text, tokenizer), min(3, options.limit or 3))
-        prompts = [document[: 3 * length] for document in documents]
+        prompts = [document[:200] for document in documents]
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(options.seed)
         said = generate_text(
-            model, tokenizer, prompts, max_new_tokens=2 * length, do_sample=True, temperature=0.8, top_k=0
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=options.max_length or 256,
+            do_sample=True,
+            temperature=0.8,
+            top_k=0,
         )
     rows = [{"prompt": prompt, "continuation": s} for prompt, s in zip(prompts, said, strict=True)]
     settings = {"temperature": 0.8, "seed": options.seed}
@@ -185,7 +190,7 @@ def evaluate(
             result = suites[name].run(model, tokenizer, chosen or EvalOptions())
             result["settings"]["seconds"] = round(time.perf_counter() - start, 1)
             results[name] = result
-            print(f"\n{name}\n{format_table(result['rows'])}", flush=True)
+            print(f"\n{name}\n{format_rows(result['rows'])}", flush=True)
             if out is not None:
                 files = write_result(result, Path(out))
                 print(f"written: {', '.join(str(f) for f in files)}", flush=True)
