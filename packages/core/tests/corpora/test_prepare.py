@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+
 from tokenmix_core.corpora import prepare as prepare_module
 from tokenmix_core.corpora.prepare import built_in_corpus, is_held_out, prepare
 from tokenmix_core.corpora.sources import Source, open_source, stdlib_source

@@ -1,8 +1,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenmix_core.corpora.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_fingerprint
 from transformers import AutoTokenizer
+
+from tokenmix_core.corpora.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_fingerprint
 
 TOKENIZER = byte_tokenizer()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tokenmix_core.modeling import register_mixer
 from tokenmix_core.modeling.mixer import find_mixer
 from tokenmix_core.nn.attention import Attention
@@ -92,8 +93,11 @@ def recipe(corpus: Path | str, **changes: Any) -> Recipe:
 
 
 def penalised_model() -> dict[str, Any]:
-    return {**HYBRID, "mixers": ["gated_delta_net", "penalised"], "mixer_options": {
-        "gated_delta_net": HYBRID["mixer_options"]["gated_delta_net"], "penalised": {"num_heads": 2}}}
+    return {
+        **HYBRID,
+        "mixers": ["gated_delta_net", "penalised"],
+        "mixer_options": {"gated_delta_net": HYBRID["mixer_options"]["gated_delta_net"], "penalised": {"num_heads": 2}},
+    }
 
 
 def curve(output_dir: Path) -> dict[int, tuple[float, float]]:
@@ -115,7 +119,7 @@ def _context() -> Any:
     return context
 
 
-def _child(environment: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _child(environment: dict[str, str], work: Callable[..., Any], args: tuple, options: dict[str, Any]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     work(*args, **options)
@@ -191,5 +195,3 @@ def steps_logged(output_dir: Path) -> int:
 
 def manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_text())
-
-

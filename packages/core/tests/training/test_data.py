@@ -1,8 +1,11 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokenmix_core.corpora.token_file import TokenFile
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
@@ -152,7 +155,7 @@ def test_packed_documents_never_see_each_other(corpus):
     borders = torch.unique(batch["cu_seqlens"]).tolist()
     together = model(**batch, num_items_in_batch=1, use_cache=False).loss
     apart = []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         ids = batch["input_ids"][:, start:end]
         apart.append(model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss)
     torch.testing.assert_close(together, torch.stack(apart).sum(), rtol=1e-12, atol=0)

@@ -1,8 +1,10 @@
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import yaml
 from runs import recipe
+
 from tokenmix_core.recipes import RECIPES
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
 
@@ -29,7 +31,15 @@ def test_recipes_are_frozen():
 
 def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("learning_rate: 1e-3\nseq_len: 16\nsources: [a, b]\ntorch_compile: true\nmodel:\n  norm_eps: 1e-5\n")
+    lines = [
+        "learning_rate: 1e-3",
+        "seq_len: 16",
+        "sources: [a, b]",
+        "torch_compile: true",
+        "model:",
+        "  norm_eps: 1e-5",
+    ]
+    path.write_text("\n".join(lines))
     flags = ["--seq-len", "64", "--model.hidden_size=64", "--weights", "0.5", "0.5", "--total_tokens", "1.5M"]
     made = overridden(recipe("c"), flags, path)
     assert (made.optimizer.learning_rate, made.data.seq_len, made.data.sources) == (1e-3, 64, ["a", "b"])
@@ -123,10 +133,10 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor():
     rates = [1e-3 * schedule.learning_rate_factor(step) for step in range(schedule.steps + 5)]
     assert schedule.steps == 100
     assert rates[10] == pytest.approx(1e-3) == max(rates)
-    assert all(b > a for a, b in zip(rates[:10], rates[1:11], strict=True))
+    assert all(b > a for a, b in pairwise(rates[:11]))
     assert rates[0] > 1e-4
     assert rates[1] - rates[0] == pytest.approx(9e-4 / 11)
-    assert all(b < a for a, b in zip(rates[10:99], rates[11:100], strict=True))
+    assert all(b < a for a, b in pairwise(rates[10:100]))
     assert rates[99] == pytest.approx(2e-4)
     assert rates[100:] == pytest.approx([2e-4] * 5)
     # half a cosine: the middle of the fall is the middle of the rates

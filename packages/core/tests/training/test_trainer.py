@@ -20,9 +20,11 @@ from runs import (
     steps_logged,
     weights,
 )
-from tokenmix_core.training import trainer as trainer_module
-from tokenmix_core.training.trainer import build_trainer, peak_flops, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from tokenmix_core.training import trainer as trainer_module
+from tokenmix_core.training.engine import peak_flops
+from tokenmix_core.training.trainer import build_trainer, train
 
 
 def assert_same_curve(a, b, *, tolerance=2e-5):
@@ -112,7 +114,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(reference, corpus
 def test_recomputing_or_compiling_does_not_change_the_curve(field, corpus, tmp_path, monkeypatch):
     # traced and differentiated ahead of time, but run eagerly: a CPU's code generator takes minutes
     arguments = functools.partial(trainer_module.TrainingArguments, torch_compile_backend="aot_eager")
-    made = recipe(corpus, total_tokens=3 * 128)
+    made = recipe(corpus, total_tokens=3 * 128, seq_len=16, documents="joined")
     train(made, tmp_path / "plain", progress=False)
     if field == "torch_compile":
         monkeypatch.setattr(trainer_module, "TrainingArguments", arguments)

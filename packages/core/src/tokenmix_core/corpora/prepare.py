@@ -63,8 +63,8 @@ def prepare(
     settings: dict[str, Any] = {"source": source.description, "tokenizer": fingerprint}
     settings |= {"held_out": held_out, "max_tokens": max_tokens}
     output.parent.mkdir(parents=True, exist_ok=True)
-    eos, vocab_size = encoder.eos_token_id, len(encoder)
-    writer = TokenFileWriter(output, settings, vocab_size)
+    eos: Any = encoder.eos_token_id
+    writer = TokenFileWriter(output, settings, len(encoder))
     consumed = writer.consumed
     documents = source.documents(consumed)
     bar = tqdm(total=source.total, initial=consumed, unit="doc", desc=f"tokens of {output.name}", disable=not progress)

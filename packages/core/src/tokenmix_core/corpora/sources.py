@@ -141,8 +141,7 @@ def _files_source(path: Path, text_field: str) -> Source:
 
 def _jsonl_documents(files: list[Path], text_field: str) -> Iterator[str]:
     for file in files:
-        opened = gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
-        with opened as lines:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

@@ -10,6 +10,7 @@ A token file is a folder with
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -150,11 +151,9 @@ def _verify(path: Path, meta: TokenFileMeta) -> None:
     for name, expected in meta.sha256.items():
         if (got := file_sha256(path / name)) != expected:
             raise ValueError(f"{path / name} is damaged: its sha256 is {got[:12]}…, {META} records {expected[:12]}…")
-    try:
+    # a read-only folder is checked again next time
+    with contextlib.suppress(OSError):
         write_atomically(path / _STAMP, json.dumps(stamp))
-    except OSError:
-        # a read-only folder is checked again next time
-        pass
 
 
 def file_sha256(path: str | Path) -> str:
@@ -177,7 +176,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class TokenFileWriter:
-    """Writes a token file into `<path>.partial`, which becomes `path` in one rename when `finish` has written all of it.
+    """Writes a token file into `<path>.partial`, which becomes `path` in one rename when all of it is there.
 
     `commit` makes what was appended so far durable; a writer opened again with the same settings goes on after the
     last commit, and says in `consumed` how many documents of the source that covers.

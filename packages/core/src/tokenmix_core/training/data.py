@@ -76,7 +76,8 @@ class MQARRows(Dataset):
     """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`."""
 
     def __init__(self, seq_len: int, num_pairs: int, vocab_size: int, seed: int) -> None:
-        self.options = {"seq_len": seq_len, "num_pairs": num_pairs, "vocab_size": vocab_size, "seed": seed}
+        sizes = {"seq_len": seq_len, "num_pairs": num_pairs, "vocab_size": vocab_size}
+        self.options: dict[str, Any] = {**sizes, "seed": seed}
         # bad sizes are told before training begins
         synthetic.mqar(1, **self.options)
 

@@ -313,7 +313,8 @@ def _parser(recipe: Recipe) -> Any:
         def error(self, message: str) -> Any:
             raise ValueError(message)
 
-    parser = Parser([DataRecipe, OptimizerRecipe, RunRecipe], add_help=False, allow_abbrev=False)
+    groups: Any = [DataRecipe, OptimizerRecipe, RunRecipe]
+    parser = Parser(groups, add_help=False, allow_abbrev=False)
     parser.set_defaults(**{k: v for k, v in recipe.values().items() if k != "model"})
     return parser
 

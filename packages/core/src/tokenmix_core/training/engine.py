@@ -1,0 +1,171 @@
+"""The engine: transformers' Trainer over accelerate, with the schedule, log and checkpoints of a recipe."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments
+
+from tokenmix_core.training import checkpoint
+from tokenmix_core.training.recipe import OptimizerRecipe
+
+# dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
+PEAK_FLOPS = (
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("A10G", 70e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+)
+
+
+class RecipeTrainer(Trainer):
+    """The Trainer of a recipe.
+
+    What it adds: the recipe's schedule and weight decay; no cache in training; tokens/s, model-FLOPs utilisation and
+    auxiliary losses in the log; whole checkpoints; an error as soon as the loss or a weight is not finite.
+    """
+
+    def __init__(self, *args: Any, schedule: OptimizerRecipe, seq_len: int, identity: dict[str, Any], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.schedule, self.identity = schedule, identity
+        self.output_dir = Path(str(self.args.output_dir))
+        # such a model divides its summed loss terms by num_items_in_batch itself
+        self.model_accepts_loss_kwargs = True
+        self._redirected: Path | None = None
+        self._auxiliary: dict[str, Tensor] = {}
+        self._logged: tuple[float, int] | None = None
+        self._peak_flops = peak_flops(device_name(self.args), bf16=self.args.bf16)
+        flops = getattr(self.model, "flops_per_token", None)
+        self._flops_per_token = flops(seq_len) if flops is not None else None
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices decay; norms, biases, gates and other vectors do not."""
+        return [name for name, p in model.named_parameters() if p.dim() >= 2]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule of the recipe."""
+        if self.lr_scheduler is None:
+            # a plain function: what the scheduler saves is its step alone
+            factor = self.schedule.learning_rate_factor
+            chosen: Any = optimizer or self.optimizer
+            self.lr_scheduler = LambdaLR(chosen, lambda step: factor(step))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The model's loss; a cache would let packed documents see each other, so there is none."""
+        inputs = {**inputs, "use_cache": False}
+        outputs: Any
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        for name, values in (outputs.get("auxiliary") or {}).items():
+            if name.endswith("_loss"):
+                share = values.detach().float().sum() / num_items_in_batch
+                self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add throughput and auxiliary losses to a line of the training log.
+
+        Raises:
+            FloatingPointError: the loss or the norm of the gradient is not finite.
+        """
+        if "loss" in logs:
+            self._log_throughput(logs)
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(logs.get(name, 0.0)):
+                    super().log(logs, start_time)
+                    raise FloatingPointError(
+                        f"{name} is {logs[name]} at step {self.state.global_step}: training diverged. A lower "
+                        "learning_rate, a longer warm-up or a smaller max_grad_norm may help; the last checkpoint is "
+                        "from before"
+                    )
+        super().log(logs, start_time)
+
+    def _log_throughput(self, logs: dict[str, float]) -> None:
+        now, step = time.perf_counter(), self.state.global_step
+        steps = step - (self._logged[1] if self._logged else 0)
+        for name, total in sorted(self._auxiliary.items()):
+            # each process holds its share of the sum over a whole batch
+            logs[name] = self._gathered(total).sum().item() / max(1, steps)
+        self._auxiliary.clear()
+        if self._logged is not None and steps:
+            rate = steps * self.schedule.batch_tokens / (now - self._logged[0])
+            logs["tokens_per_second"] = round(rate, 1)
+            if self._flops_per_token and self._peak_flops:
+                utilisation = rate * self._flops_per_token / (self._peak_flops * self.args.world_size)
+                logs["model_flops_utilisation"] = round(utilisation, 4)
+        self._logged = (now, step)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._redirected) if self._redirected else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._require_finite_weights(model)
+        step = self.state.global_step
+        partial = self._redirected = self.output_dir / checkpoint.PARTIAL
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._redirected = None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint.write_manifest(partial / f"checkpoint-{step}", {"step": step, "identity": self.identity})
+            checkpoint.publish(partial, self.output_dir)
+            checkpoint.remove_old_checkpoints(self.output_dir, self.args.save_total_limit or 1)
+        self.accelerator.wait_for_everyone()
+
+    def _require_finite_weights(self, model: nn.Module) -> None:
+        # of a sharded parameter, each process looks at its own part
+        parameters = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+        finite = torch.stack([p.detach().isfinite().all() for p in parameters if p.numel()]).all()
+        if not self._gathered(finite).all():
+            raise FloatingPointError(
+                f"weights are not finite at step {self.state.global_step}: training diverged, and no checkpoint of "
+                "this step is written"
+            )
+
+    def _gathered(self, value: Tensor) -> Tensor:
+        """A scalar of every process, `[processes]`."""
+        gathered = self.accelerator.gather(value[None])
+        assert isinstance(gathered, Tensor)
+        return gathered
+
+    def save_final(self) -> None:
+        """Write model and tokenizer into the output folder; each file appears whole."""
+        partial = self.output_dir / checkpoint.PARTIAL
+        self.save_model(str(partial))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            (partial / "training_args.bin").unlink(missing_ok=True)
+            checkpoint.publish(partial, self.output_dir)
+        self.accelerator.wait_for_everyone()
+
+
+def device_name(args: TrainingArguments) -> str:
+    """What the run computes on."""
+    cuda = args.device.type == "cuda"
+    return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
+
+
+def peak_flops(device_name: str, *, bf16: bool) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by its name, where they are known and used."""
+    return next((peak for part, peak in PEAK_FLOPS if part in device_name), None) if bf16 else None
