@@ -35,7 +35,7 @@ def values_and_gradients(
     """
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
-    upstream = upstream or upstream_like(outputs)
+    upstream = dict(upstream or upstream_like(outputs))
     into = [upstream[name].to(x.dtype) for name, x in outputs.items()]
     grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), into)
     return outputs | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}, upstream
@@ -52,9 +52,10 @@ def assert_agrees(
     got, upstream = values_and_gradients(function, inputs)
     exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)
     eager, _ = values_and_gradients(baseline or reference, inputs, upstream)
-    # half the spacing of the coarsest dtype is one rounding; float32 sums of 64 decays round some ten times
+    # half a dtype's spacing is one rounding; in float32, where kernels multiply in three tf32 parts and gates are summed
+    # in another order than the reference's, errors up to 7.5e-7 were seen, 2.3 times the reference's
     coarsest = max(torch.finfo(x.dtype).eps for x in inputs.values())
-    floor = 10 * coarsest if coarsest < 1e-5 else coarsest / 2
+    floor = 8 * coarsest if coarsest < 1e-5 else coarsest / 2
     for name, x in got.items():
         assert_within(name, x, exact[name], eager[name], factor=factor, floor=floor)
 

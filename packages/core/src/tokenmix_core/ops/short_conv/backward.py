@@ -74,12 +74,14 @@ def input_gradient_kernel(
     b_dx = input_gradient(p_dz, p_final, weight, first, o_r, length, o_d, m_d, stride_dz, W)
     p_dx = dx + (begin + first) * D + o_r[:, None] * D + o_d[None, :]
     tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=(first + o_r < length)[:, None] & m_d[None, :])
-    if initial_gradient is not None:
-        o_w = tl.arange(0, 8)
-        b_ds = input_gradient(p_dz, p_final, weight, first, o_w - (W - 1), length, o_d, m_d, stride_dz, W)
-        p_ds = initial_gradient + o_state + o_d[None, :] * (W - 1) + o_w[:, None]
-        m_s = ((o_w < W - 1) & (first == 0))[:, None] & m_d[None, :]
-        tl.store(p_ds, b_ds.to(initial_gradient.dtype.element_ty), mask=m_s)
+    # one condition is known when compiling, the other is not
+    if initial_gradient is not None:  # noqa: SIM102
+        if first == 0:
+            o_w = tl.arange(0, 8)
+            b_ds = input_gradient(p_dz, p_final, weight, first, o_w - (W - 1), length, o_d, m_d, stride_dz, W)
+            p_ds = initial_gradient + o_state + o_d[None, :] * (W - 1) + o_w[:, None]
+            m_s = (o_w < W - 1)[:, None] & m_d[None, :]
+            tl.store(p_ds, b_ds.to(initial_gradient.dtype.element_ty), mask=m_s)
 
 
 def short_conv_backward(
