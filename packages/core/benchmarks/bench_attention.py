@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
+from tokenmix_core.testing.benchmarking import captured, first_call_seconds, interleaved_medians, measure
 
 # batch, tokens, query heads, key heads, head size, window
 SHAPES = [
@@ -81,7 +81,7 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
             from flash_attn import flash_attn_with_kvcache
 
             runs["flash-attn, split KV"] = lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
-        runs = {name: _captured(run) for name, run in runs.items()}
+        runs = {name: captured(run) for name, run in runs.items()}
     with torch.no_grad():
         times = interleaved_medians(runs, device)
     empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
@@ -118,17 +118,6 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Callable[[], T
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask).transpose(1, 2)
-
-
-def _captured(run: Callable[[], object]) -> Callable[[], None]:
-    """The run as a CUDA graph, so that its kernels are timed and not the host."""
-    with torch.no_grad():
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-    return graph.replay
 
 
 if __name__ == "__main__":

@@ -58,6 +58,17 @@ def interleaved_medians(
     return {name: statistics.median(x) for name, x in times.items()}
 
 
+def captured(run: Run) -> Run:
+    """The run as a CUDA graph, without gradients, so that its kernels are timed and not the host."""
+    with torch.no_grad():
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    return graph.replay
+
+
 def peak_megabytes(run: Run, device: str) -> float | None:
     """Peak device memory that a run allocates beyond what was allocated before it, in MiB; None on a CPU."""
     if device == "cpu":

@@ -52,8 +52,8 @@ def diagonal_inverse_norm(b_xx, BT: tl.constexpr):
 def column(b_x, INDEX: tl.constexpr):
     """Column INDEX of a tile `[BT, 4]`.
 
-    Vectors that scale rows and columns of products are kept side by side in memory: a tile of them is loaded once, while
-    single vectors would be loaded anew, element by element, in every layout they are used in.
+    Vectors that scale rows and columns of products are kept side by side in memory: a tile of them is loaded once,
+    while single vectors would be loaded anew, element by element, in every layout they are used in.
     """
     return tl.sum(tl.where(tl.arange(0, 4)[None, :] == INDEX, b_x, 0.0), 1)
 

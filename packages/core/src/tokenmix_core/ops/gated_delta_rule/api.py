@@ -49,8 +49,8 @@ def chunk_gated_delta_rule(
         g: natural log of the decay, ≤ 0; a value below −110 counts as −110, which leaves nothing.
         beta: write strength in [0, 2].
         scale: factor on the outputs; None is K ** −0.5.
-        initial_state: the state before the first token of each sequence; zero when None. N is B, or the number of packed
-            sequences.
+        initial_state: the state before the first token of each sequence; None is zero. N is B, or the number of
+            packed sequences.
         cu_seqlens: borders of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
         impl: "triton" (K and V in {64, 128, 256}; bfloat16, float16 or float32), "reference" (any size and device), or
@@ -106,7 +106,9 @@ def gated_delta_rule_step(
     qk_l2norm: bool = False,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """One token of decoding: updates `state` (float32, contiguous) in place and returns the outputs. Not differentiable.
+    """One token of decoding: updates `state` (float32, contiguous) in place and returns the outputs.
+
+    Nothing is differentiated through it.
 
     Raises:
         ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.

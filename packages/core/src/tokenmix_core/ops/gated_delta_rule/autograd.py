@@ -194,7 +194,7 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
 
 @chunk_op.register_fake
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
-    B, T, H, K = q.shape
+    B, T, _, K = q.shape
     HV, V = v.shape[2:]
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),

@@ -19,7 +19,10 @@ def backward_state_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dV, and the gradient of the state leaving each chunk. OUTPUT: there is a gradient of o; FINAL: of the final state."""
+    """dV, and the gradient of the state leaving each chunk.
+
+    OUTPUT: there is a gradient of o; FINAL: of the final state; INITIAL: the initial state's is wanted.
+    """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV

@@ -19,7 +19,7 @@ def forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """With OUTPUT the outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk."""
+    """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk."""
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV

@@ -1,4 +1,4 @@
-"""What the launchers share: the chunk length, the numbers of sequences and chunk slots, and the precision of products."""
+"""What the launchers share: chunk length, numbers of sequences and chunk slots, precision of products."""
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ def chunk_slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def dot_precision(x: Tensor) -> str:
-    """float32 inputs are multiplied to nearly float32's precision; for others the argument of `tl.dot` has no effect."""
+    """float32 inputs are multiplied to nearly float32's precision; other products ignore the argument."""
     return "tf32x3" if x.element_size() == 4 else "tf32"
 
 

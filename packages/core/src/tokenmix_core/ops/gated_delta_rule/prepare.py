@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences, solve_precision
-from tokenmix_core.tile.decay import load_decay
+from tokenmix_core.tile.decay import causal_decay, load_decay
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tile.solve import inverse_64
@@ -15,7 +15,7 @@ from tokenmix_core.tile.solve import inverse_64
 
 @triton.jit
 def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
-    """Cumulative decay b and w = β r of 16 tokens; stores (b, w, r, β) and returns b's end, from which the next 16 go on."""
+    """Cumulative decay b and w = β r of 16 tokens, and b's end, where the next 16 go on; stores (b, w, r, β)."""
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
     b_b = tl.cumsum(b_g, 0) + before
@@ -30,11 +30,12 @@ def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
 @triton.jit
 def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
     """A block of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j; of a diagonal block the strictly lower part."""
-    b_l = tl.exp2(b_bi[:, None] - b_bj[None, :]) * b_kk * r_i[:, None] * w_j[None, :]
     if DIAGONAL:
         o_t = tl.arange(0, 16)
-        b_l = tl.where(o_t[:, None] > o_t[None, :], b_l, 0.0)
-    return b_l
+        b_decay = causal_decay(b_bi, b_bj, o_t, o_t + 1)
+    else:
+        b_decay = tl.exp2(b_bi[:, None] - b_bj[None, :])
+    return b_kk * b_decay * r_i[:, None] * w_j[None, :]
 
 
 @triton.jit
@@ -59,7 +60,8 @@ def prepare_kernel(
 
     # k_i · k_j in blocks of 16 tokens, and the norms, shared by the value heads of this key head
     zero = tl.zeros([16, 16], tl.float32)
-    k_00, k_10, k_11, k_20, k_21, k_22, k_30, k_31, k_32, k_33 = zero, zero, zero, zero, zero, zero, zero, zero, zero, zero  # fmt: skip
+    k_00, k_10, k_11, k_20, k_21 = zero, zero, zero, zero, zero
+    k_22, k_30, k_31, k_32, k_33 = zero, zero, zero, zero, zero
     n_0 = tl.zeros([16], tl.float32)
     n_1, n_2, n_3 = n_0, n_0, n_0
     s_k = H * K

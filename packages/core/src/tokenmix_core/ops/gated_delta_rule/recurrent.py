@@ -15,7 +15,7 @@ def recurrent_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, value head and tile of V a program. `state_out` may be `state_in`: a program reads its tile first."""
+    """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`."""
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV

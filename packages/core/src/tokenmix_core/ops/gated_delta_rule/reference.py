@@ -44,7 +44,7 @@ def recurrent_reference(
                 None if initial_state is None else initial_state[n : n + 1],
                 qk_l2norm=qk_l2norm,
             )
-            for n, (start, end) in enumerate(zip(borders, borders[1:], strict=False))
+            for n, (start, end) in enumerate(pairwise(borders))
         ]
         outputs, states = zip(*parts, strict=True)
         return torch.cat(outputs, 1), torch.cat(states, 0)

@@ -1,0 +1,116 @@
+"""The gated delta rule beside flash-linear-attention's, where that is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.chunking import cu_seqlens_from_lengths
+from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
+from tokenmix_core.testing.benchmarking import captured, first_call_seconds, interleaved_medians, measure
+
+# batch, tokens, q/k heads, value heads, key size, value size, packed
+SHAPES = [
+    (8, 4096, 16, 16, 128, 128, False),
+    (1, 32768, 16, 16, 128, 128, False),
+    (1, 32768, 2, 8, 128, 128, False),
+    (8, 4096, 6, 6, 256, 256, False),
+    (8, 4096, 32, 32, 64, 64, False),
+    (1, 65536, 16, 16, 128, 128, True),
+]
+CPU_SHAPES = [(2, 256, 2, 2, 64, 64, False)]
+# batch, heads, key size, value size
+DECODE_SHAPES = [(1, 16, 128, 128), (32, 16, 128, 128), (128, 16, 128, 128)]
+
+_FIRST_CALL = """
+import torch
+{function}
+x = torch.randn(8, 4096, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+g = -torch.rand(8, 4096, 16, device="cuda")
+torch.cuda.synchronize()
+"""
+_OURS = """
+from tokenmix_core.ops import chunk_gated_delta_rule
+run = lambda: chunk_gated_delta_rule(x, x, x, g, -g, qk_l2norm=True).o
+"""
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements of training and of decoding on `device`, one row an implementation and shape."""
+    out = []
+    for shape in SHAPES if device != "cpu" else CPU_SHAPES:
+        out += _training_rows(shape, device)
+    for shape in DECODE_SHAPES if device != "cpu" else [(2, 2, 64, 64)]:
+        out += _decode_rows(shape, device)
+    return out
+
+
+def _training_rows(shape: tuple, device: str) -> list[dict]:
+    B, T, H, HV, K, V, packed = shape
+    q, k, v, g, beta = (x.requires_grad_() for x in _inputs(B, T, H, HV, K, V, device))
+    cu_seqlens = _borders(T, device) if packed else None
+    ours = functools.partial(chunk_gated_delta_rule, q, k, v, g, beta, cu_seqlens=cu_seqlens, qk_l2norm=True)
+    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: ours().o}
+    first = None
+    if device != "cpu":
+        # its first call, some two minutes of tuning, is not measured anew
+        if importlib.util.find_spec("fla") is not None and H == HV:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
+
+            peer = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
+            forwards["flash-linear-attention"] = lambda: peer()[0]
+        if shape == SHAPES[0]:
+            call = "torch.autograd.grad(run().sum(), x)\ntorch.cuda.synchronize()"
+            setup = _FIRST_CALL.format(function=_OURS)
+            first = {"tokenmix": functools.partial(first_call_seconds, setup, call)}
+    name = f"B{B} T{T} H{H if H == HV else f'{H}/{HV}'} K{K} V{V}" + (", 32 sequences" if packed else "")
+    return measure("gated_delta_rule", name, device, forwards, (q, k, v, g, beta), first_calls=first)
+
+
+def _decode_rows(shape: tuple, device: str) -> list[dict]:
+    B, H, K, V = shape
+    q, k, v, g, beta = (x[:, 0].contiguous() for x in _inputs(B, 1, H, H, K, V, device))
+    state = torch.zeros(B, H, K, V, device=device)
+    runs: dict[str, Callable[[], object]] = {
+        "tokenmix": lambda: gated_delta_rule_step(q, k, v, g, beta, state, qk_l2norm=True)
+    }
+    if device != "cpu":
+        if importlib.util.find_spec("fla") is not None:
+            from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fla
+
+            tokens = tuple(x.unsqueeze(1) for x in (q, k, v, g, beta))
+            options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+            runs["flash-linear-attention"] = lambda: fla(*tokens, **options)
+        runs = {name: captured(run) for name, run in runs.items()}
+    with torch.no_grad():
+        times = interleaved_medians(runs, device)
+    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    name = f"B{B} H{H} K{K} V{V}" + (", CUDA graph" if device != "cpu" else "")
+    return [
+        {"op": "gated_delta_rule_step", "shape": name, "impl": impl, "fwd_ms": ms} | empty for impl, ms in times.items()
+    ]
+
+
+def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> list[Tensor]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    qkv = [torch.randn(B, T, heads, size, device=device, dtype=dtype) for heads, size in ((H, K), (H, K), (HV, V))]
+    return [*qkv, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]
+
+
+def _borders(tokens: int, device: str) -> Tensor:
+    """32 sequences of 128 to 8,192 tokens, `tokens` in all."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = 128 + (torch.rand(32, generator=generator) ** 3 * 8064).long()
+    lengths = 128 + (lengths - 128) * (tokens - 32 * 128) // (lengths - 128).sum()
+    lengths[0] += tokens - lengths.sum()
+    return cu_seqlens_from_lengths(lengths).to(device)
+
+
+if __name__ == "__main__":
+    from tokenmix_core.testing.benchmarking import table
+
+    print(table(rows("cuda" if torch.cuda.is_available() else "cpu")))

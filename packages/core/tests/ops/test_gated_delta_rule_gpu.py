@@ -1,0 +1,205 @@
+"""The gated delta rule's kernels on a GPU: every tile against float64, long and large inputs, graphs, no stalls."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core import tuning
+from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
+from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
+from tokenmix_core.testing.closeness import assert_within, relative_error
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [64, 128, 256]
+PACKED = [0, 0, 1, 64, 129, 129, 300]
+SEQUENCES = len(PACKED) - 1
+STEPS = ["prepare", "forward", "states", "backward_state", "backward_chunk"]
+
+
+def inputs(B, T, H, HV, K, V, N=None, dtype=torch.bfloat16, kind="mild", seed=0):
+    """Random arguments by name; `N` adds an initial state of N sequences."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    randn = partial(torch.randn, generator=generator, device="cuda")
+    rand = partial(torch.rand, generator=generator, device="cuda")
+    g, beta, k = -0.2 * rand(B, T, HV), rand(B, T, HV), randn(B, T, H, K)
+    if kind == "extreme":
+        g = torch.where(rand(B, T, HV) < 0.2, -1e4, g)
+        beta = torch.randint(0, 3, (B, T, HV), generator=generator, device="cuda").float()
+    if kind == "repeating":
+        g, beta, k = 0.01 * g, torch.full_like(beta, 2.0), k[:, :1].expand(B, T, H, K).contiguous()
+    x = {"q": randn(B, T, H, K).to(dtype), "k": k.to(dtype), "v": randn(B, T, HV, V).to(dtype), "g": g, "beta": beta}
+    return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
+
+
+def borders(values=PACKED):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
+    """Against the eager reference run in the same dtype, which rounds what matrix units are given as the kernels do."""
+    options = {"qk_l2norm": True} | options
+    reference = partial(chunk_gated_delta_rule, impl="reference", **options)
+    dtype = x["q"].dtype
+
+    def baseline(**x):
+        return reference(**x)
+
+    with torch.enable_grad():
+        if dtype == torch.float32:
+            assert_agrees(partial(form, impl="triton", **options), reference, x, factor=factor)
+            return
+        got, upstream = values_and_gradients(partial(form, impl="triton", **options), x)
+        exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
+        with RoundedProducts(dtype):
+            eager, _ = values_and_gradients(baseline, x, upstream)
+    for name, value in got.items():
+        assert_within(name, value, exact[name], eager[name], factor=factor, floor=torch.finfo(dtype).eps / 2)
+
+
+def use_tile(monkeypatch, index):
+    """Let every step take its widest (0) or narrowest (−1) tile, whatever the number of heads."""
+    table = tuning.gated_delta_rule_tiles
+    monkeypatch.setattr(tuning, "gated_delta_rule", lambda step, K, V, size, heads: table(step, K, size)[index])
+
+
+def tiles(dtype):
+    """Indices that reach every tile in the tables; each step has at most two."""
+    counts = {len(tuning.gated_delta_rule_tiles(step, K, dtype.itemsize)) for step in STEPS for K in SIZES}
+    assert max(counts) <= 2
+    return [0, -1] if max(counts) == 2 else [0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index"), [(dtype, index) for dtype in DTYPES for index in tiles(dtype)], ids=lambda x: str(x)
+)
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("K", SIZES)
+def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
+    use_tile(monkeypatch, index)
+    x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES, dtype=dtype)
+    check(x, cu_seqlens=borders())
+    check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=borders())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_runs_of_identical_keys(dtype):
+    # float32 products are exact to some 2⁻²¹, and reflections along one key do not damp what is lost
+    check(inputs(1, 333, 1, 2, 128, 128, dtype=dtype, kind="repeating"), factor=8.0 if dtype.itemsize == 4 else 2.0)
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+def test_every_length_and_grouped_heads(T):
+    check(inputs(4, T, 2, 6, 128, 128, N=4))
+
+
+def test_without_norm_or_states():
+    x = inputs(2, 200, 2, 2, 128, 128)
+    x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).bfloat16()
+    check(x, qk_l2norm=False, scale=0.3)
+
+
+@pytest.mark.parametrize("decay", [0.0, -1e4, float("-inf")])
+def test_uniform_decays_stay_finite(decay):
+    x = inputs(1, 130, 1, 1, 128, 128, N=1)
+    x["g"].fill_(decay)
+    results, _ = values_and_gradients(partial(chunk_gated_delta_rule, qk_l2norm=True), x)
+    for name, value in results.items():
+        assert torch.isfinite(value).all(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_by_token(dtype):
+    check(inputs(3, 7, 1, 2, 128, 64, N=3, dtype=dtype), recurrent_gated_delta_rule)
+
+
+@pytest.mark.parametrize("batch", [1, 128])
+@pytest.mark.parametrize(("K", "V"), [(64, 256), (128, 128), (256, 64)])
+def test_decoding_updates_the_state_in_place(batch, K, V):
+    x = inputs(batch, 1, 8, 16, K, V, N=batch)
+    got_state = x.pop("initial_state").contiguous()
+    expected_state = got_state.clone()
+    token = {name: value[:, 0] for name, value in x.items()}
+    got = gated_delta_rule_step(**token, state=got_state, qk_l2norm=True, impl="triton")
+    expected = gated_delta_rule_step(**token, state=expected_state, qk_l2norm=True, impl="reference")
+    assert relative_error(got, expected) < 4e-3
+    assert relative_error(got_state, expected_state) < 1e-6
+
+
+def test_131072_tokens():
+    check(inputs(1, 131_072, 1, 1, 64, 64, N=1))
+
+
+def test_more_than_two_to_the_31_elements():
+    T, HV, V, tail = 2**20 + 1000, 16, 128, 1000
+    assert T * HV * V > 2**31
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(1, T, HV, V, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    g, beta = torch.full((1, T, HV), -0.05, device="cuda"), torch.full((1, T, HV), 0.7, device="cuda")
+    # nothing passes into the tail, which can then be computed alone
+    g[:, -tail] = -1e4
+    leaves = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    o, _ = chunk_gated_delta_rule(*leaves, qk_l2norm=True, impl="triton")
+    got = [x[:, -tail:].clone() for x in torch.autograd.grad(o, leaves, do)]
+    alone = [x.detach()[:, -tail:].double().requires_grad_() for x in leaves]
+    expected_o, _ = chunk_gated_delta_rule(*alone, qk_l2norm=True, impl="reference")
+    expected = torch.autograd.grad(expected_o, alone, do[:, -tail:].double())
+    assert relative_error(o[:, -tail:], expected_o) < 8e-3
+    for name, x, y in zip(("q", "k", "v", "g", "beta"), got, expected, strict=True):
+        assert relative_error(x, y) < 8e-3, f"d{name}"
+
+
+def test_results_never_change_between_runs():
+    x = inputs(2, 1000, 4, 16, 128, 128, N=2)
+    form = partial(chunk_gated_delta_rule, qk_l2norm=True, impl="triton")
+    first, upstream = values_and_gradients(form, x)
+    for _ in range(5):
+        again, _ = values_and_gradients(form, x, upstream)
+        for name in first:
+            assert torch.equal(first[name], again[name]), name
+
+
+def train_step(x, upstream, **options):
+    o, final_state = chunk_gated_delta_rule(**x, qk_l2norm=True, impl="triton", **options)
+    return o, final_state, *torch.autograd.grad([o, final_state], list(x.values()), upstream)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_and_decoding_never_stall_the_stream(packed):
+    x = inputs(1, 300, 2, 4, 128, 128, N=SEQUENCES if packed else 1)
+    x = {name: value.requires_grad_() for name, value in x.items()}
+    options = {"cu_seqlens": borders()} if packed else {}
+    upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl="triton", **options)]
+    state = torch.zeros(1, 4, 128, 128, device="cuda")
+    token = [x[name].detach()[:, 0] for name in ("q", "k", "v", "g", "beta")]
+    train_step(x, upstream, **options)
+    gated_delta_rule_step(*token, state)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(x, upstream, **options)
+        gated_delta_rule_step(*token, state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_forward_and_backward_replay_from_a_graph():
+    x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 2, 4, 128, 128, N=1).items()}
+    upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl="triton")]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = train_step(x, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train_step(x, upstream)
+    for y in captured:
+        y.detach().fill_(float("nan"))
+    graph.replay()
+    for got, wanted in zip(captured, expected, strict=True):
+        assert torch.equal(got, wanted)
