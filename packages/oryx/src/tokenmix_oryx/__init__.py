@@ -1,0 +1,33 @@
+"""Oryx: one set of weights, softmax attention or a linear recurrence chosen along the sequence.
+
+Importing this package is quick, touches no device and needs neither Triton nor a GPU. Importing `tokenmix_oryx.model`
+registers the family with transformers' auto classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmix_oryx.config import OryxConfig
+    from tokenmix_oryx.mixer import OryxMixer
+    from tokenmix_oryx.model import OryxForCausalLM, OryxModel
+    from tokenmix_oryx.modes import draw_modes
+
+__version__ = "0.1.0"
+__all__ = ["OryxConfig", "OryxForCausalLM", "OryxMixer", "OryxModel", "draw_modes"]
+
+_HOMES = {
+    "OryxConfig": "config",
+    "OryxForCausalLM": "model",
+    "OryxMixer": "mixer",
+    "OryxModel": "model",
+    "draw_modes": "modes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,128 @@
+"""The modes of a generation: one plan for the prompt, one for what follows it, with a cache or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tokenmix_core.modeling import Span
+from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
+from tokenmix_oryx.state import OryxCache
+
+# from the step, counted from 0, and all tokens so far [B, T]: a mode, or [B] bool, True for attention
+Decision = Callable[[int, Tensor], str | Tensor]
+GenerationMode = str | Sequence[tuple[int, str]] | Decision
+
+
+class ModePlan:
+    """Which mode each token of a generation is in.
+
+    The token at step s is the s-th generated one when it is read, to predict the next; the first generated token is
+    predicted by the last one of the prompt, in the prompt's mode.
+
+    Args:
+        prefill: of the prompt, in any form; a tensor has one column for each token of the prompt.
+        generation: of what follows: one mode, a schedule by position, or a function called at each step.
+        prompt_tokens: columns of the prompt, padding included.
+        keep_kv: False promises linear mode to the end, from the end of the prompt on or, for a prompt in linear mode,
+            from its beginning.
+
+    Raises:
+        ValueError: no mode, or a promise that the generation's mode breaks.
+    """
+
+    def __init__(self, prefill: ModeInput, generation: GenerationMode, prompt_tokens: int, keep_kv: bool):
+        check_mode(prefill)
+        if isinstance(generation, Tensor) or not (callable(generation) or isinstance(generation, str | list | tuple)):
+            raise ValueError(
+                "generation_mode must be 'linear', 'attention', a list of (start, mode) or a function of the step and "
+                f"the tokens, got {type(generation).__name__}"
+            )
+        if not callable(generation):
+            check_mode(generation)
+            if not isinstance(generation, str) and any(isinstance(start, float) for start, _ in generation):
+                raise ValueError(f"the starts of generation_mode must be positions, got {list(generation)!r}")
+        if not keep_kv and generation != LINEAR:
+            raise ValueError(f"keep_kv=False promises linear mode to the end, got generation_mode={generation!r}")
+        self.prefill, self.generation = prefill, generation
+        self.prompt_tokens, self.keep_kv = prompt_tokens, keep_kv
+        self._decided: list[str | Tensor] = []
+
+    def for_call(self, inputs: dict[str, Any], input_ids: Int[Tensor, "B T"]) -> ModeInput:
+        """The mode of a forward call, given its inputs and all tokens so far."""
+        new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        batch, tokens = new.shape[:2]
+        cache: OryxCache | None = inputs.get("past_key_values")
+        past = 0 if cache is None else cache.length
+        if cache is not None and not self.keep_kv and (past >= self.prompt_tokens or self.prefill == LINEAR):
+            cache.promise_linear()
+        if past >= self.prompt_tokens:
+            mode = self._step(past - self.prompt_tokens, input_ids)
+            return mode.to(new.device).unsqueeze(1) if isinstance(mode, Tensor) else mode
+        if past + tokens <= self.prompt_tokens:
+            if isinstance(self.prefill, Tensor):
+                return _rows(self.prefill, batch, self.prompt_tokens)[:, past : past + tokens]
+            return self.prefill
+        # without a cache, prompt and all that followed come at once
+        if not callable(self.generation) and self.generation == self.prefill:
+            return self.prefill
+        return self._whole(batch, tokens, inputs.get("attention_mask"), input_ids, new.device)
+
+    def _step(self, step: int, input_ids: Tensor) -> ModeInput:
+        if not callable(self.generation):
+            return self.generation
+        if step == len(self._decided):
+            self._decided.append(_checked(self.generation(step, input_ids), len(input_ids)))
+        return self._decided[step]
+
+    def _whole(
+        self, batch: int, tokens: int, mask: Tensor | None, input_ids: Tensor, device: torch.device
+    ) -> Bool[Tensor, "B T"]:
+        prompt = _by_column(self.prefill, batch, self.prompt_tokens, mask, device)
+        if not callable(self.generation):
+            rest = _by_column(self.generation, batch, tokens, mask, device)[:, self.prompt_tokens :]
+            return torch.cat((prompt, rest), 1)
+        columns = []
+        for step in range(tokens - self.prompt_tokens):
+            mode = self._step(step, input_ids)
+            if isinstance(mode, Tensor):
+                raise ValueError("a generation_mode that decides for each sequence needs use_cache=True")
+            columns.append(prompt.new_full((batch, 1), mode == ATTENTION))
+        return torch.cat((prompt, *columns), 1)
+
+
+def _checked(mode: Any, batch: int) -> str | Tensor:
+    if isinstance(mode, Tensor):
+        if mode.dtype == torch.bool and mode.shape == (batch,):
+            return mode
+        got = f"{list(mode.shape)} of {mode.dtype}"
+    else:
+        if isinstance(mode, str) and mode in MODES:
+            return mode
+        got = repr(mode)
+    raise ValueError(f"generation_mode must return 'linear', 'attention' or a bool tensor [{batch}], got {got}")
+
+
+def _rows(mode: Bool[Tensor, "N T"], batch: int, tokens: int) -> Bool[Tensor, "B T"]:
+    """A row for each of `batch` sequences, of which beams of one stand side by side."""
+    if mode.shape[1] != tokens or batch % len(mode):
+        raise ValueError(f"prefill_mode must have shape [B, T] = {[batch, tokens]}, got {list(mode.shape)}")
+    return mode.repeat_interleave(batch // len(mode), 0)
+
+
+def _by_column(
+    mode: ModeInput, batch: int, tokens: int, mask: Tensor | None, device: torch.device
+) -> Bool[Tensor, "B tokens"]:
+    if isinstance(mode, str):
+        return torch.full((batch, tokens), mode == ATTENTION, device=device)
+    if isinstance(mode, Tensor):
+        return _rows(mode, batch, tokens).to(device)
+    span = Span(batch, tokens, device, mask=None if mask is None else mask[:, :tokens].bool())
+    modes = resolve(mode, span)
+    if modes.attention is None:
+        return torch.full((batch, tokens), modes.uniform == ATTENTION, device=device)
+    return span.unpack(modes.attention)

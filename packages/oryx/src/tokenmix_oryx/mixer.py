@@ -1,0 +1,266 @@
+"""The Oryx layer: keys, values, gate and output shared by attention and a linear recurrence, a query for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
+from tokenmix_core.nn.attention import cached_attention, mean_visible
+from tokenmix_core.nn.init import init_decay_, init_time_step_
+from tokenmix_core.nn.mixer import stepping
+from tokenmix_core.nn.norm import GatedRMSNorm
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.ops import (
+    attention,
+    attention_decode,
+    chunk_gated_delta_rule,
+    chunk_ssd,
+    gated_delta_rule_step,
+    ssd_step,
+)
+from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
+from tokenmix_oryx.ops import selected_attention
+from tokenmix_oryx.state import DroppableKV
+
+# fields of the configuration that the layer is made of
+OPTIONS = (
+    "linear_mixer",
+    "num_heads",
+    "head_dim",
+    "conv_size",
+    "output_gate",
+    "shared_query",
+    "grouped_norm",
+    "rope",
+    "attention_l2_norm",
+    "kv_activation",
+    "attention_query_activation",
+    "linear_query_activation",
+    "attention_probability",
+    "impl",
+)
+
+
+class OryxMixer(Mixer):
+    """o_t = attention(q^A, k, v)_t or linear(q^L, k, v)_t by the token's mode; y = W_o norm(o, silu(W_g x)).
+
+    k and v are projections of x, convolved along time, and q^A, q^L projections of their own. Linear is Mamba-2 with
+    B = k, C = q^L and x = v,
+
+        S_t = exp(−Δ_t A) S_{t−1} + k_t (Δ_t v_t)ᵀ,   o_t = S_tᵀ q_t + D v_t,   Δ = softplus(W_Δ x + b), A = exp(A_log)
+
+    or the gated delta rule with q and k of unit length,
+
+        S_t = exp(−Δ_t A) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t / √K,   β = sigmoid(W_β x)
+
+    The norm acts after the gate for Mamba-2 and before it for the delta rule. Whatever the mode, every token enters the
+    KV cache, the convolution's inputs and S. Arguments are the fields of `OryxConfig` of the same names.
+    """
+
+    inputs = ("mode",)
+    float32 = ("A_log", "dt_bias", "D")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        linear_mixer: str,
+        num_heads: int,
+        head_dim: int,
+        conv_size: int,
+        output_gate: bool,
+        shared_query: bool,
+        grouped_norm: bool,
+        rope: str,
+        attention_l2_norm: str,
+        kv_activation: str,
+        attention_query_activation: str,
+        linear_query_activation: str,
+        attention_probability: float = 0.25,
+        norm_eps: float = 1e-6,
+        impl: str | None = None,
+    ):
+        super().__init__()
+        self.num_heads, self.head_dim, self.rotary_dim = num_heads, head_dim, head_dim
+        self.is_mamba2, self.rope_both = linear_mixer == "mamba2", rope == "both"
+        self.attention_l2_norm, self.kv_activation = attention_l2_norm, kv_activation
+        self.activations = {ATTENTION: attention_query_activation, LINEAR: linear_query_activation}
+        self.attention_probability, self.impl = attention_probability, impl
+        inner = num_heads * head_dim
+        self.attention_q_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.linear_q_proj = None if shared_query else nn.Linear(hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.v_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.g_proj = nn.Linear(hidden_size, inner, bias=False) if output_gate else None
+        self.o_proj = nn.Linear(inner, hidden_size, bias=False)
+        activation = "silu" if kv_activation == "silu" else None
+        self.k_conv = ShortConv(inner, conv_size, activation=activation, impl=impl) if conv_size else None
+        self.v_conv = ShortConv(inner, conv_size, activation=activation, impl=impl) if conv_size else None
+        self.dt_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.beta_proj = None if self.is_mamba2 else nn.Linear(hidden_size, num_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32)) if self.is_mamba2 else None
+        groups = num_heads if grouped_norm else 1
+        self.norm = GatedRMSNorm(inner, norm_eps, gate="before" if self.is_mamba2 else "after", groups=groups)
+        self.init_weights_()
+
+    @classmethod
+    def from_config(cls, config: Any, layer_idx: int, **options: Any) -> OryxMixer:
+        fields = {name: getattr(config, name) for name in OPTIONS}
+        return cls(config.hidden_size, norm_eps=config.norm_eps, **fields | options)
+
+    def init_weights_(self) -> None:
+        init_decay_(self.A_log)
+        init_time_step_(self.dt_bias)
+        if self.D is not None:
+            nn.init.ones_(self.D)
+
+    def make_state(self) -> LayerState:
+        shape = (self.num_heads, self.head_dim, self.head_dim)
+        parts: dict[str, Any] = {"kv": DroppableKV(*shape), "recurrent": TensorState(*shape, dtype=torch.float32)}
+        if self.k_conv is not None:
+            parts |= {"k_conv": self.k_conv.make_state(), "v_conv": self.v_conv.make_state()}
+        return LayerState(**parts)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+        mode: Modes,
+    ) -> MixerOutput:
+        step = stepping(hidden_states, state)
+        k = self._shared(hidden_states, "k", state, cu_seqlens, step)
+        v = self._shared(hidden_states, "v", state, cu_seqlens, step)
+        rotated = apply_rotary(k, rotary)
+        attended = self._attend(hidden_states, rotated, v, rotary, mode, state, cu_seqlens, step)
+        o = None
+        # without a cache nobody will read the state that attention leaves behind
+        if mode.uniform != ATTENTION or state is not None:
+            key = rotated if self.rope_both else k
+            o = self._recur(hidden_states, key, v, rotary if self.rope_both else None, mode, state, cu_seqlens, step)
+        if mode.uniform == ATTENTION or o is None:
+            o = attended
+        elif attended is not None:
+            o = torch.where(mode.attention[..., None, None], attended, o)
+        gate = None if self.g_proj is None else self.g_proj(hidden_states)
+        return self.o_proj(self.norm(o.flatten(-2), gate)), None
+
+    def _shared(self, x: Tensor, name: str, state: LayerState | None, cu_seqlens: Tensor | None, step: bool) -> Tensor:
+        """Keys or values, `[B, T, H, K]`, before rotation."""
+        y, conv = getattr(self, f"{name}_proj")(x), getattr(self, f"{name}_conv")
+        if conv is not None:
+            past = None if state is None else getattr(state, f"{name}_conv")
+            y = conv(y, state=past, cu_seqlens=cu_seqlens, step=step)
+        elif self.kv_activation == "silu":
+            y = F.silu(y)
+        return y.unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _query(self, x: Tensor, mode: str, rotary: Rotation | None) -> Float[Tensor, "B T H K"]:
+        own = mode == ATTENTION or self.linear_q_proj is None
+        q = (self.attention_q_proj if own else self.linear_q_proj)(x).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.activations[mode] == "silu":
+            q = F.silu(q)
+        return q if rotary is None else apply_rotary(q, rotary)
+
+    def _attend(
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotation | None,
+        mode: Modes,
+        state: LayerState | None,
+        cu_seqlens: Tensor | None,
+        step: bool,
+    ) -> Float[Tensor, "B T H K"] | None:
+        """Attention's outputs, 0 for tokens in linear mode where they were left out; None when no token is in it."""
+        if self.attention_l2_norm != "none":
+            k = _unit(k)
+        kv, span = (None, None) if state is None else (state.kv, state.span)
+        if not mode.may_attend:
+            if kv is not None:
+                kv.write(k, v, span)
+            return None
+        q = self._query(x, ATTENTION, rotary)
+        if self.attention_l2_norm == "query_key":
+            q = _unit(q)
+        if kv is None:
+            if mode.attention is None:
+                return attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
+            return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=self.impl)
+        if mode.attention is None or not (step or span.past == 0 or span.uniform):
+            return cached_attention(q, k, v, kv, span, step=step, impl=self.impl)
+        if span.past and k.requires_grad:
+            keys, values = (torch.cat(pair, 1) for pair in zip(kv.read(span), (k, v), strict=True))
+            kv.write(k, v, span)
+            return selected_attention(q, keys, values, mode.attention, impl=self.impl)
+        kv.write(k, v, span)
+        if step:
+            places = min(span.past + 1, kv.places)
+            # a sequence in linear mode reads no keys
+            seen = kv.filled(span) * mode.attention.squeeze(1)
+            return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], seen, impl=self.impl).o
+        if span.past:
+            places = span.past + span.tokens
+            k, v = kv.keys[:, :places], kv.values[:, :places]
+        return selected_attention(q, k, v, mode.attention, cu_seqlens=span.cu_seqlens, impl=self.impl)
+
+    def _recur(
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotation | None,
+        mode: Modes,
+        state: LayerState | None,
+        cu_seqlens: Tensor | None,
+        step: bool,
+    ) -> Float[Tensor, "B T H K"]:
+        """The linear mixer's outputs; its state advances over all tokens."""
+        q = self._query(x, LINEAR, rotary)
+        dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
+        g = -self.A_log.exp() * dt
+        if self.is_mamba2:
+            inputs, options = (q, k, (v * dt.unsqueeze(-1)).to(v.dtype), g), {"impl": self.impl}
+            chunked, stepped = chunk_ssd, ssd_step
+        else:
+            beta = at_least_float32(self.beta_proj(x)).sigmoid()
+            inputs, options = (q, k, v, g, beta), {"qk_l2norm": True, "impl": self.impl}
+            chunked, stepped = chunk_gated_delta_rule, gated_delta_rule_step
+        if step:
+            recurrent = state.recurrent.get(x.shape[0], x)
+            o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
+        else:
+            before = None if state is None else state.recurrent.value
+            o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
+            if state is not None:
+                state.recurrent.set(after)
+        return o if self.D is None else (o + v * self.D.unsqueeze(-1)).to(v.dtype)
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # as trained: the state for every token (the delta rule also reads it with k), then the read-out or the visible
+        # keys; 2 K² operations a product with the state, 4 K a key; the convolutions: 2 W a channel
+        products = (1 if self.is_mamba2 else 2) + (1 - self.attention_probability)
+        head = 2.0 * self.head_dim**2 * products
+        head += self.attention_probability * 4.0 * self.head_dim * mean_visible(seq_len)
+        convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
+        return self.num_heads * head + convs
+
+
+def _unit(x: Float[Tensor, "B T H K"]) -> Tensor:
+    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)
+
+
+register_mixer("oryx", OryxMixer)

@@ -1,0 +1,153 @@
+"""The Oryx language model: modes by position in every call, and plans of modes for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from tokenmix_core.modeling import HybridForCausalLM, HybridModel, Span, register_model
+from tokenmix_oryx.config import OryxConfig
+from tokenmix_oryx.generation import GenerationMode, ModePlan
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, resolve
+from tokenmix_oryx.state import OryxCache
+
+
+class OryxModel(HybridModel):
+    """The backbone; `mode` says which mixer answers where.
+
+    `mode` is "linear" or "attention" for all tokens; a list of (start, mode), whose starts count the tokens of each
+    sequence from 0 without padding, a cache's included, or are shares of its length; or a bool tensor `[B, T]`, True
+    for attention, one value for each token of the call. Without it `default_mode` holds.
+
+    Attributes:
+        default_mode: the mode of calls that name none; the configuration's `mode` at first.
+    """
+
+    config: OryxConfig
+    config_class = OryxConfig
+
+    def __init__(self, config: OryxConfig):
+        super().__init__(config)
+        self.default_mode: ModeInput = config.mode
+
+    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> OryxCache:
+        return OryxCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
+
+    def prepare_mixer_inputs(self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None) -> dict[str, Any]:
+        mode = inputs.get("mode")
+        modes = resolve(self.default_mode if mode is None else mode, span, cu_seqlens)
+        if getattr(span, "linear_only", False):
+            modes = _kept_promise(modes)
+        return {"mode": modes}
+
+
+def _kept_promise(modes: Modes) -> Modes:
+    if modes.uniform == ATTENTION or (modes.attention is not None and bool(modes.attention.any())):
+        raise ValueError(
+            "attention was asked for after a promise of linear mode to the end: the cache keeps no keys and values; "
+            "begin with a new cache, or do not promise"
+        )
+    return Modes(LINEAR)
+
+
+class OryxForCausalLM(HybridForCausalLM):
+    """The language model; `forward` takes `mode` as `OryxModel` does, `generate` a mode for the prompt and the rest."""
+
+    config: OryxConfig
+    config_class = OryxConfig
+    model_class: ClassVar[type[HybridModel]] = OryxModel
+
+    def __init__(self, config: OryxConfig):
+        super().__init__(config)
+        self.default_generation_mode: GenerationMode | None = None
+
+    @contextmanager
+    def modes(self, prefill: ModeInput, generation: GenerationMode | None = None) -> Iterator[None]:
+        """Within it, what calls and generations use that name no mode: for functions that know nothing of modes.
+
+        Args:
+            prefill: for calls, and the prompts of generations.
+            generation: for what generations add; by default the mode that `prefill` ends with.
+        """
+        check_mode(prefill)
+        before = self.model.default_mode, self.default_generation_mode
+        self.model.default_mode, self.default_generation_mode = prefill, generation
+        try:
+            yield
+        finally:
+            self.model.default_mode, self.default_generation_mode = before
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        mode: ModeInput | None = None,
+        prefill_mode: ModeInput | None = None,
+        generation_mode: GenerationMode | None = None,
+        keep_kv: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as transformers does, and:
+
+        Args:
+            mode: of prompt and generation alike.
+            prefill_mode: of the prompt, in any form that `OryxModel` takes; a tensor has a column for each of its
+                tokens, padding included. By default the model's default mode.
+            generation_mode: of generated tokens: a mode, a schedule by position, or a function of the step (from 0)
+                and all tokens `[B, T]` that returns a mode or a bool tensor `[B]`. By default the mode that the prompt
+                ends with.
+            keep_kv: False promises linear mode from the end of the prompt on (from its beginning if it is in linear
+                mode too), so that no keys and values are kept.
+
+        Raises:
+            ValueError: no modes, `mode` beside one of the others, or a broken promise.
+        """
+        if mode is not None and (prefill_mode is not None or generation_mode is not None):
+            raise ValueError("give either mode, or prefill_mode and generation_mode")
+        named = prefill_mode if mode is None else mode
+        prefill = self.model.default_mode if named is None else named
+        if generation_mode is None:
+            own = self.default_generation_mode if named is None else None
+            generation_mode = _last(prefill) if own is None else own
+        plan = ModePlan(prefill, generation_mode, _prompt_tokens(inputs, kwargs), keep_kv)
+        return super().generate(inputs, *args, mode=plan, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        plan = kwargs.pop("mode", None)
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return inputs if plan is None else {**inputs, "mode": plan.for_call(inputs, input_ids)}
+
+    def state_bytes(
+        self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False
+    ) -> int:
+        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens, if need be without keys and values."""
+        if not linear_only:
+            return super().state_bytes(seq_len, batch_size, dtype)
+        cache = self.make_cache()
+        cache.promise_linear()
+        dtype = self.dtype if dtype is None else dtype
+        return sum(part.nbytes(seq_len, batch_size, dtype) for layer in cache.layers for part in layer.parts.values())
+
+
+def _last(mode: ModeInput) -> GenerationMode:
+    """What goes on with a mode after the tokens it was given for."""
+    if isinstance(mode, str):
+        return mode
+    if isinstance(mode, Tensor):
+        raise ValueError("a prefill_mode that is a tensor says nothing of later tokens: give generation_mode too")
+    # a schedule by position goes on by itself, and may switch once more
+    return mode[-1][1] if any(isinstance(start, float) for start, _ in mode) else mode
+
+
+def _prompt_tokens(inputs: Tensor | None, kwargs: dict[str, Any]) -> int:
+    for name in ("attention_mask", "inputs_embeds", "input_ids"):
+        if kwargs.get(name) is not None:
+            return kwargs[name].shape[1]
+    # without any input generation begins with one token
+    return 1 if inputs is None else inputs.shape[1]
+
+
+register_model(OryxConfig, OryxModel, OryxForCausalLM)

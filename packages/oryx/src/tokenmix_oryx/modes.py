@@ -1,0 +1,170 @@
+"""Which mixer answers at which position: the forms in which a mode is given, and what the layers make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv, packed_positions
+from tokenmix_core.nn.state import Span
+
+LINEAR, ATTENTION = "linear", "attention"
+MODES = (LINEAR, ATTENTION)
+Mode = Literal["linear", "attention"]
+Assignment = Literal["chunk", "sequence"]
+# one mode for all tokens; (start, mode) pairs; or a tensor [B, T], True for attention
+ModeInput = str | Sequence[tuple[int | float, str]] | Tensor
+
+
+class Modes(NamedTuple):
+    """The modes of a call as the layers take them.
+
+    Attributes:
+        uniform: the one mode of all tokens, when the host knows that it is one; else None.
+        attention: `[B, T]`, True for attention, in the layout of the layers; None with `uniform`.
+    """
+
+    uniform: Mode | None
+    attention: Bool[Tensor, "B T"] | None = None
+
+    @property
+    def may_attend(self) -> bool:
+        """Whether some token may be in attention mode, as far as the host knows."""
+        return self.uniform != LINEAR
+
+
+def check_mode(mode: Any) -> None:
+    """Raise a ValueError for something that is no mode in any of its forms."""
+    if isinstance(mode, Tensor):
+        if mode.dtype != torch.bool or mode.dim() != 2:
+            raise ValueError(
+                f"a mode tensor must be [B, T] of bool, True for attention, got {list(mode.shape)} of {mode.dtype}"
+            )
+    elif isinstance(mode, str):
+        if mode not in MODES:
+            raise ValueError(f"a mode must be 'linear' or 'attention', got {mode!r}")
+    elif isinstance(mode, list | tuple):
+        _check_schedule(mode)
+    else:
+        raise ValueError(
+            "a mode must be 'linear', 'attention', a list of (start, mode) or a bool tensor [B, T], "
+            f"got {type(mode).__name__}"
+        )
+
+
+def _check_schedule(schedule: Sequence[Any]) -> None:
+    pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in schedule)
+    if not schedule or not pairs:
+        raise ValueError(f"a schedule must be a list of (start, mode) pairs, got {list(schedule)!r}")
+    starts, modes = zip(*schedule, strict=True)
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"a mode must be 'linear' or 'attention', got {mode!r} in {list(schedule)!r}")
+    kinds = {float if isinstance(s, float) else int for s in starts if s != 0}
+    whole = all(isinstance(s, int | float) and not isinstance(s, bool) for s in starts)
+    if not whole or len(kinds) > 1 or (float in kinds and not all(0 <= s <= 1 for s in starts)):
+        raise ValueError(
+            "the starts of a schedule must all be positions (integers) or all shares of the sequence (floats from 0 to "
+            f"1), got {list(starts)!r}"
+        )
+    if starts[0] != 0 or any(a >= b for a, b in zip(starts[:-1], starts[1:], strict=True)):
+        raise ValueError(f"the starts of a schedule must rise from 0, got {list(starts)!r}")
+
+
+def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None) -> Modes:
+    """The modes of a call's tokens.
+
+    Args:
+        mode: one mode; a schedule, whose starts count the tokens of each sequence from 0 without padding, or are
+            shares of its length, in a call that begins it; or `[B, T]`, one value for each place of the call.
+        span: where the call's tokens lie.
+        cu_seqlens: borders of packed sequences.
+
+    Raises:
+        ValueError: no mode, a tensor of another shape, or shares in a call that does not begin its sequences.
+    """
+    check_mode(mode)
+    if isinstance(mode, str):
+        return Modes(mode)
+    if isinstance(mode, Tensor):
+        if mode.shape != (span.batch, span.tokens):
+            raise ValueError(f"mode must have shape [B, T] = {[span.batch, span.tokens]}, got {list(mode.shape)}")
+        return Modes(None, span.pack(mode.to(span.device)))
+    starts, modes = zip(*mode, strict=True)
+    first, last = span.past, span.past + span.tokens
+    if any(isinstance(s, float) for s in starts):
+        return _by_share(starts, modes, span, cu_seqlens)
+    if cu_seqlens is None and span.uniform:
+        ends = [*starts[1:], last]
+        met = {m for s, e, m in zip(starts, ends, modes, strict=True) if max(s, first) < min(e, last)}
+        if len(met) == 1:
+            return Modes(met.pop())
+    positions = _positions(span, cu_seqlens)
+    borders = torch.tensor(starts[1:], device=span.device)
+    piece = torch.searchsorted(borders, positions, right=True)
+    return Modes(None, _is_attention(modes, span.device)[piece])
+
+
+def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seqlens: Tensor | None) -> Modes:
+    if span.past:
+        raise ValueError(
+            f"starts as shares of the sequence need its length, but this call continues {span.past} tokens; "
+            "give the starts as positions"
+        )
+    positions = _positions(span, cu_seqlens)
+    borders = span.cu_seqlens if cu_seqlens is None else cu_seqlens
+    if borders is None:
+        lengths = span.after.unsqueeze(1).expand_as(positions)
+    else:
+        lengths = borders.long().diff().repeat_interleave(borders.long().diff(), output_size=positions.shape[1])
+        lengths = lengths.unsqueeze(0)
+    share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
+    # the first token at or past a share of the length
+    piece = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)
+    return Modes(None, _is_attention(modes, span.device)[piece])
+
+
+def _positions(span: Span, cu_seqlens: Tensor | None) -> Int[Tensor, "B T"]:
+    """The position of each token in its sequence, in the layout of the layers."""
+    if cu_seqlens is not None:
+        return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
+    return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)
+
+
+def _is_attention(modes: Sequence[str], device: torch.device) -> Bool[Tensor, "pieces"]:
+    return torch.tensor([mode == ATTENTION for mode in modes], device=device)
+
+
+def draw_modes(
+    seq_len: int,
+    *,
+    seed: int,
+    index: int,
+    chunk_size: int = 128,
+    attention_probability: float = 0.25,
+    assignment: Assignment = "chunk",
+) -> Bool[Tensor, "T"]:
+    """The modes of training sequence `index`: a function of the seed and the index alone.
+
+    "chunk": each chunk of `chunk_size` tokens is in attention mode with probability `attention_probability`, on its
+    own; "sequence": all tokens share one draw. True is attention.
+
+    Raises:
+        ValueError: an unknown assignment, sizes below 1, or a probability outside 0 … 1.
+    """
+    if assignment not in ("chunk", "sequence"):
+        raise ValueError(f"assignment must be 'chunk' or 'sequence', got {assignment!r}")
+    if seq_len < 1 or chunk_size < 1 or not 0 <= attention_probability <= 1:
+        raise ValueError(
+            "seq_len and chunk_size must be at least 1 and attention_probability from 0 to 1, "
+            f"got {seq_len}, {chunk_size} and {attention_probability}"
+        )
+    size = chunk_size if assignment == "chunk" else seq_len
+    # apart from the streams that order rows and fill synthetic ones
+    draws = np.random.default_rng((seed, index, 3)).random(cdiv(seq_len, size))
+    return torch.from_numpy(np.repeat(draws < attention_probability, size)[:seq_len])

@@ -1,0 +1,52 @@
+"""Attention for chosen queries as torch custom ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("tokenmix_oryx::selected_attention", mutates_args=())
+def selected_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, cu_seqlens: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
+    from tokenmix_oryx.ops.selected_attention.forward import selected_forward
+
+    return selected_forward(q, k, v, selected.contiguous(), cu_seqlens, scale)
+
+
+@selected_attention_op.register_fake
+def _(q, k, v, selected, cu_seqlens, scale):
+    B, TQ, HQ, _ = q.shape
+    return q.new_empty(B, TQ, HQ, v.shape[-1]), q.new_empty(B, HQ, TQ, dtype=torch.float32)
+
+
+@torch.library.custom_op("tokenmix_oryx::selected_attention_backward", mutates_args=())
+def selected_attention_backward_op(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    cu_seqlens: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv."""
+    from tokenmix_oryx.ops.selected_attention.backward import selected_backward
+
+    return selected_backward(q, k, v, selected.contiguous(), o, lse, do, cu_seqlens, scale)
+
+
+@selected_attention_backward_op.register_fake
+def _(q, k, v, selected, o, lse, do, cu_seqlens, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, selected, cu_seqlens, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, selected, *output, cu_seqlens)
+
+
+def _backward(ctx, do, dlse):
+    q, k, v, selected, o, lse, cu_seqlens = ctx.saved_tensors
+    grads = selected_attention_backward_op(q, k, v, selected, o, lse, do, cu_seqlens, ctx.scale)
+    return *grads, None, None, None
+
+
+selected_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,56 @@
+"""Attention for chosen queries in eager PyTorch: each run of them meets the keys before its end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops import attention
+
+
+def selected_attention_by_runs(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    selected: Bool[Tensor, "B TQ"],
+    *,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: str | None = "reference",
+) -> Float[Tensor, "B TQ HQ V"]:
+    """As `selected_attention` defines it, differentiable by autograd; reads `selected` on the host.
+
+    Args:
+        impl: of core's attention, which answers each run.
+    """
+    shift = k.shape[1] - q.shape[1]
+    rows = []
+    for i, row in enumerate(selected.tolist()):
+        pieces = []
+        for start, stop, first_key, wanted in _runs(row, cu_seqlens):
+            if wanted:
+                keys = slice(first_key, stop + shift)
+                run = attention(
+                    q[i : i + 1, start:stop], k[i : i + 1, keys], v[i : i + 1, keys], scale=scale, impl=impl
+                )
+                pieces.append(run.o)
+            else:
+                pieces.append(q.new_zeros(1, stop - start, q.shape[2], v.shape[3]))
+        rows.append(torch.cat(pieces, 1))
+    # a call without selected queries still hangs on its inputs
+    return torch.cat(rows) + 0.0 * (q.sum() + k.sum() + v.sum()) if not selected.any() else torch.cat(rows)
+
+
+def _runs(selected: list[bool], cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int, bool]]:
+    """Runs of equal queries within a sequence: their begin and end, the sequence's first token, and which they are."""
+    borders = [0, len(selected)] if cu_seqlens is None else cu_seqlens.tolist()
+    for first, last in itertools.pairwise(borders):
+        start = first
+        for wanted, run in itertools.groupby(selected[first:last]):
+            stop = start + sum(1 for _ in run)
+            yield start, stop, first, wanted
+            start = stop
