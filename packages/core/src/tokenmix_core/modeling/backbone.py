@@ -175,7 +175,7 @@ class HybridModel(HybridPreTrainedModel):
         else:
             span = cache.begin(batch, tokens, hidden.device, mask)
         position_ids = self._positions(position_ids, span, cu_seqlens)
-        mixer_inputs = {name: self._per_token(x, span) for name, x in mixer_inputs.items()}
+        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, cu_seqlens)
         hidden, seen = span.pack(hidden), [hidden]
         auxiliary: dict[str, list[Tensor]] = {}
         if hidden.shape[1]:
@@ -289,6 +289,16 @@ class HybridModel(HybridPreTrainedModel):
         if span.uniform:
             return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
         return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)
+
+    def prepare_mixer_inputs(self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None) -> dict[str, Any]:
+        """The mixers' inputs as the layers take them, packed as the tokens are; a paper overrides it for other forms.
+
+        Args:
+            inputs: those of the configuration's `mixer_inputs` that the caller gave.
+            span: where the call's tokens lie.
+            cu_seqlens: borders of packed sequences.
+        """
+        return {name: self._per_token(x, span) for name, x in inputs.items()}
 
     @staticmethod
     def _per_token(x: Any, span: Span) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -39,10 +39,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     """The backbone with an output layer: every baseline by configuration alone, every paper by its mixers."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    # the backbone; a paper may name its own
+    model_class: ClassVar[type[HybridModel]] = HybridModel
 
     def __init__(self, config: HybridConfig):
         super().__init__(config)
-        self.model = HybridModel(config)
+        self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

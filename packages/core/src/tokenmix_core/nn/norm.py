@@ -65,9 +65,12 @@ class GatedRMSNorm(nn.Module):
     def init_weights_(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Float[Tensor, "*rows size"], z: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        gate = F.silu(z)
-        if self.gate == "before":
+    def forward(
+        self, x: Float[Tensor, "*rows size"], z: Float[Tensor, "*rows size"] | None
+    ) -> Float[Tensor, "*rows size"]:
+        """Normalise; z is the gate before its SiLU, None for a gate of one."""
+        gate = None if z is None else F.silu(z)
+        if gate is not None and self.gate == "before":
             x = x * gate
         weight = self.weight.to(x.dtype)
         if self.groups == 1:
@@ -75,7 +78,7 @@ class GatedRMSNorm(nn.Module):
         else:
             parts = x.unflatten(-1, (self.groups, -1))
             y = F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * weight
-        return y * gate if self.gate == "after" else y
+        return y * gate if gate is not None and self.gate == "after" else y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, gate={self.gate!r}, groups={self.groups}"

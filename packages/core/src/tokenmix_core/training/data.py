@@ -7,8 +7,8 @@ another run, killed at i, would have gone on, on any number of processes, withou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -23,12 +23,23 @@ IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
 
 
+# from a row's index, further inputs of the model by name, one value a token
+RowInputs = Callable[[int], dict[str, Tensor]]
+
+
 class Row(TypedDict):
-    """A row: `input_ids` and `labels` `[T]` int64, and `borders`, where documents begin inside the row."""
+    """A row of T tokens.
+
+    Attributes:
+        input_ids, labels: `[T]` int64.
+        borders: where documents begin inside the row.
+        inputs: by name, further inputs of the model, `[T, ...]`.
+    """
 
     input_ids: Int[Tensor, "T"]
     labels: Int[Tensor, "T"]
     borders: Int[np.ndarray, "n"]
+    inputs: NotRequired[dict[str, Tensor]]
 
 
 def permuted(index: int, size: int, key: Sequence[int]) -> int:
@@ -135,13 +146,20 @@ class MixedRows(Dataset):
     """`length` rows taken from several datasets in fixed shares.
 
     Every block of 1,000 rows holds the same number of each dataset's rows, in one random order; a dataset's own rows
-    are taken in their order.
+    are taken in their order. `inputs` adds further inputs of the model to a row, a function of its index alone.
 
     Raises:
         ValueError: weights that are not positive, or so small that a block has no row of theirs.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], length: int, seed: int) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
+        length: int,
+        seed: int,
+        inputs: RowInputs | None = None,
+    ) -> None:
         if len(weights) != len(datasets) or not all(w > 0 and np.isfinite(w) for w in weights):
             raise ValueError(f"weights must be {len(datasets)} positive numbers, one for each source, got {weights}")
         share = np.asarray(weights) / sum(weights) * _BLOCK
@@ -150,7 +168,7 @@ class MixedRows(Dataset):
             counts[i] += 1
         if (counts == 0).any():
             raise ValueError(f"each weight must be at least a {_BLOCK}th of their sum, got {list(weights)}")
-        self.datasets, self.length, self.counts = list(datasets), length, counts
+        self.datasets, self.length, self.counts, self.inputs = list(datasets), length, counts, inputs
         self.pattern = np.random.default_rng((seed, 2)).permutation(np.repeat(np.arange(len(counts)), counts))
         self.rank = np.zeros(_BLOCK, dtype=int)
         for i, count in enumerate(counts):
@@ -162,14 +180,16 @@ class MixedRows(Dataset):
     def __getitem__(self, index: int) -> Row:
         block, place = divmod(index, _BLOCK)
         chosen = self.pattern[place]
-        return self.datasets[chosen][int(block * self.counts[chosen] + self.rank[place])]
+        row = self.datasets[chosen][int(block * self.counts[chosen] + self.rank[place])]
+        return row if self.inputs is None else {**row, "inputs": self.inputs(index)}
 
 
 def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
     """A batch `[B, T]` in which the documents of a row see each other. The first token of a row is never predicted."""
     labels = torch.stack([row["labels"] for row in rows])
     labels[:, 0] = IGNORE_INDEX
-    return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels}
+    more = {name: torch.stack([row["inputs"][name] for row in rows]) for name in rows[0].get("inputs", {})}
+    return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels, **more}
 
 
 def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -189,4 +209,5 @@ def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
     sequences = 1 << (len(starts) - 1).bit_length()
     cu_seqlens = torch.full((sequences + 1,), offset, dtype=torch.int32)
     cu_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
-    return {"input_ids": input_ids[None], "labels": labels[None], "cu_seqlens": cu_seqlens}
+    more = {name: torch.cat([row["inputs"][name] for row in rows])[None] for name in rows[0].get("inputs", {})}
+    return {"input_ids": input_ids[None], "labels": labels[None], "cu_seqlens": cu_seqlens, **more}

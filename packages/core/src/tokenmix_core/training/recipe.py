@@ -15,6 +15,8 @@ import yaml
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, TrainerCallback
 
+    from tokenmix_core.training.data import RowInputs
+
 _SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -209,6 +211,8 @@ class Recipe:
         model_type: the registered type of the model.
         data, optimizer, run: see there.
         callbacks: each one makes a `TrainerCallback` for the run from the recipe.
+        row_inputs: makes from the recipe a function of a row's index that gives further inputs of the model by name,
+            tensors `[T, ...]` with one value a token; it must depend on nothing but the recipe's fields and the index.
     """
 
     name: str
@@ -219,6 +223,7 @@ class Recipe:
     optimizer: OptimizerRecipe = OptimizerRecipe()
     run: RunRecipe = RunRecipe()
     callbacks: tuple[Callable[[Recipe], TrainerCallback], ...] = ()
+    row_inputs: Callable[[Recipe], RowInputs] | None = None
 
     def model_config(self) -> PreTrainedConfig:
         """The config of the model.

@@ -84,7 +84,8 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
             names[source if source == STDLIB else f"tokens-{position}"] = file.meta.sha256["tokens.bin"]
     length = optimizer.steps * optimizer.batch_tokens // data.seq_len
     weights = data.weights or [1.0] * len(datasets)
-    return MixedRows(datasets, weights, length, data.data_seed), names
+    inputs = None if recipe.row_inputs is None else recipe.row_inputs(recipe)
+    return MixedRows(datasets, weights, length, data.data_seed, inputs), names
 
 
 def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> TrainingArguments:
