@@ -52,8 +52,8 @@ def assert_agrees(
     got, upstream = values_and_gradients(function, inputs)
     exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)
     eager, _ = values_and_gradients(baseline or reference, inputs, upstream)
-    # half a dtype's spacing is one rounding; in float32, where kernels multiply in three tf32 parts and gates are summed
-    # in another order than the reference's, errors up to 7.5e-7 were seen, 2.3 times the reference's
+    # half a dtype's spacing is one rounding; in float32, where kernels multiply in three tf32 parts and sum gates in
+    # another order than the reference, errors up to 7.5e-7 were seen, 2.3 times the reference's
     coarsest = max(torch.finfo(x.dtype).eps for x in inputs.values())
     floor = 8 * coarsest if coarsest < 1e-5 else coarsest / 2
     for name, x in got.items():
