@@ -7,6 +7,9 @@ from tokenmix_core.ops.common import interpreting
 
 CHUNK = 64
 
+# sizes that Triton would otherwise compile anew for: those equal to 1, and those divisible by 16
+SIZES = ("T", "N", "H", "group", "tokens")
+
 
 def sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """N, for x of shape `[B, T, ...]`."""

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, dot_precision, sequences, solve_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences, solve_precision
 from tokenmix_core.tile.decay import causal_decay, load_decay
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.tile.sequences import locate_chunk
@@ -44,7 +44,7 @@ def squares(b_k):
     return tl.sum(b_k * b_k, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prepare_kernel(
     k, g, beta, cu_seqlens, inverse, gates, T, N, H, group, tokens,
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,

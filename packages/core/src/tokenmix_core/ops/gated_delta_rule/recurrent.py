@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.sequences import sequence_span
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def recurrent_kernel(
     q, k, v, g, beta, cu_seqlens, o, state_in, state_out, scale, T, H, group,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
