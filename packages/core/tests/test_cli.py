@@ -101,6 +101,21 @@ def test_eval_writes_beside_the_checkpoint_or_where_it_is_told(checkpoint, recip
     assert "mqar-64-16" in capsys.readouterr().out
 
 
+def test_any_causal_model_of_transformers_can_be_evaluated(tokenizer, recipes, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    call = ["eval", str(tmp_path / "gpt2"), "--suite", "mqar", "--suite", "niah", "--suite", "efficiency"]
+    call += ["--lengths", "450", "--limit", "1"]
+    assert main([*call, "--tasks", "s-niah-1"], recipes=recipes) == 2
+    assert main([*call[:4], *call[8:]], recipes=recipes) == 0
+    assert main([*call[:2], *call[4:6], *call[8:], "--tasks", "s-niah-1"], recipes=recipes) == 0
+    assert main([*call[:2], *call[6:]], recipes=recipes) == 0
+    written = {p.name for p in (tmp_path / "gpt2" / "evaluation").glob("*.json")}
+    assert written == {"mqar.json", "niah.json", "efficiency.json"}
+
+
 def test_a_package_brings_its_own_suites_beside_cores(checkpoint, recipes, tmp_path, capsys):
     from tokenmix_core.evaluation.options import Suite
 

@@ -79,6 +79,9 @@ def train(args: argparse.Namespace, context: Context) -> int:
     check_suites(names, context.suites)
     out = args.out or Path("runs") / args.recipe
     result = trainer.train(recipe, out, resume=args.resume)
+    if torch.distributed.is_initialized():
+        # the first process goes on alone
+        torch.distributed.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
         return 0
     if result.interrupted:
@@ -258,7 +261,10 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
     if device is None or dtype is None:
         device, dtype = device_and_dtype()
     if not Path(folder).is_dir():
-        raise ValueError(f"checkpoint {str(folder)!r} must be a folder with a model, and there is no such folder")
+        raise ValueError(
+            f"checkpoint {str(folder)!r} must be a folder with a model, and there is no such folder; a model of the "
+            "hub is fetched into one by: hf download NAME --local-dir FOLDER"
+        )
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no model: expected config.json and weights")
     try:

@@ -184,6 +184,14 @@ def test_missing_data_is_named_in_one_sentence(harness, llama, tokenizer, monkey
     assert "\n" not in str(error.value)
 
 
+def test_a_library_that_a_task_misses_is_named(harness, llama, tokenizer, tmp_path):
+    (tmp_path / "local.py").write_text("import no_such_library\n" + LOCAL)
+    (tmp_path / "words.yaml").write_text(WORDS)
+    tasks = {"local_words": "said"}
+    with pytest.raises(ImportError, match=r"local_words needs .*no_such_library.* pip install 'lm-eval\["):
+        harness.run_tasks("x", llama, tokenizer, tasks, EvalOptions(), include=[tmp_path], builtin=False)
+
+
 def test_unknown_tasks_are_named(harness, llama, tokenizer, local):
     with pytest.raises(ValueError, match="no task local_other"):
         harness.run_tasks("x", llama, tokenizer, {"local_other": "acc"}, EvalOptions(), include=[local], builtin=False)

@@ -105,6 +105,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
     """The task objects, their data loaded or built, each from the same seed.
 
     Raises:
+        ImportError: a library that a task needs is not installed.
         ValueError: unknown tasks, or in one sentence all data that is to be fetched.
     """
     if unknown := [name for name in names if name not in manager.all_tasks]:
@@ -116,6 +117,11 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
         try:
             with _offline(bool(missing)):
                 loaded.update(manager.load([name])["tasks"])
+        except ImportError as error:
+            raise ImportError(
+                f"{name} needs a library that is not installed ({error.name or 'see lm-eval'}); install all that "
+                "lm-eval's tasks need with: pip install 'lm-eval[longbench,ruler]'"
+            ) from error
         except OSError as error:
             # datasets, huggingface_hub and requests all derive their network errors from it
             missing[name] = _what_is_missing(name, error)

@@ -101,6 +101,27 @@ def score_niah(
     return scores
 
 
+def niah_examples(
+    task: str, tokenizer: Any, length: int, count: int, *, haystack: Sequence[str] = (), seed: int = 0
+) -> list[NiahExample]:
+    """`count` needles at depths spread evenly, in prompts of at most `length` tokens with their answers."""
+
+    def tokens(string: str) -> int:
+        return len(tokenizer(string, verbose=False)["input_ids"])
+
+    depths = [(i + 0.5) / count for i in range(count)]
+    return [
+        niah(task, max_tokens=length, count_tokens=tokens, depth=depth, haystack=haystack, seed=seed, index=i)
+        for i, depth in enumerate(depths)
+    ]
+
+
+def niah_haystack(tasks: Sequence[str], options: EvalOptions, tokenizer: Any) -> list[str]:
+    """The words of running text that some of the tasks hide their needles in; none where no task does."""
+    needs_text = any(NIAH_TASKS[task].haystack == "text" for task in tasks)
+    return text.words(options.text, tokenizer, _HAYSTACK_WORDS) if needs_text else []
+
+
 def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """S-NIAH 1 to 3: share of needles that greedy decoding names, by context length (1K to 4K by default) and depth.
 
@@ -108,26 +129,14 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))
-    needs_text = any(NIAH_TASKS[task].haystack == "text" for task in tasks)
-    haystack = text.words(options.text, tokenizer, _HAYSTACK_WORDS) if needs_text else []
+    haystack = niah_haystack(tasks, options, tokenizer)
     rows = []
     by_length: Series = {}
     by_depth: Series = {}
     cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
     found_at: dict[str, list[tuple[float, bool]]] = {task: [] for task in tasks}
     for task, length in tqdm(cases, desc="niah", unit="task", disable=not options.progress):
-        examples = [
-            niah(
-                task,
-                max_tokens=length,
-                count_tokens=lambda string: len(tokenizer(string, verbose=False)["input_ids"]),
-                depth=(i + 0.5) / limit,
-                haystack=haystack,
-                seed=options.seed,
-                index=i,
-            )
-            for i in range(limit)
-        ]
+        examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
         bar = tqdm(examples, desc=f"{task}, {length} tokens", leave=False, disable=not options.progress)
         scores = []
         for start in range(0, limit, batch_size):
@@ -152,7 +161,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         {"title": title, "x": "depth", "y": "accuracy", "series": by_depth},
     ]
     settings: dict[str, Any] = {"seed": options.seed}
-    if needs_text:
+    if haystack:
         settings["haystack"] = options.text or BUILT_IN
     return {"suite": "niah", "settings": settings, "rows": rows, "plots": plots}
 
