@@ -11,6 +11,7 @@ from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
 pytestmark = pytest.mark.gpu
 
@@ -180,28 +181,12 @@ def test_training_and_decoding_never_stall_the_stream(packed):
     token = [x[name].detach()[:, 0] for name in ("q", "k", "v", "g", "beta")]
     train_step(x, upstream, **options)
     gated_delta_rule_step(*token, state)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with stalls_forbidden():
         train_step(x, upstream, **options)
         gated_delta_rule_step(*token, state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_forward_and_backward_replay_from_a_graph():
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 2, 4, 128, 128, N=1).items()}
     upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl="triton")]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            expected = train_step(x, upstream)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = train_step(x, upstream)
-    for y in captured:
-        y.detach().fill_(float("nan"))
-    graph.replay()
-    for got, wanted in zip(captured, expected, strict=True):
-        assert torch.equal(got, wanted)
+    assert_replays(partial(train_step, x, upstream))

@@ -6,7 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences, solve_precision
+from tokenmix_core.ops.gated_delta_rule.layout import (
+    CHUNK,
+    SIZES,
+    chunk_slots,
+    dot_precision,
+    sequences,
+    solve_precision,
+)
 from tokenmix_core.tile.decay import causal_decay, load_decay
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.tile.sequences import locate_chunk

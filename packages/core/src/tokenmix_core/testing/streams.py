@@ -1,0 +1,37 @@
+"""What a training step must not do to a CUDA stream, and must survive: waiting for it, and being captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def stalls_forbidden() -> Iterator[None]:
+    """Inside, whatever waits for the device raises an error. Compile and load kernels before."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_replays(step: Callable[[], Sequence[Tensor]]) -> None:
+    """Assert that a step, captured as a CUDA graph, gives bit by bit what it gives when run, wherever it writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for y in captured:
+        y.detach().fill_(float("nan"))
+    graph.replay()
+    for got, wanted in zip(captured, expected, strict=True):
+        assert torch.equal(got, wanted)
