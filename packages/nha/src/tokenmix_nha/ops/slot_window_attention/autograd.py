@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) -> Layout:
     batch, tokens, heads_q, K = q.shape
-    keys, heads, M = f.shape[1:]
+    keys, heads, slots = f.shape[1:]
     BT = tuning.chunk_size(q.dtype)
     lead = max(cdiv(window - before, BT), 0)
     extra = lead * BT - (window - before)
@@ -52,7 +52,7 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
         key_chunks = cdiv(keys, BT)
         entries = cdiv(max(keys - window, 0), BT) + 1
     constants = dict(
-        M=M, K=K, V=v.shape[3], BT=BT, GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None,
+        M=tuning.slot_tile(slots, q.dtype), SLOTS=slots, K=K, V=v.shape[3], BT=BT, GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None,
         HAS_START=start is not None, PACKED=packed, FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16
         else triton.language.float32, DOT="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
@@ -74,7 +74,7 @@ def slot_window_attention_op(
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
     local = _local(walk, y, q)
     constants = dict(
-        M=M, K=K, V=V, BT=y.BT, ND=walk.ND, PACKED=y.constants["PACKED"], HAS_INITIAL=slots_k is not None,
+        M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, PACKED=y.constants["PACKED"], HAS_INITIAL=slots_k is not None,
         DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
     )  # fmt: skip
     for is_local in (True, False) if walk.segments > 1 else (False,):
@@ -100,8 +100,8 @@ def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, 
     wide = dict(dtype=torch.float32)
     return (
         q.new_empty(*q.shape[:3], V),
-        q.new_empty(y.sequences, y.heads, M, K, **wide),
-        q.new_empty(y.sequences, y.heads, M, V, **wide),
+        q.new_empty(y.sequences, y.heads, f.shape[3], K, **wide),
+        q.new_empty(y.sequences, y.heads, f.shape[3], V, **wide),
         q.new_empty(q.shape[:3], **wide),
         q.new_empty(*tiles, y.BT, M, **wide),
         q.new_empty(*tiles, y.BT, M, **wide),
@@ -148,7 +148,7 @@ def slot_window_attention_backward_op(
         slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
             q if q_slots is None else q_slots, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v, dinitial_k,
             dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
-            y.lead if initial else 0, M=M, K=K, V=V, BT=y.BT, ND=walk.ND, GROUP=y.constants["GROUP"],
+            y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, GROUP=y.constants["GROUP"],
             PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
             num_stages=walk.num_stages,
         )  # fmt: skip

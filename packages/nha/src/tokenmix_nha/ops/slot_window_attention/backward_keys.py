@@ -14,6 +14,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     column_factor,
     enter_weight,
     first_entry,
+    load_gates,
     load_rows,
     load_tile,
     locate_chunk,
@@ -51,7 +52,7 @@ def _entering_pairs(
 
 @triton.jit
 def _after_chunk(
-    b_x, p_ds, p_states, p_g, p_f, o_j, m_e, stride, entering, D: tl.constexpr, M: tl.constexpr, BT: tl.constexpr,
+    b_x, p_ds, p_states, p_g, p_f, o_j, m_e, entering, H, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr, BT: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
     """What the slots after the chunk owe to its tokens: for x, times x by slot, and `⟨dS, S⟩` by slot."""
@@ -59,22 +60,23 @@ def _after_chunk(
     b_g = load_tile(p_g, entering, BT, M)
     b_end = tl.load(p_g + (BT - 1) * M + tl.arange(0, M), mask=entering, other=0.0)
     b_decay = tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
-    b_in = (enter_weight(load_rows(p_f, o_j, m_e, stride, M).to(tl.float32)) * b_decay).to(b_x.dtype)
+    b_in = (enter_weight(load_gates(p_f, o_j, m_e, H * SLOTS, M, SLOTS)) * b_decay).to(b_x.dtype)
     b_dx = tl.dot(b_in, tl.trans(b_ds), input_precision=DOT)
     b_e = tl.dot(b_x, b_ds, input_precision=DOT) * b_decay
     return b_dx, b_e, tl.sum(b_ds.to(tl.float32) * load_tile(p_states, entering, D, M).to(tl.float32), 0)
 
 
 @triton.jit
-def _add_gate_gradient(p_df, p_f, b_x, b_e, b_end, o_j, m_e, stride, M: tl.constexpr):
+def _add_gate_gradient(p_df, p_f, b_x, b_e, b_end, o_j, m_e, H, M: tl.constexpr, SLOTS: tl.constexpr):
     """Add `⟨dS_j, S_j⟩`, carried from the chunk's end to token j, less what token j itself put in: exact in any order,
     since there are but two additions to a zero."""
-    b_f = load_rows(p_f, o_j, m_e, stride, M).to(tl.float32)
+    b_f = load_gates(p_f, o_j, m_e, H * SLOTS, M, SLOTS)
     b_i = enter_weight(b_f)
     b_e = tl.where(m_e[:, None], b_e, 0.0)
     b_df = b_end[None, :] + tl.cumsum(b_x - b_i * b_e, 0, reverse=True) - (1.0 - b_i) * b_e
-    p_df = p_df + o_j.to(tl.int64)[:, None] * stride + tl.arange(0, M)[None, :]
-    tl.atomic_add(p_df, b_df, mask=m_e[:, None] & (b_f * LOG2_E > LOWEST_GATE), sem="relaxed")
+    o_m = tl.arange(0, M)
+    m_f = m_e[:, None] & (o_m < SLOTS)[None, :] & (b_f * LOG2_E > LOWEST_GATE)
+    tl.atomic_add(p_df + o_j.to(tl.int64)[:, None] * (H * SLOTS) + o_m[None, :], b_df, mask=m_f, sem="relaxed")
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def slot_window_backward_keys_kernel(
     q, k, v, f, q_slots, k_slots, g, h, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
     dk, dv, df, dk_slots,
     scale, T, N, H, before, window, chunks, entries, levels,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +100,7 @@ def slot_window_backward_keys_kernel(
     begin_k = begin_k * H + i_h
     begin_q = begin * HQ + i_h * GROUP
     p_g, p_h = g + entry * BT * M, h + entry * BT * M
-    p_f, p_df = f + begin_k * M, df + begin_k * M
+    p_f, p_df = f + begin_k * SLOTS, df + begin_k * SLOTS
 
     o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
     oldest = 0
@@ -121,7 +123,7 @@ def slot_window_backward_keys_kernel(
 
     if tl.program_id(0) % 2 == 0:
         b_dv, b_e, b_end = _after_chunk(
-            b_v, ds_v + entry * V * M, states_v + (entry + H) * V * M, p_g, p_f, o_j, m_e, H * M, entering, V, M, BT, DOT
+            b_v, ds_v + entry * V * M, states_v + (entry + H) * V * M, p_g, p_f, o_j, m_e, entering, H, V, M, SLOTS, BT, DOT
         )
         for i_g in range(GROUP):
             p_q, p_do, p_row = q + (begin_q + i_g) * K, do + (begin_q + i_g) * V, begin_q + i_g
@@ -147,13 +149,13 @@ def slot_window_backward_keys_kernel(
                 b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
                 b_dv = tl.dot(b_s.to(b_k.dtype), b_don, b_dv, input_precision=DOT)
         store_rows(dv + begin_k * V, b_dv, o_j, m_s, H * V, V)
-        _add_gate_gradient(p_df, p_f, tl.zeros_like(b_e), b_e, b_end, o_j, m_e, H * M, M)
+        _add_gate_gradient(p_df, p_f, tl.zeros_like(b_e), b_e, b_end, o_j, m_e, H, M, SLOTS)
     else:
         b_ks = b_k
         if OWN_SLOT_KEYS:
             b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
         b_dk, b_e, b_end = _after_chunk(
-            b_ks, ds_k + entry * K * M, states_k + (entry + H) * K * M, p_g, p_f, o_j, m_e, H * M, entering, K, M, BT, DOT
+            b_ks, ds_k + entry * K * M, states_k + (entry + H) * K * M, p_g, p_f, o_j, m_e, entering, H, K, M, SLOTS, BT, DOT
         )
         b_x = tl.zeros([BT, M], dtype=tl.float32)
         for i_g in range(GROUP):
@@ -176,7 +178,7 @@ def slot_window_backward_keys_kernel(
             )
             b_dk = tl.dot(b_b.to(b_k.dtype), b_q, b_dk, input_precision=DOT)
             b_x += load_rows(x + p_row * M, o_q, m_q, HQ * M, M)
-        _add_gate_gradient(p_df, p_f, b_x, b_e, b_end, o_j, m_e, H * M, M)
+        _add_gate_gradient(p_df, p_f, b_x, b_e, b_end, o_j, m_e, H, M, SLOTS)
         if OWN_SLOT_KEYS:
             store_rows(dk_slots + begin_k * K, b_dk, o_j, m_s, H * K, K)
             b_dk = tl.zeros([BT, K], dtype=tl.float32)

@@ -20,7 +20,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 def slot_window_backward_queries_kernel(
     q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x, delta,
     scale, T, N, H, before, window, chunks, entries, extra, lead, levels,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,8 @@ def slot_window_backward_queries_kernel(
         b_dz += b_row * tl.dot(tl.where(m_l, b_dl, 0.0), b_col, input_precision=DOT)
 
     b_z *= scale
-    b_p = tl.exp2(b_z * LOG2_E - b_lse[:, None])
+    # a tile may be wider than the slots that exist
+    b_p = tl.where((tl.arange(0, M) < SLOTS)[None, :], tl.exp2(b_z * LOG2_E - b_lse[:, None]), 0.0)
     b_x = b_p * b_dz
     b_dz = b_p * (b_dz - b_delta[:, None])
     b_x += b_dz * b_z

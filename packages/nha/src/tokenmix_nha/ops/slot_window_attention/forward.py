@@ -20,7 +20,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 def slot_window_forward_kernel(
     q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse,
     scale, T, N, H, before, window, chunks, entries, extra, lead, levels,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,8 @@ def slot_window_forward_kernel(
         low, high = partners(o_r, level, levels, BT)
         m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
         b_z += b_row * tl.dot(tl.where(m_l, b_al, 0.0), b_col, input_precision=DOT)
-    b_z *= scale
+    # a tile may be wider than the slots that exist
+    b_z = tl.where((tl.arange(0, M) < SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
     # a token is in the slots for rows at or below it and in the window of the rows above: where both have the same keys,

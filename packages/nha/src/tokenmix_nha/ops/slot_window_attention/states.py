@@ -12,6 +12,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     LOWEST_GATE,
     enter_weight,
     first_entry,
+    load_gates,
     sequence_span,
 )
 
@@ -24,10 +25,18 @@ def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
 
 
 @triton.jit
-def _slots_offsets(i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
-    """Offsets of a tile `[BD, M]` in slots `[N, H, M, D]`."""
+def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr):
+    """A tile `[BD, M]` of slots `[N, H, SLOTS, D]`, zero beyond the slots that exist."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
-    return i_nh.to(tl.int64) * M * D + o_m[None, :] * D + o_d[:, None]
+    p = p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None]
+    return tl.load(p, mask=(o_m < SLOTS)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr):
+    """Store a tile `[BD, M]` into slots `[N, H, SLOTS, D]`."""
+    o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
+    tl.store(p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None], b_s, mask=(o_m < SLOTS)[None, :])
 
 
 @triton.jit
@@ -41,8 +50,8 @@ def _tile_offsets(index, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constex
 def slot_states_kernel(
     k, v, f, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, g, h, states_k, states_v, final_k, final_v,
     T, NH, H, before, window, entries, segments,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, PACKED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
+    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr,
+    PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Slots before every chunk of entering tokens `[entries, H, D, M]` and the chunk's log2 gates.
 
@@ -63,15 +72,15 @@ def slot_states_kernel(
     per_segment = tl.cdiv(chunks, segments)
     first = i_s * per_segment
     last = tl.minimum(first + per_segment, chunks)
-    p_k, p_v, p_f = k + (begin * H + i_h) * K, v + (begin * H + i_h) * V, f + (begin * H + i_h) * M
+    p_k, p_v, p_f = k + (begin * H + i_h) * K, v + (begin * H + i_h) * V, f + (begin * H + i_h) * SLOTS
 
     b_sk = tl.zeros([BK, M], dtype=tl.float32)
     b_sv = tl.zeros([BV, M], dtype=tl.float32)
     b_total = tl.zeros([M], dtype=tl.float32)
     if not LOCAL:
         if HAS_INITIAL:
-            b_sk += tl.load(initial_k + _slots_offsets(i_nh, i_d * BK, BK, K, M))
-            b_sv += tl.load(initial_v + _slots_offsets(i_nh, i_d * BV, BV, V, M))
+            b_sk += _load_slots(initial_k, i_nh, i_d * BK, BK, K, M, SLOTS)
+            b_sv += _load_slots(initial_v, i_nh, i_d * BV, BV, V, M, SLOTS)
         if local_g is not None:
             for i in range(i_s):
                 index = i * NH + i_nh
@@ -82,8 +91,7 @@ def slot_states_kernel(
     for i in range(first, last):
         o_t = i * BT + o_r
         m_t = o_t < entering
-        b_f = tl.load(p_f + o_t.to(tl.int64)[:, None] * (H * M) + o_m[None, :], mask=m_t[:, None], other=0.0)
-        b_f = b_f.to(tl.float32)
+        b_f = load_gates(p_f, o_t, m_t, H * SLOTS, M, SLOTS)
         b_log = tl.maximum(b_f * LOG2_E, LOWEST_GATE)
         b_g = tl.cumsum(b_log, 0)
         b_end = tl.sum(b_log, 0)
@@ -114,16 +122,16 @@ def slot_states_kernel(
         tile = (entry + chunks) * H + i_h
         tl.store(states_k + _tile_offsets(tile, i_d * BK, BK, K, M), b_sk.to(states_k.dtype.element_ty))
         tl.store(states_v + _tile_offsets(tile, i_d * BV, BV, V, M), b_sv.to(states_v.dtype.element_ty))
-        tl.store(final_k + _slots_offsets(i_nh, i_d * BK, BK, K, M), b_sk)
-        tl.store(final_v + _slots_offsets(i_nh, i_d * BV, BV, V, M), b_sv)
+        _store_slots(final_k, b_sk, i_nh, i_d * BK, BK, K, M, SLOTS)
+        _store_slots(final_v, b_sv, i_nh, i_d * BV, BV, V, M, SLOTS)
 
 
 @triton.jit
 def slot_gradients_kernel(
     q, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, local_k, local_v, local_g, ds_k, ds_v, dinitial_k, dinitial_v,
     T, NH, H, before, window, entries, segments, lead,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, GROUP: tl.constexpr,
-    PACKED: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
+    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the slots after every chunk `[entries, H, D, M]`, and of the initial slots."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
@@ -146,8 +154,8 @@ def slot_gradients_kernel(
     b_sv = tl.zeros([BV, M], dtype=tl.float32)
     b_total = tl.zeros([M], dtype=tl.float32)
     if not LOCAL:
-        b_sk += tl.load(dfinal_k + _slots_offsets(i_nh, i_d * BK, BK, K, M))
-        b_sv += tl.load(dfinal_v + _slots_offsets(i_nh, i_d * BV, BV, V, M))
+        b_sk += _load_slots(dfinal_k, i_nh, i_d * BK, BK, K, M, SLOTS)
+        b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, M, SLOTS)
         if local_g is not None:
             for i in range(segments - 1 - i_s):
                 index = (segments - 1 - i) * NH + i_nh
@@ -194,5 +202,5 @@ def slot_gradients_kernel(
         if i_d == 0:
             tl.store(local_g + index * M + o_m, b_total)
     elif i_s == 0:
-        tl.store(dinitial_k + _slots_offsets(i_nh, i_d * BK, BK, K, M), b_sk)
-        tl.store(dinitial_v + _slots_offsets(i_nh, i_d * BV, BV, V, M), b_sv)
+        _store_slots(dinitial_k, b_sk, i_nh, i_d * BK, BK, K, M, SLOTS)
+        _store_slots(dinitial_v, b_sv, i_nh, i_d * BV, BV, V, M, SLOTS)

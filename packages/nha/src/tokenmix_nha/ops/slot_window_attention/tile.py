@@ -79,6 +79,14 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 
 @triton.jit
+def load_gates(p_f, o_t, m_t, stride, M: tl.constexpr, SLOTS: tl.constexpr):
+    """Rows `o_t` of log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots that exist."""
+    o_m = tl.arange(0, M)
+    p_f = p_f + o_t.to(tl.int64)[:, None] * stride + o_m[None, :]
+    return tl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_tile(p, exists, R: tl.constexpr, D: tl.constexpr):
     """A contiguous tile `[R, D]`, or zeros unless it exists."""
     return tl.load(p + tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :], mask=exists, other=0.0)
@@ -95,7 +103,8 @@ def enter_weight(b_f):
 def anew(p, level, levels):
     """`p`, by an address that the compiler takes to depend on the level: tiles are then read from the first cache for every
     level, where it would otherwise hold them in registers that the loop needs."""
-    return p + level // (levels + 1)
+    # a multiple of 16 keeps loads wide
+    return p + level // (levels + 1) * 16
 
 
 @triton.jit

@@ -32,9 +32,16 @@ _TILES: dict[str, tuple[int, int]] = {
     "backward_queries": (4, 8),
     "backward_keys": (4, 8),
 }
+# the fewest slots of a tile in 16-bit kernels
+_NARROWEST = 64
 # programs that fill the device twice over
 _PROGRAMS = 264
 _MAX_SEGMENTS = 16
+
+
+def slot_tile(slots: int, dtype: torch.dtype) -> int:
+    """Slots of a tile, of which the surplus stays masked: see README.md, "Tiles of 16 and 32 slots"."""
+    return slots if dtype == torch.float32 else max(slots, _NARROWEST)
 
 
 def chunk_size(dtype: torch.dtype) -> int:
