@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ModelOutput
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling.cache import HybridCache
@@ -56,7 +55,7 @@ class HybridBlock(GradientCheckpointingLayer):
     def forward(self, hidden_states: Float[Tensor, "B T D"], **mixer_args: Any) -> tuple[Tensor, dict[str, Tensor]]:
         mixed, auxiliary = self.mixer(self.mixer_norm(hidden_states), **mixer_args)
         hidden_states = hidden_states + mixed
-        if self.mlp is not None:
+        if self.mlp is not None and self.mlp_norm is not None:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
         return hidden_states, auxiliary or {}
 
@@ -68,8 +67,8 @@ class HybridPreTrainedModel(PreTrainedModel):
     config_class = HybridConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("HybridBlock",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["HybridBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # recurrent states cannot be rolled back, which assisted generation would need
     _is_stateful = True
 
@@ -78,7 +77,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         init_weights_(module, self.config.initializer_range)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs) -> Any:
         """Load a checkpoint, as transformers does, but refuse one that is damaged or does not fit.
 
         Args:
@@ -111,7 +110,7 @@ class HybridModel(HybridPreTrainedModel):
         # one table of angles for each head size, used by all layers that have it
         self.rotary = nn.ModuleDict(
             {
-                str(dim): RotaryEmbedding(dim, config.rope_parameters, config.max_position_embeddings)
+                str(dim): RotaryEmbedding(dim, config.rope_parameters or {}, config.max_position_embeddings)
                 for dim in sorted({m.rotary_dim for m in mixers if m.rotary_dim is not None})
             }
         )
@@ -126,9 +125,13 @@ class HybridModel(HybridPreTrainedModel):
         self.post_init()
 
     @property
+    def _blocks(self) -> list[HybridBlock]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
     def mixers(self) -> list[Mixer]:
         """The mixers, layer by layer."""
-        return [layer.mixer for layer in self.layers]
+        return [layer.mixer for layer in self._blocks]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
         """An empty cache; arguments as `HybridCache`'s."""
@@ -181,9 +184,9 @@ class HybridModel(HybridPreTrainedModel):
         if hidden.shape[1]:
             cu_seqlens = span.cu_seqlens if cu_seqlens is None else cu_seqlens
             rotary = {int(dim): table(position_ids) for dim, table in self.rotary.items()}
-            for i, layer in enumerate(self.layers):
+            for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
-                args |= {"cu_seqlens": cu_seqlens, "rotary": rotary.get(layer.mixer.rotary_dim)}
+                args |= {"cu_seqlens": cu_seqlens, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if cache is None:
                     hidden, more = layer(hidden, **args)
                 else:
@@ -205,7 +208,7 @@ class HybridModel(HybridPreTrainedModel):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward floating-point operations per token of the layers, at this context length."""
-        mlps = sum(2.0 * p.numel() for layer in self.layers if layer.mlp is not None for p in layer.mlp.parameters())
+        mlps = sum(2.0 * p.numel() for layer in self._blocks if layer.mlp is not None for p in layer.mlp.parameters())
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
@@ -214,13 +217,13 @@ class HybridModel(HybridPreTrainedModel):
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in self.mixers)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("expected exactly one of input_ids and inputs_embeds")
         x, dims = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
+        if x is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("expected exactly one of input_ids and inputs_embeds")
         if x.dim() != dims or not x.shape[0] or not x.shape[1]:
             name, shape = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
             raise ValueError(f"{name} must have shape {shape} with B and T at least 1, got {list(x.shape)}")
-        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return self.embed_tokens(x) if inputs_embeds is None else x
 
     def _check_inputs(self, mixer_inputs: dict[str, Any]) -> None:
         if unknown := sorted(set(mixer_inputs) - set(self.config.mixer_inputs)):
@@ -261,7 +264,7 @@ class HybridModel(HybridPreTrainedModel):
             )
         if mask is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
-        step = tokens == 1 and past > 0 and not cache.padding_at_end
+        step = tokens == 1 and past > 0 and cache is not None and not cache.padding_at_end
         if mask is None or step:
             real = None
         else:

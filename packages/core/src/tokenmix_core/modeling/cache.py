@@ -25,8 +25,10 @@ class HybridCache(Cache):
         offload: keep the states of all layers but the one at work in the memory of the CPU.
     """
 
+    layers: list[LayerState]  # type: ignore[assignment]
+
     def __init__(self, layers: Iterable[LayerState], *, max_length: int = 0, offload: bool = False):
-        super().__init__(layers=list(layers))
+        super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
         # tokens seen, padding included; exact lengths where sequences differ
         self.length = 0
@@ -35,6 +37,8 @@ class HybridCache(Cache):
         self.padding_at_end = False
         self._batch: int | None = None
         self.span: Span | None = None
+        # transformers' mark of a cache that came from the caller of generate
+        self._is_user_defined = False
         for part in self._parts():
             if isinstance(part, KVState):
                 part.expected = max_length
@@ -56,6 +60,7 @@ class HybridCache(Cache):
     def end(self) -> None:
         """Close the call: its tokens are now held."""
         span, self.span = self.span, None
+        assert span is not None
         self.lengths = None if span.uniform else span.after
         self.length += span.tokens
 

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.modeling_outputs import ModelOutput
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.cache import HybridCache
@@ -156,7 +155,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         own = self.config.mixer_inputs
-        super()._validate_model_kwargs({name: x for name, x in model_kwargs.items() if name not in own})
+        others = {name: x for name, x in model_kwargs.items() if name not in own}
+        super()._validate_model_kwargs(others)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args: Any, **kwargs: Any) -> None:
         implementation = generation_config.cache_implementation

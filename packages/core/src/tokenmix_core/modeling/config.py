@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
@@ -74,7 +74,7 @@ class HybridConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     max_position_embeddings: int = 4096
     use_cache: bool = True
-    loss_impl: str | None = None
+    loss_impl: Literal["torch", "liger"] | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -92,7 +92,7 @@ class HybridConfig(PreTrainedConfig):
         self.mixer_options = {label: dict(options) for label, options in (self.mixer_options or {}).items()}
         super().__post_init__(**kwargs)
         self._check_mixers()
-        if (kind := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
+        if (kind := (self.rope_parameters or {}).get("rope_type")) not in ROPE_TYPES:
             raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
 
     @classmethod
@@ -106,14 +106,19 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError(f"{cls.__name__}: expected a configuration of model_type {cls.model_type!r}, got {kind!r}")
         return super().from_dict(config_dict, **kwargs)
 
+    @property
+    def labels(self) -> list[str]:
+        """The label of each layer."""
+        return self.mixers or []
+
     def mixer_type(self, layer_idx: int) -> str:
         """The registered name of a layer's mixer."""
-        label = self.mixers[layer_idx]
-        return self.mixer_options.get(label, {}).get("type", label)
+        label = self.labels[layer_idx]
+        return (self.mixer_options or {}).get(label, {}).get("type", label)
 
     def options_of(self, layer_idx: int) -> dict[str, Any]:
         """The options of a layer's mixer."""
-        options = self.mixer_options.get(self.mixers[layer_idx], {})
+        options = (self.mixer_options or {}).get(self.labels[layer_idx], {})
         return {name: value for name, value in options.items() if name != "type"}
 
     def _check_keys(self, kwargs: dict[str, Any]) -> None:
@@ -141,8 +146,8 @@ class HybridConfig(PreTrainedConfig):
                     raise ValueError(f"{name} must lie in the vocabulary of {self.vocab_size}, got {i!r}")
 
     def _check_mixers(self) -> None:
-        if unused := sorted(set(self.mixer_options) - set(self.mixers)):
+        if unused := sorted(set(self.mixer_options or {}) - set(self.labels)):
             raise ValueError(f"mixer_options: no layer has the label {', '.join(map(repr, unused))}")
-        for layer_idx in {label: i for i, label in enumerate(self.mixers)}.values():
+        for layer_idx in {label: i for i, label in enumerate(self.labels)}.values():
             mixer = find_mixer(self.mixer_type(layer_idx))
-            mixer.check_options(self.mixers[layer_idx], self.options_of(layer_idx))
+            mixer.check_options(self.labels[layer_idx], self.options_of(layer_idx))

@@ -16,6 +16,7 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
+from tokenmix_core.ops.common import Impl
 
 
 class GatedDeltaNet(Mixer):
@@ -54,7 +55,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: bool = False,
         output_gate: bool = True,
         norm_eps: float = 1e-6,
-        impl: str | None = None,
+        impl: Impl | None = None,
     ):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -69,7 +70,8 @@ class GatedDeltaNet(Mixer):
                 f"got head_dim={head_dim}, expand_v={expand_v}"
             )
         self.num_heads, self.num_v_heads, self.head_dim, self.value_dim = num_heads, num_v_heads, head_dim, value_dim
-        self.max_beta, self.impl = 2.0 if allow_neg_eigval else 1.0, impl
+        self.max_beta = 2.0 if allow_neg_eigval else 1.0
+        self.impl: Impl | None = impl
         self.fit = HeadFit(head_dim, value_dim, (64, 128, 256))
         keys, values = num_heads * head_dim, num_v_heads * value_dim
         self.q_proj = nn.Linear(hidden_size, keys, bias=False)
@@ -129,10 +131,10 @@ class GatedDeltaNet(Mixer):
             self.fit.gates(beta),
         )
         options = {"scale": self.head_dim**-0.5, "qk_l2norm": True, "impl": self.impl}
-        if step:
+        if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
-            token = (x.squeeze(1) for x in (q, k, v, g, beta))
-            o = gated_delta_rule_step(*token, recurrent, **options).unsqueeze(1)
+            q, k, v, g, beta = (x.squeeze(1) for x in (q, k, v, g, beta))
+            o = gated_delta_rule_step(q, k, v, g, beta, recurrent, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
             o, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=before, cu_seqlens=cu_seqlens, **options)

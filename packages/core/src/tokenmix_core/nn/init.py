@@ -46,8 +46,9 @@ def init_weights_(module: nn.Module, std: float) -> None:
 
     A module with an `init_weights_` method knows how; linear and embedding weights are Normal(0, std), biases zero.
     """
-    if hasattr(module, "init_weights_"):
-        module.init_weights_()
+    own = getattr(module, "init_weights_", None)
+    if own is not None:
+        own()
     elif isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, 0.0, std)
         if module.bias is not None:

@@ -161,7 +161,9 @@ def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
             f"linear_cross_entropy: impl='liger' needs CUDA tensors, got {hidden.device}; use impl='torch'"
         )
     try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+        from liger_kernel.transformers.functional import (  # type: ignore[import-not-found]
+            liger_fused_linear_cross_entropy,
+        )
     except ImportError as error:
         raise ValueError(
             "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "

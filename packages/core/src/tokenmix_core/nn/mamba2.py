@@ -16,6 +16,7 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_ssd, ssd_step
+from tokenmix_core.ops.common import Impl
 
 
 class Mamba2(Mixer):
@@ -50,7 +51,7 @@ class Mamba2(Mixer):
         num_groups: int = 1,
         conv_size: int = 4,
         norm_eps: float = 1e-6,
-        impl: str | None = None,
+        impl: Impl | None = None,
     ):
         super().__init__()
         inner = round(hidden_size * expand)
@@ -66,7 +67,8 @@ class Mamba2(Mixer):
                 f"got num_groups={num_groups}, state_size={state_size}"
             )
         self.inner, self.num_heads, self.head_dim = inner, heads, head_dim
-        self.state_size, self.num_groups, self.impl = state_size, num_groups, impl
+        self.state_size, self.num_groups = state_size, num_groups
+        self.impl: Impl | None = impl
         self.fit = HeadFit(state_size, head_dim, (16, 32, 64, 128, 256))
         self.mixed = inner + 2 * num_groups * state_size
         self.in_proj = nn.Linear(hidden_size, inner + self.mixed + heads, bias=False)
@@ -108,9 +110,10 @@ class Mamba2(Mixer):
         dt = F.softplus(at_least_float32(dt) + self.dt_bias)
         v = self.fit.values((x * dt.unsqueeze(-1)).to(x.dtype))
         g = self.fit.gates(-self.A_log.exp() * dt)
-        if step:
+        if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
-            y = ssd_step(*(t.squeeze(1) for t in (C, B, v, g)), recurrent, impl=self.impl).unsqueeze(1)
+            C, B, v, g = (t.squeeze(1) for t in (C, B, v, g))
+            y = ssd_step(C, B, v, g, recurrent, impl=self.impl).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
             y, after = chunk_ssd(C, B, v, g, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl)

@@ -67,6 +67,7 @@ class RotaryEmbedding(KeepsFloat32):
     """
 
     float32 = ("inv_freq",)
+    inv_freq: Tensor
 
     def __init__(self, dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int = 2048):
         super().__init__()

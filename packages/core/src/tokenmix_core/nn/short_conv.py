@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.state import TensorState
 from tokenmix_core.ops import short_conv, short_conv_step
+from tokenmix_core.ops.common import Impl
 
 
 class ShortConv(nn.Module):
@@ -34,14 +35,15 @@ class ShortConv(nn.Module):
         *,
         bias: bool = False,
         activation: Literal["silu"] | None = "silu",
-        impl: str | None = None,
+        impl: Impl | None = None,
     ):
         super().__init__()
         if not 2 <= width <= 8:
             raise ValueError(f"ShortConv: the width must lie from 2 to 8, got {width}")
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.activation, self.impl = activation, impl
+        self.activation: Literal["silu"] | None = activation
+        self.impl: Impl | None = impl
         self.init_weights_()
 
     def init_weights_(self) -> None:
@@ -61,7 +63,7 @@ class ShortConv(nn.Module):
         step: bool = False,
     ) -> Float[Tensor, "B T D"]:
         """Convolve; with a state, after its inputs and updating it; `step` updates it in place for T = 1."""
-        if step:
+        if step and state is not None:
             last = state.get(x.shape[0], x)
             y = short_conv_step(x.squeeze(1), self.weight, self.bias, last, activation=self.activation, impl=self.impl)
             return y.unsqueeze(1)

@@ -19,7 +19,7 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 
 
 class _once:
-    """A property computed at its first use; `functools.cached_property` has a lock in Python 3.11, which cannot compile."""
+    """A property computed at its first use; the lock in Python 3.11's `cached_property` stops torch.compile."""
 
     def __init__(self, fn: Callable[[Any], Any]):
         self.fn, self.__doc__ = fn, fn.__doc__
@@ -192,15 +192,24 @@ class KVState:
     def __init__(self, heads: int, key_size: int, value_size: int, *, window: int | None = None, sinks: int = 0):
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         self.window, self.sinks = window, sinks if window is not None else 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self._stored: tuple[Tensor, Tensor] | None = None
         # places to make room for at once, where the final length is known beforehand
         self.expected = 0
 
     @property
     def places(self) -> int:
         """Tokens there is room for."""
-        return 0 if self.keys is None else self.keys.shape[1]
+        return 0 if self._stored is None else self.keys.shape[1]
+
+    @property
+    def keys(self) -> Float[Tensor, "N places H K"]:
+        """The keys; there are none before the first write."""
+        return self._held()[0]
+
+    @property
+    def values(self) -> Float[Tensor, "N places H V"]:
+        """The values; there are none before the first write."""
+        return self._held()[1]
 
     def place(self, position):
         """The place of a position, an integer or a tensor of them."""
@@ -256,12 +265,12 @@ class KVState:
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace keys and values by a function of each."""
-        if self.keys is not None:
-            self.keys, self.values = fn(self.keys), fn(self.values)
+        if self._stored is not None:
+            self._stored = fn(self.keys), fn(self.values)
 
     def clear(self) -> None:
         """Forget everything."""
-        self.keys = self.values = None
+        self._stored = None
 
     def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
         """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
@@ -270,7 +279,7 @@ class KVState:
 
     def held(self, seq_len: int) -> int:
         """Bytes of the state now held, of sequences of `seq_len` tokens; spare room does not count."""
-        if self.keys is None:
+        if self._stored is None:
             return 0
         places = seq_len if self.window is None else self.places
         return self.keys[:, :places].nbytes + self.values[:, :places].nbytes
@@ -278,17 +287,23 @@ class KVState:
     @property
     def allocated(self) -> int:
         """Bytes of memory taken, spare room included."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self._stored is None else self.keys.nbytes + self.values.nbytes
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        if self._stored is None:
+            raise ValueError("KVState: nothing has been written yet")
+        return self._stored
 
     def _make_room(self, k: Tensor, v: Tensor, span: Span) -> None:
         needed = span.past + span.tokens if self.window is None else self.sinks + self.window
         if needed > self.places:
             room = needed if self.window is not None else self._room(needed)
-            self.keys, self.values = _grow(self.keys, k, span.batch, room), _grow(self.values, v, span.batch, room)
+            keys, values = self._stored or (None, None)
+            self._stored = _grow(keys, k, span.batch, room), _grow(values, v, span.batch, room)
 
     def _room(self, needed: int) -> int:
         known = self.expected >= needed
-        room = needed if self.keys is None and not known else needed + needed // 2
+        room = needed if self._stored is None and not known else needed + needed // 2
         room = -(-room // 64) * 64
         return min(room, self.expected) if known else room
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class ModelContract:
         tokens: length of the test sequences, longer than any window among the configurations.
     """
 
-    configs: ClassVar[dict[str, dict]] = {}
+    configs: ClassVar[dict[str, dict[str, Any]]] = {}
     config_class: ClassVar[type[HybridConfig]] = HybridConfig
     model_class: ClassVar[type[HybridModel]] = HybridModel
     causal_lm_class: ClassVar[type[HybridForCausalLM]] = HybridForCausalLM
@@ -184,7 +184,8 @@ class ModelContract:
 
     def test_tied_embeddings_follow_the_configuration(self, case):
         for tie in (True, False):
-            model = self.causal_lm_class(self.config_class(**self.configs[case] | {"tie_word_embeddings": tie}))
+            fields: dict[str, Any] = {**self.configs[case], "tie_word_embeddings": tie}
+            model = self.causal_lm_class(self.config_class(**fields))
             assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
 
     def test_a_model_made_on_the_meta_device_starts_like_any_other(self, config):
@@ -194,16 +195,16 @@ class ModelContract:
         with torch.no_grad():
             for t in [*model.parameters(), *model.buffers()]:
                 t.fill_(float("nan"))
-        model._is_hf_initialized = False
         for module in model.modules():
-            module._is_hf_initialized = False
+            module.__dict__["_is_hf_initialized"] = False
         model.init_weights()
         for name, t in [*model.named_parameters(), *model.named_buffers()]:
             assert t.isfinite().all(), name
 
     def test_unknown_keys_and_foreign_or_damaged_checkpoints_are_refused(self, model, case, tmp_path):
+        fields: dict[str, Any] = {**self.configs[case], "no_such_key": 1}
         with pytest.raises(ValueError, match="no_such_key"):
-            self.config_class(**self.configs[case], no_such_key=1)
+            self.config_class(**fields)
         model.save_pretrained(tmp_path)
         weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
         whole = weights.read_bytes()
