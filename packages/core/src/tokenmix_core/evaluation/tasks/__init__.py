@@ -1,0 +1,1 @@
+"""Task files for lm-eval, and the functions that they name."""
