@@ -1,1 +1,1 @@
-"""Evaluation of any causal language model: suites by name, offline or through lm-eval, and reports of what they find."""
+"""Evaluation of any causal language model: suites by name, offline or through lm-eval, and reports."""
