@@ -79,7 +79,7 @@ def chunk_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same function, vectorised over chunks of entering tokens; autograd differentiates it.
 
-    Computes in float32 or wider from operands rounded to the inputs' dtype, as matrix units take them. Chunk c pairs the entering tokens `c·C + r` with the queries
+    Computes in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with the queries
     at `c·C + r + window`; the queries before the first entering token form chunks of their own, with negative c.
     """
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -93,9 +93,6 @@ def chunk_reference(
     entering = keys - window
     chunks = max(lead + math.ceil(entering / CHUNK), 1)
     first = -lead * CHUNK
-
-    def operand(x: Tensor) -> Tensor:
-        return x.to(dtype).to(wide)
 
     def rows(x: Tensor, begin: int, count: int) -> Tensor:
         """Rows `begin … begin + count` of dimension 1, zero outside, as `[N, chunks, C, ...]`."""
@@ -116,7 +113,7 @@ def chunk_reference(
     later = (order[:, None] > order)[..., None, None]
     between = torch.where(later, g[:, :, :, None], 0).cumsum(2)
     between = between.masked_fill((order[:, None] < order)[..., None, None], -math.inf)
-    weight = operand(between.exp() * -g.expm1()[:, :, None])
+    weight = between.exp() * -g.expm1()[:, :, None]
     decay = g.cumsum(2).exp()
 
     def before_chunks(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,8 +127,8 @@ def chunk_reference(
 
     before_k, slots_k = before_chunks(ks, slots_k)
     before_v, slots_v = before_chunks(vs, slots_v)
-    long = torch.einsum("ncthgd,nchmd->ncthgm", qs, operand(before_k)) * decay[:, :, :, :, None]
-    long = long + torch.einsum("ncthgj,nctjhm->ncthgm", operand(torch.einsum("ncthgd,ncjhd->ncthgj", qs, ks)), weight)
+    long = torch.einsum("ncthgd,nchmd->ncthgm", qs, before_k) * decay[:, :, :, :, None]
+    long = long + torch.einsum("ncthgj,nctjhm->ncthgm", torch.einsum("ncthgd,ncjhd->ncthgj", qs, ks), weight)
 
     # keys t − window + 1 … t of a chunk's queries lie among C + window rows from its first entering token on
     begin = first + CHUNK * torch.arange(chunks, device=f.device)[:, None]
@@ -147,11 +144,9 @@ def chunk_reference(
     short = torch.einsum("ncthgd,ncjhd->ncthgj", qw, kw).masked_fill(~seen, -math.inf)
 
     p_long, p_short = (scale * torch.cat([long, short], -1)).softmax(-1).split([slots, short.shape[-1]], -1)
-    p_decayed = operand(p_long * decay[:, :, :, :, None])
-    p_entered = operand(torch.einsum("ncthgm,nctjhm->ncthgj", operand(p_long), weight))
-    o = torch.einsum("ncthgm,nchmd->ncthgd", p_decayed, operand(before_v))
-    o = o + torch.einsum("ncthgj,ncjhd->ncthgd", p_entered, vs)
-    o = o + torch.einsum("ncthgj,ncjhd->ncthgd", operand(p_short), vw)
+    o = torch.einsum("ncthgm,nchmd->ncthgd", p_long * decay[:, :, :, :, None], before_v)
+    o = o + torch.einsum("ncthgj,ncjhd->ncthgd", torch.einsum("ncthgm,nctjhm->ncthgj", p_long, weight), vs)
+    o = o + torch.einsum("ncthgj,ncjhd->ncthgd", p_short, vw)
     o = o.flatten(3, 4).flatten(1, 2)
     return o[:, -begin_q : queries - begin_q].to(dtype), slots_k, slots_v
 

@@ -1,0 +1,96 @@
+"""Slot-window attention beside FLA's `chunk_gsa` (slots alone, two passes) and cuDNN's causal attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from tokenmix_core.ops import attention
+from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
+from torch import Tensor
+
+from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
+
+# batch, tokens, heads, head size, slots, window
+SHAPES = [
+    (8, 4096, 16, 128, 32, 32),
+    (8, 4096, 16, 128, 64, 32),
+    (8, 4096, 16, 128, 32, 0),
+    (8, 4096, 16, 128, 64, 0),
+    (1, 32768, 16, 128, 32, 32),
+    (16, 2048, 16, 128, 32, 32),
+    (1, 131072, 16, 128, 32, 32),
+    (8, 4096, 16, 128, 64, 4096),
+]
+CPU_SHAPES = [(2, 128, 2, 32, 8, 16)]
+# batch, heads, head size, slots, window
+DECODE_SHAPES = [(1, 16, 128, 64, 32), (32, 16, 128, 64, 32), (128, 16, 128, 64, 32)]
+# FLA tunes itself for minutes at the first call of a size of slots, so it meets only these
+FLA_SHAPES = {SHAPES[2], SHAPES[3]}
+# beyond this length quadratic attention says nothing new and takes seconds
+_ATTENTION_TOKENS = 32768
+
+_FIRST_CALL = """
+import torch
+from tokenmix_nha.ops import slot_window_attention
+q, k, v = (torch.randn(8, 4096, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+f = (-torch.rand(8, 4096, 16, 64, device="cuda")).requires_grad_()
+torch.cuda.synchronize()
+"""
+_CALL = """
+o = slot_window_attention(q, k, v, f, window=32)[0]
+torch.autograd.grad(o, (q, k, v, f), torch.ones_like(o))
+torch.cuda.synchronize()
+"""
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements of training and of decoding on `device`, one row an implementation and shape."""
+    out = []
+    for shape in SHAPES if device != "cpu" else CPU_SHAPES:
+        out += _training_rows(shape, device)
+    for shape in DECODE_SHAPES if device != "cpu" else [(2, 2, 32, 8, 16)]:
+        out += _decode_rows(shape, device)
+    return out
+
+
+def _training_rows(shape: tuple, device: str) -> list[dict]:
+    B, T, H, D, M, window = shape
+    q, k, v = (_random(B, T, H, D, device=device).requires_grad_() for _ in range(3))
+    f = (torch.nn.functional.logsigmoid(torch.randn(B, T, H, M, device=device)) / 8).requires_grad_()
+    # every implementation is differentiated by all four, so that a peer without gates costs one addition more
+    forwards: dict[str, Callable[[], Tensor]] = {
+        "tokenmix": lambda: slot_window_attention(q, k, v, f, window=window, output_final_state=False).o
+    }
+    if shape in FLA_SHAPES and device != "cpu" and importlib.util.find_spec("fla") is not None:
+        from fla.ops.gsa import chunk_gsa
+
+        forwards["FLA chunk_gsa"] = lambda: chunk_gsa(q, k, v, 1 - f.exp().to(q.dtype), f, scale=D**-0.5)[0]
+    name = f"B{B} T{T} H{H} D{D} M{M} w{window}"
+    first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[1] else None
+    out = measure("slot-window attention", name, device, forwards, (q, k, v, f), first_calls=first)
+    if T <= _ATTENTION_TOKENS:
+        causal = {"causal attention": lambda: attention(q, k, v).o}
+        out += measure("slot-window attention", name, device, causal, (q, k, v))
+    return out
+
+
+def _decode_rows(shape: tuple, device: str) -> list[dict]:
+    B, H, D, M, window = shape
+    q, k, v = (_random(B, H, D, device=device) for _ in range(3))
+    f = -torch.rand(B, H, M, device=device)
+    state = SlotWindowState.zeros(B, H, M, D, D, window, dtype=q.dtype, device=device)
+    runs = {"tokenmix": lambda: slot_window_attention_step(q, k, v, f, state)}
+    none = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    name = f"B{B} H{H} D{D} M{M} w{window}"
+    times = interleaved_medians(runs, device)
+    return [
+        {"op": "slot-window attention, one step", "shape": name, "impl": impl, "fwd_ms": ms, **none}
+        for impl, ms in times.items()
+    ]
+
+
+def _random(*shape: int, device: str) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)

@@ -1,0 +1,195 @@
+"""Slot-window attention on a GPU: every tile configuration in value and gradient, long sequences, graphs, no waiting."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
+from tokenmix_core.testing.closeness import assert_within, relative_error
+
+from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
+
+pytestmark = pytest.mark.gpu
+
+# name: tokens, query heads a head, window, own slot keys, gates
+CASES = {
+    "slots alone": (300, 1, 0, False, "mixed"),
+    "window 32": (300, 1, 32, False, "weak"),
+    "own keys, grouped heads": (333, 2, 70, True, "mixed"),
+    "hard gates": (257, 2, 20, True, "hard"),
+    "wide window": (257, 1, 200, False, "mixed"),
+}
+
+
+def inputs(B, T, HQ, H, K, V, M, own_keys, gates, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    randn = partial(torch.randn, generator=generator, device="cuda")
+    f = torch.nn.functional.logsigmoid(2 * randn(B, T, H, M))
+    if gates != "mixed":
+        f = f / 16
+    if gates == "hard":
+        f = torch.where(randn(f.shape) > 1, -1e4, torch.where(randn(f.shape) > 1, 0.0, f))
+    x = {"q": randn(B, T, HQ, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V)}
+    if own_keys:
+        x |= {"q_slots": randn(B, T, HQ, K), "k_slots": randn(B, T, H, K)}
+    return {name: value.to(dtype) for name, value in x.items()} | {"f": f}
+
+
+def state_inputs(N, W, H, K, V, M, own_keys, dtype):
+    randn = partial(torch.randn, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    x = {
+        "slots_k": randn(N, H, M, K), "slots_v": randn(N, H, M, V), "ring_k": randn(N, W, H, K).to(dtype),
+        "ring_v": randn(N, W, H, V).to(dtype), "ring_f": -randn(N, W, H, M).abs(),
+    }  # fmt: skip
+    length = torch.tensor([(W // 2, W, 3 * W + 1, 0)[n % 4] for n in range(N)], dtype=torch.int32, device="cuda")
+    return x | ({"ring_k_slots": randn(N, W, H, K).to(dtype)} if own_keys else {}), length
+
+
+class Results(dict):
+    def _asdict(self):
+        return dict(self)
+
+
+def run(window, impl, cu_seqlens=None, length=None, **x):
+    """All results by name, from tensors by name, those of a carried state included."""
+    ring_k_slots = x.pop("ring_k_slots", None)
+    old = [x.pop(name) for name in ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f") if name in x]
+    state = SlotWindowState(*old, ring_k_slots, length) if old else None
+    o, state = slot_window_attention(**x, window=window, initial_state=state, cu_seqlens=cu_seqlens, impl=impl)
+    return Results(o=o, slots_k=state.slots_k, slots_v=state.slots_v, ring_v=state.v)
+
+
+def check(x, window, dtype, **options):
+    """Errors at most twice those of the eager form whose matrix products round their operands to the kernels' dtype."""
+    got, upstream = values_and_gradients(partial(run, window, "triton", **options), x)
+    eager = partial(run, window, "reference", **options)
+    exact, _ = values_and_gradients(eager, x, upstream, dtype=torch.float64)
+    if dtype == torch.float32:
+        rounded, _ = values_and_gradients(eager, x, upstream)
+        floor = 2**-24 * 28 * 16 * 0.7
+    else:
+        with RoundedProducts(dtype):
+            rounded, _ = values_and_gradients(eager, x, upstream)
+        floor = torch.finfo(dtype).eps / 2
+    for name in exact:
+        assert_within(name, got[name], exact[name], rounded[name], floor=floor)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("M", [16, 32, 64, 128])
+def test_every_tile_agrees_with_float64(M, K, V, case):
+    T, group, window, own_keys, gates = CASES[case]
+    check(inputs(2, T, 2 * group, 2, K, V, M, own_keys, gates, torch.bfloat16), window, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("M", [16, 32, 64, 128])
+def test_every_dtype_agrees_with_float64(M, dtype):
+    check(inputs(1, 200, 2, 1, 128, 128, M, True, "mixed", dtype), 40, dtype)
+
+
+@pytest.mark.parametrize("M", [16, 32, 64, 128])
+def test_carried_and_packed_agree_with_float64(M):
+    old, length = state_inputs(5, 50, 1, 128, 128, M, True, torch.bfloat16)
+    x = inputs(1, 257, 2, 1, 128, 128, M, True, "mixed", torch.bfloat16)
+    borders = torch.tensor([0, 0, 100, 129, 130, 257], dtype=torch.int32, device="cuda")
+    for window in (0, 40, 100):
+        check(x | old, window, torch.bfloat16, cu_seqlens=borders, length=length)
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 2100])
+def test_lengths_and_segments_agree_with_float64(T):
+    old, length = state_inputs(1, 20, 1, 64, 64, 64, False, torch.bfloat16)
+    check(inputs(1, T, 1, 1, 64, 64, 64, False, "weak", torch.bfloat16) | old, 20, torch.bfloat16, length=length)
+
+
+def test_a_full_window_agrees_with_float64():
+    check(inputs(2, 300, 4, 2, 128, 128, 64, False, "weak", torch.bfloat16), 300, torch.bfloat16)
+
+
+def test_the_same_call_gives_the_same_bits():
+    x = inputs(2, 500, 4, 4, 128, 128, 64, False, "weak", torch.bfloat16)
+    first, upstream = values_and_gradients(partial(run, 32, "triton"), x)
+    for _ in range(5):
+        again, _ = values_and_gradients(partial(run, 32, "triton"), x, upstream)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_131072_tokens_continue_what_their_first_half_left():
+    x = inputs(1, 131072, 2, 1, 128, 128, 32, False, "weak", torch.bfloat16)
+    whole, _ = slot_window_attention(**x, window=32)
+    half = {name: value[:, 65536:] for name, value in x.items()}
+    _, state = slot_window_attention(**{name: value[:, :65536] for name, value in x.items()}, window=32)
+    o, _ = slot_window_attention(**half, window=32, initial_state=state)
+    assert relative_error(o, whole[:, 65536:]) < 4e-3
+
+
+def test_tensors_past_two_to_the_31_elements():
+    """The last head of the last row, far past 32-bit offsets, equals the same head alone."""
+    B, T, H = 5, 131072, 32
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(B, T, H, 128, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    f = -torch.rand(B, T, H, 16, generator=generator, device="cuda").mul_(0.1)
+    assert q.numel() > 2**31
+    o, _ = slot_window_attention(q, k, v, f, window=32, output_final_state=False)
+    alone, _ = slot_window_attention(*(x[-1:, :, -1:] for x in (q, k, v, f)), window=32, output_final_state=False)
+    assert relative_error(o[-1:, :, -1:], alone) < 4e-3
+
+
+def test_training_waits_for_nothing():
+    x = inputs(1, 500, 2, 2, 64, 64, 64, False, "weak", torch.bfloat16)
+    borders = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
+    train = lambda: values_and_gradients(partial(run, 32, "triton", cu_seqlens=borders), x)  # noqa: E731
+    train()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("own_keys", [False, True])
+@pytest.mark.parametrize("M", [16, 32, 64, 128])
+@pytest.mark.parametrize("window", [0, 32, 600])
+def test_steps_in_a_graph_equal_the_whole(M, window, own_keys):
+    x = inputs(3, 64, 4, 2, 128, 128, M, own_keys, "mixed", torch.bfloat16)
+    whole, _ = slot_window_attention(**{n: v.double() for n, v in x.items()}, window=window, impl="reference")
+    state = SlotWindowState.zeros(
+        3, 2, M, 128, 128, window, own_slot_keys=own_keys, dtype=torch.bfloat16, device="cuda"
+    )
+    token = {name: value[:, 0].clone() for name, value in x.items()}
+    slot_window_attention_step(**token, state=state)
+    for part in state:
+        if part is not None:
+            part.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = slot_window_attention_step(**token, state=state)
+    outputs = []
+    for t in range(64):
+        for name, value in x.items():
+            token[name].copy_(value[:, t])
+        graph.replay()
+        outputs.append(o.clone())
+    assert relative_error(torch.stack(outputs, 1), whole) < 4e-3
+
+
+def test_training_is_captured_in_a_graph():
+    x = inputs(1, 200, 2, 2, 64, 64, 64, False, "weak", torch.bfloat16)
+    leaves = [value.requires_grad_() for value in x.values()]
+    upstream = torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16)
+    train = lambda: torch.autograd.grad(slot_window_attention(**x, window=32)[0], leaves, upstream)  # noqa: E731
+    eager = train()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train()
+    graph.replay()
+    for a, b in zip(captured, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
