@@ -66,7 +66,6 @@ class OryxMixer(Mixer):
     """
 
     inputs = ("mode",)
-    float32 = ("A_log", "dt_bias", "D")
 
     def __init__(
         self,
@@ -109,6 +108,7 @@ class OryxMixer(Mixer):
         self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(num_heads, dtype=torch.float32)) if self.is_mamba2 else None
+        self.float32 = ("A_log", "dt_bias", "D") if self.is_mamba2 else ("A_log", "dt_bias")
         groups = num_heads if grouped_norm else 1
         self.norm = GatedRMSNorm(inner, norm_eps, gate="before" if self.is_mamba2 else "after", groups=groups)
         self.init_weights_()

@@ -120,10 +120,8 @@ class OryxForCausalLM(HybridForCausalLM):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         return inputs if plan is None else {**inputs, "mode": plan.for_call(inputs, input_ids)}
 
-    def state_bytes(
-        self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False
-    ) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens, if need be without keys and values."""
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
+        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens; `linear_only` after the promise."""
         if not linear_only:
             return super().state_bytes(seq_len, batch_size, dtype)
         cache = self.make_cache()

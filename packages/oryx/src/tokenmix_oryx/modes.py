@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -72,7 +73,7 @@ def _check_schedule(schedule: Sequence[Any]) -> None:
             "the starts of a schedule must all be positions (integers) or all shares of the sequence (floats from 0 to "
             f"1), got {list(starts)!r}"
         )
-    if starts[0] != 0 or any(a >= b for a, b in zip(starts[:-1], starts[1:], strict=True)):
+    if starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
         raise ValueError(f"the starts of a schedule must rise from 0, got {list(starts)!r}")
 
 

@@ -33,7 +33,7 @@ def selected_attention(
 ) -> Float[Tensor, "B TQ HQ V"]:
     r"""Causal softmax attention of the selected queries to all keys before them; what it costs follows the selection.
 
-    .. math:: o_i = \sum_{j \le i} \frac{e^{scale \cdot q_i \cdot k_j}}{\sum_{l \le i} e^{scale \cdot q_i \cdot k_l}} v_j
+    .. math:: o_i = \sum_{j \le i} e^{s_{ij} - \mathrm{lse}_i} v_j, \quad s_{ij} = \text{scale} \cdot q_i \cdot k_j
               \quad\text{for selected } i, \qquad o_i = 0 \text{ for others}
 
     Positions count keys, the last query standing at the last key; head h of k and v serves the HQ / H query heads from

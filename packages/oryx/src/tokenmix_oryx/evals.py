@@ -1,0 +1,264 @@
+"""What the paper measures: loss by position around switches, each mode alone, and recall across modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
+from tokenmix_core.evaluation.perplexity import cut_sequences, perplexity_suite, smooth, token_losses
+from tokenmix_core.evaluation.recall import (
+    MQAR_LENGTHS,
+    MQAR_PAIRS,
+    NIAH_LENGTHS,
+    answer_loss,
+    generate_text,
+    mqar_suite,
+    niah_examples,
+    niah_haystack,
+    niah_suite,
+)
+from tokenmix_core.evaluation.suites import commonsense_suite, recall_suite
+from tokenmix_core.synthetic import NIAH_TASKS, NiahExample
+from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
+
+Schedule = list[tuple[int, str]]
+# tokens after a switch, over which its cost is averaged
+AFTER = ((0, 16), (16, 64), (64, 128))
+# the share of a prompt that counts as context where no border is known
+CONTEXT_SHARE = 0.975
+
+
+def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
+    """By plot and curve: one switch, several, and switches that no chunk begins with, each from either mode."""
+    quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
+    off = quarter + chunk_size // 3 + 1
+    plots: dict[str, dict[str, Schedule]] = {"one switch": {}, "several switches": {}, "unaligned switches": {}}
+    for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
+        for at in range(quarter, length, quarter):
+            plots["one switch"][f"{first} → {second} at {at}"] = [(0, first), (at, second)]
+        alternating = [(at, (first, second)[i % 2]) for i, at in enumerate(range(0, length, quarter))]
+        plots["several switches"][f"{first} first, every {quarter}"] = alternating
+        shifted = [(0, first)] + [(at, (second, first)[i % 2]) for i, at in enumerate(range(off, length, off))]
+        plots["unaligned switches"][f"{first} first, every {off}"] = shifted
+    return plots
+
+
+def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Perplexity by position with switches beside the curves of both modes alone (Figures 3 to 10).
+
+    The excess after a switch is what the loss lies above that of the new mode alone on the same tokens, by how many
+    tokens ago the switch was; with its standard error over sequences.
+    """
+    plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
+    length = max(options.lengths or (options.max_length or 2048,))
+    sequences = cut_sequences(
+        text.tokens(options.text, tokenizer, 4 * (options.limit or 64) * length), length, options.limit or 64
+    )
+    schedules = switch_schedules(length, model.config.mode_chunk_size)
+    alone = {mode: _losses(model, sequences, [(0, mode)], options) for mode in MODES}
+    rows = [_loss_row(f"{mode} alone", losses) for mode, losses in alone.items()]
+    drawn: list[Plot] = []
+    for plot in plots:
+        curves = {f"{mode} alone": losses for mode, losses in alone.items()}
+        for name, schedule in schedules[plot].items():
+            curves[name] = losses = _losses(model, sequences, schedule, options)
+            rows.append({**_loss_row(name, losses), **_excess(losses, alone, schedule)})
+        drawn.append(_switch_plot(plot, curves, length))
+    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
+    return {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn}
+
+
+def _losses(
+    model: Any, sequences: Int[Tensor, "N T"], schedule: Schedule, options: EvalOptions
+) -> Float[np.ndarray, "N T-1"]:
+    with model.modes(schedule):
+        batches = sequences.split(options.batch_size or 8)
+        losses = [token_losses(model, batch.to(model.device)).double().cpu() for batch in batches]
+    return torch.cat(losses).numpy()
+
+
+def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
+    return {"modes": name, "loss": float(losses.mean()), "perplexity": float(np.exp(losses.mean()))}
+
+
+def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float]:
+    """Mean excess by tokens since the last switch, over all switches of a schedule."""
+    ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
+    found: dict[str, float] = {}
+    for low, high in AFTER:
+        parts = [
+            (losses - alone[mode])[:, start + low : min(start + high, end)]
+            for (start, mode), end in zip(schedule[1:], ends[1:], strict=True)
+        ]
+        each = np.concatenate(parts, 1)
+        if each.shape[1]:
+            found[f"excess, {low}-{high} tokens after"] = float(each.mean())
+            found[f"± {low}-{high}"] = float(each.mean(1).std(ddof=1) / len(each) ** 0.5) if len(each) > 1 else 0.0
+    return found
+
+
+def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot:
+    series: Series = {}
+    for name, losses in curves.items():
+        curve = np.exp(smooth(losses.mean(0), max(1, length // 64)))
+        series[name] = (list(range(1, length)), curve.tolist())
+    labels = {"title": f"Perplexity by position, {title}, smoothed", "x": "position (tokens)", "y": "perplexity"}
+    return {**labels, "log_x": False, "log_y": True, "series": series}
+
+
+def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -> Suite:
+    """A suite of core in each mode alone: its rows with a column for the mode (Tables 1 and 2)."""
+
+    def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+        results = {}
+        for mode in MODES:
+            with model.modes(mode):
+                results[mode] = suite(model, tokenizer, options)
+        return _joined(f"isolated-{name}", results)
+
+    return Suite(f"{name} in each mode alone", run)
+
+
+def crossed() -> Iterator[tuple[str, str, str]]:
+    """Name, mode of the context, and mode of prompt and generation, for each pair of modes."""
+    for prompt in MODES:
+        for context in MODES:
+            yield f"{context} → {prompt}", context, prompt
+
+
+def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Cloze questions, the first 97.5 % of a prompt in one mode, the rest and the answer in another (Table 3)."""
+    results = {}
+    for name, context, prompt in crossed():
+        with model.modes([(0.0, context), (CONTEXT_SHARE, prompt)], prompt):
+            results[name] = recall_suite(model, tokenizer, options)
+    return _joined("cross-mode-recall", results)
+
+
+def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Associative recall with the pairs in one mode and the queries in another."""
+    lengths = options.lengths or MQAR_LENGTHS
+    cases = {f"mqar-{t}-{p}": p for t in lengths for p in MQAR_PAIRS if 4 * p <= t}
+    chosen = options.choose("cross-mode-mqar", tuple(cases))
+    results = {}
+    for name, context, prompt in crossed():
+        parts = []
+        for task in chosen:
+            with model.modes([(0, context), (2 * cases[task], prompt)]):
+                parts.append(mqar_suite(model, tokenizer, replace(options, tasks=(task,), progress=False)))
+        result = {**parts[0], "rows": [row for part in parts for row in part["rows"]]}
+        results[name] = result
+    joined = _joined("cross-mode-mqar", results)
+    joined["plots"] = [_accuracy_plot("Associative recall, pairs → queries", "pairs", joined["rows"])]
+    return joined
+
+
+def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """S-NIAH 1 to 3 with the haystack in one mode, the question and the answer in another (Table 3)."""
+    limit, batch_size = options.limit or 50, options.batch_size or 8
+    tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
+    haystack = niah_haystack(tasks, options, tokenizer)
+    cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
+    rows = []
+    for task, length in tqdm(cases, desc="cross-mode-niah", unit="task", disable=not options.progress):
+        examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
+        for name, context, prompt in crossed():
+            found, losses = [], []
+            for start in range(0, limit, batch_size):
+                batch = examples[start : start + batch_size]
+                found += _found(model, tokenizer, batch, context, prompt)
+            for example in examples:
+                with model.modes([(0, context), (_count(tokenizer, example.context), prompt)]):
+                    losses.append(answer_loss(model, tokenizer, example))
+            row = {"modes": name, "task": task, "length": length, "accuracy": float(np.mean(found))}
+            rows.append({**row, "answer loss": float(np.mean(losses)), "examples": limit})
+    plot = _accuracy_plot("Needle in a haystack, haystack → question", "length", rows)
+    return {"suite": "cross-mode-niah", "settings": {"seed": options.seed}, "rows": rows, "plots": [plot]}
+
+
+def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
+    """Whether greedy decoding names each needle."""
+    prompts = [example.context + example.question for example in batch]
+    room = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
+    lengths = [_count(tokenizer, p) for p in prompts]
+    borders = [max(lengths) - n + _count(tokenizer, e.context) for n, e in zip(lengths, batch, strict=True)]
+    said = generate_text(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=room,
+        prefill_mode=_split_rows(borders, max(lengths), context, prompt),
+        generation_mode=prompt,
+    )
+    return [example.answer in words for example, words in zip(batch, said, strict=True)]
+
+
+def _split_rows(borders: Sequence[int], tokens: int, context: str, prompt: str) -> Bool[Tensor, "B T"]:
+    """True for attention: `context` before each row's border, `prompt` from it on."""
+    before = torch.arange(tokens) < torch.tensor(borders).unsqueeze(1)
+    return torch.where(before, context == ATTENTION, prompt == ATTENTION)
+
+
+def _count(tokenizer: Any, string: str) -> int:
+    return len(tokenizer(string, verbose=False)["input_ids"])
+
+
+def _joined(suite: str, results: dict[str, SuiteResult]) -> SuiteResult:
+    """The rows and curves of several runs of one suite, each with the name of its modes."""
+    rows = [{"modes": name, **row} for name, result in results.items() for row in result["rows"]]
+    first = next(iter(results.values()))
+    plots: list[Plot] = []
+    for i, plot in enumerate(first["plots"]):
+        series = {
+            f"{name}: {curve}": points
+            for name, result in results.items()
+            for curve, points in result["plots"][i]["series"].items()
+        }
+        plots.append({**plot, "series": series})
+    return {"suite": suite, "settings": first["settings"], "rows": rows, "plots": plots}
+
+
+def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
+    series: Series = {}
+    for row in rows:
+        name = f"{row['modes']}, {row['task'] if x == 'length' else row['length']}"
+        xs, ys = series.setdefault(name, ([], []))
+        xs.append(row[x])
+        ys.append(row["accuracy"])
+    return {
+        "title": title,
+        "x": f"{x} (tokens)" if x == "length" else x,
+        "y": "accuracy",
+        "log_x": True,
+        "log_y": False,
+        "series": series,
+    }
+
+
+SUITES: dict[str, Suite] = {
+    "switch-perplexity": Suite("loss by position around switches of the mode; offline", switch_suite),
+    "cross-mode-mqar": Suite("associative recall, pairs in one mode and queries in another; offline", cross_mqar_suite),
+    "cross-mode-niah": Suite("S-NIAH 1 to 3, haystack in one mode and question in another; offline", cross_niah_suite),
+    "cross-mode-recall": Suite(
+        "cloze recall, 97.5 % of the prompt in one mode, the rest in another", cross_recall_suite
+    ),
+    **{
+        f"isolated-{name}": isolated(name, suite)
+        for name, suite in {
+            "perplexity-by-position": perplexity_suite,
+            "mqar": mqar_suite,
+            "niah": niah_suite,
+            "commonsense": commonsense_suite,
+            "recall": recall_suite,
+        }.items()
+    },
+}

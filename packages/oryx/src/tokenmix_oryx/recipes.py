@@ -1,0 +1,226 @@
+"""Recipes: the paper's models and ablations, their baselines, a demonstration for one GPU, and a tiny one for a laptop.
+
+Sizes count what a mode uses, as the paper does: 13 D² weights a layer, 5 of them in the mixer. The other mode's query
+adds one more. Baselines are core's, whose MLPs are wider by the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+# registers the family
+import tokenmix_oryx.model  # noqa: F401
+from tokenmix_core.recipes import BYTE_VOCAB, paper_baseline
+from tokenmix_core.training.data import RowInputs
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_oryx.config import GDN, MAMBA2
+from tokenmix_oryx.modes import draw_modes
+
+FAMILIES = {"tm": MAMBA2, "tg": GDN}
+WIDTHS = {"130m": (768, 12), "380m": (1024, 24), "810m": (1536, 24), "1.4b": (2048, 24)}
+BASELINES = ("transformer", "mamba2", "gated_delta_net")
+# parameters that a mode of the 380M model uses, for 20 tokens each
+_CHINCHILLA_380M = Tokens(20 * 380_000_000)
+
+
+def mode_rows(recipe: Recipe) -> RowInputs:
+    """The modes of each training row, drawn from the data's seed and the row's index as the configuration says."""
+    config = recipe.model_config()
+    return partial(
+        _modes_of_row,
+        recipe.data.seq_len,
+        recipe.data.data_seed,
+        config.mode_chunk_size,
+        config.attention_probability,
+        config.mode_assignment,
+    )
+
+
+def _modes_of_row(seq_len: int, seed: int, chunk_size: int, probability: float, assignment: Any, index: int):
+    modes: Tensor = draw_modes(
+        seq_len,
+        seed=seed,
+        index=index,
+        chunk_size=chunk_size,
+        attention_probability=probability,
+        assignment=assignment,
+    )
+    return {"mode": modes}
+
+
+def model_fields(family: str, width: int, layers: int, *, output_gate: bool = True) -> dict[str, Any]:
+    """The fields of a model: heads of 128, an MLP of 8 D² weights, or of 9 D² beside a mixer without a gate."""
+    ratio = 8 if output_gate else 9
+    return {
+        "linear_mixer": FAMILIES[family],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        # 3 D F weights; the nearest multiple of 64
+        "intermediate_size": round(ratio * width / 3 / 64) * 64,
+        "output_gate": output_gate,
+    }
+
+
+def paper(family: str, size: str) -> Recipe:
+    """ORYX-TM or ORYX-TG at one of the paper's sizes: the baselines' setting at twice their learning rate."""
+    base = paper_baseline(f"oryx/transformer-{size}")
+    shared = {name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")}
+    peak = 2 * base.optimizer.learning_rate
+    return replace(
+        base,
+        name=f"{family}-{size}",
+        description=f"ORYX-{family.upper()} with {size.upper()} parameters in each mode, as trained in the paper",
+        model=shared | model_fields(family, *WIDTHS[size]),
+        model_type="tokenmix_oryx",
+        optimizer=replace(base.optimizer, learning_rate=peak, min_learning_rate=peak / 10),
+        run=replace(base.run, evaluations=["switch-perplexity"]),
+        row_inputs=mode_rows,
+    )
+
+
+def baseline(kind: str, size: str) -> Recipe:
+    """A parameter-matched baseline of the paper."""
+    return replace(paper_baseline(f"oryx/{kind}-{size}"), name=f"{kind}-{size}")
+
+
+# the rows of Tables 4 to 8, as what differs from the family's final choice
+ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "tm": {
+        "sequence": {},
+        "chunk": {"mode_assignment": "chunk"},
+        "shared-query": {"shared_query": True},
+        "grouped-norm": {"grouped_norm": True},
+        "shared-query-grouped-norm": {"shared_query": True, "grouped_norm": True},
+        "no-conv": {"conv_size": 0},
+        "no-gate": {"output_gate": False},
+        "no-conv-no-gate": {"conv_size": 0, "output_gate": False},
+        "rope-attention": {"rope": "attention"},
+        "no-conv-rope-attention": {"conv_size": 0, "rope": "attention"},
+    },
+    "tg": {
+        "sequence": {},
+        "l2-key": {"attention_l2_norm": "key"},
+        "l2-query-key": {"attention_l2_norm": "query_key"},
+        "rope-both": {"rope": "both"},
+        "kv-identity": {"kv_activation": "none"},
+        "rope-both-kv-identity": {"rope": "both", "kv_activation": "none"},
+        "linear-query-identity": {"linear_query_activation": "none"},
+        "attention-query-identity": {"attention_query_activation": "none"},
+        "queries-identity": {"attention_query_activation": "none", "linear_query_activation": "none"},
+    },
+}
+
+
+def ablation(family: str, name: str) -> Recipe:
+    """A row of Tables 4 to 8: the 380M model on 20 tokens a parameter, modes assigned to sequences unless it says else.
+
+    Models without a gate have a wider MLP, so that all have as many parameters.
+    """
+    changes = ABLATIONS[family][name]
+    base = paper(family, "380m")
+    gate = changes.get("output_gate", True)
+    fields = model_fields(family, *WIDTHS["380m"], output_gate=gate)
+    return replace(
+        base,
+        name=f"{family}-380m-{name}",
+        description=f"ablation of ORYX-{family.upper()} at 380M: {name}",
+        model={**base.model, **fields, "mode_assignment": "sequence", **changes},
+        optimizer=replace(base.optimizer, total_tokens=_CHINCHILLA_380M, warmup_tokens=Tokens(_CHINCHILLA_380M // 10)),
+    )
+
+
+def demo(family: str, assignment: str) -> Recipe:
+    """About 100M parameters on the built-in corpus and synthetic recall: minutes on one GPU."""
+    suffix = "" if assignment == "chunk" else "-sequence"
+    return Recipe(
+        name=f"demo-{family}{suffix}",
+        description=f"ORYX-{family.upper()}, 100M, {assignment} assignment, corpus and recall; minutes on one GPU",
+        model={
+            "vocab_size": 1024,
+            **model_fields(family, *WIDTHS["130m"]),
+            "mode_assignment": assignment,
+            "max_position_embeddings": 2048,
+        },
+        model_type="tokenmix_oryx",
+        data=DataRecipe(
+            sources=["stdlib", "mqar", "s-niah-1"],
+            weights=[0.5, 0.3, 0.2],
+            seq_len=2048,
+            documents="joined",
+            mqar_pairs=256,
+            mqar_vocab_size=1024,
+        ),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(2**17 * 400),
+            warmup_tokens=Tokens(2**17 * 40),
+            batch_tokens=Tokens(2**17),
+            micro_batch_tokens=Tokens(2**16),
+            learning_rate=2e-3,
+            min_learning_rate=2e-4,
+        ),
+        run=RunRecipe(
+            dataloader_num_workers=8,
+            save_steps=1000,
+            save_total_limit=1,
+            logging_steps=20,
+            evaluations=["switch-perplexity", "cross-mode-mqar", "cross-mode-niah"],
+            evaluation_lengths=[2048],
+            evaluation_limit=64,
+        ),
+        row_inputs=mode_rows,
+    )
+
+
+def tiny(family: str = "tm") -> Recipe:
+    """Two heads, four layers, on Python's standard library: minutes on a laptop."""
+    return Recipe(
+        name="tiny" if family == "tm" else f"tiny-{family}",
+        description=f"ORYX-{family.upper()} on the built-in corpus; minutes on a laptop",
+        model={
+            "vocab_size": BYTE_VOCAB,
+            **model_fields(family, 128, 4),
+            "head_dim": 64,
+            "mode_chunk_size": 32,
+            "max_position_embeddings": 256,
+        },
+        model_type="tokenmix_oryx",
+        data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(2**11 * 500),
+            warmup_tokens=Tokens(2**11 * 50),
+            batch_tokens=Tokens(2**11),
+            micro_batch_tokens=Tokens(2**11),
+            learning_rate=4e-3,
+            min_learning_rate=2e-4,
+            adam_beta2=0.98,
+        ),
+        run=RunRecipe(
+            logging_steps=20,
+            save_steps=200,
+            save_total_limit=1,
+            evaluations=["switch-perplexity"],
+            evaluation_lengths=[256],
+            evaluation_limit=128,
+            sample_prompt="def ",
+        ),
+        row_inputs=mode_rows,
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny,
+    "tiny-tg": partial(tiny, "tg"),
+    **{
+        f"demo-{family}{suffix}": partial(demo, family, assignment)
+        for family in FAMILIES
+        for suffix, assignment in (("", "chunk"), ("-sequence", "sequence"))
+    },
+    **{f"{family}-{size}": partial(paper, family, size) for size in WIDTHS for family in FAMILIES},
+    **{f"{kind}-{size}": partial(baseline, kind, size) for size in WIDTHS for kind in BASELINES},
+    **{f"{family}-380m-{name}": partial(ablation, family, name) for family in FAMILIES for name in ABLATIONS[family]},
+}

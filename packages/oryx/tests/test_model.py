@@ -1,0 +1,303 @@
+"""The model: cached decoding in any schedule equals the full forward, switching in generation, the promise."""
+
+import random
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_pieces
+from tokenmix_oryx.config import OryxConfig
+from tokenmix_oryx.model import OryxForCausalLM, OryxModel
+
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+FAMILIES = {"tm": FIELDS | {"linear_mixer": "mamba2"}, "tg": FIELDS | {"linear_mixer": "gated_delta_net"}}
+SCHEDULE = [(0, "linear"), (5, "attention"), (11, "linear"), (16, "attention"), (21, "linear")]
+
+
+class _Contract(ModelContract):
+    config_class = OryxConfig
+    model_class = OryxModel
+    causal_lm_class = OryxForCausalLM
+
+
+class TestSwitching(_Contract):
+    configs: ClassVar = FAMILIES
+    inputs: ClassVar = {"mode": SCHEDULE}
+
+
+class TestAblated(_Contract):
+    configs: ClassVar = {
+        "tm": FAMILIES["tm"] | {"shared_query": True, "grouped_norm": True, "conv_size": 0, "rope": "attention"},
+        "tg": FAMILIES["tg"] | {"output_gate": False, "attention_l2_norm": "key", "kv_activation": "none"},
+    }
+    inputs: ClassVar = {"mode": SCHEDULE}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model(request):
+    torch.manual_seed(0)
+    return OryxForCausalLM(OryxConfig(**FAMILIES[request.param])).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 61, (3, 19), generator=torch.Generator().manual_seed(0))
+
+
+MODELS = {}
+
+
+def cached_model(family):
+    if family not in MODELS:
+        torch.manual_seed(0)
+        MODELS[family] = OryxForCausalLM(OryxConfig(**FAMILIES[family])).eval()
+    return MODELS[family]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), st.randoms(use_true_random=False), st.integers(1, 40), st.booleans())
+@torch.no_grad()
+def test_any_schedule_in_any_split_gives_what_the_whole_gives(family, rng: random.Random, tokens, per_sequence):
+    model = cached_model(family)
+    ids = torch.randint(1, 61, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+    pieces, left = [], tokens
+    while left:
+        pieces.append(min(left, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
+        left -= pieces[-1]
+    starts = sorted({0, *(rng.randrange(1, tokens + 1) for _ in range(rng.randrange(5)))})
+    schedule = [(s, rng.choice(["linear", "attention"])) for s in starts]
+    if not per_sequence:
+        whole = model(ids, mode=schedule, use_cache=False).logits
+        assert relative_error(logits_in_pieces(model, ids, pieces, mode=schedule), whole) < 1e-4
+        return
+    mode = torch.tensor([[rng.random() < 0.4 for _ in range(tokens)] for _ in range(2)])
+    whole, cache, outputs = model(ids, mode=mode, use_cache=False).logits, model.make_cache(), []
+    for piece, modes in zip(ids.split(pieces, 1), mode.split(pieces, 1), strict=True):
+        outputs.append(model(piece, mode=modes, past_key_values=cache).logits)
+    assert relative_error(torch.cat(outputs, 1), whole) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["linear", "attention", SCHEDULE])
+def test_left_padding_changes_nothing_in_any_split(model, ids, mode):
+    lengths = [19, 12, 2]
+    mask = left_padded(lengths, 19)
+    for pieces in ([19], [1] * 19, [7, 1, 5, 6]):
+        padded = logits_in_pieces(model, ids, pieces, mask, mode=mode)
+        for row, n, tokens in zip(padded, lengths, ids, strict=True):
+            exact = model(tokens[None, -n:], mode=mode, use_cache=False).logits[0]
+            assert relative_error(row[-n:], exact) < 1e-4
+
+
+@torch.no_grad()
+def test_a_schedule_is_the_tensor_it_stands_for(model, ids):
+    attends = torch.zeros(3, 19, dtype=torch.bool)
+    attends[:, 5:11] = attends[:, 16:] = True
+    outputs = [model(ids, mode=mode, use_cache=False).logits for mode in (SCHEDULE, attends)]
+    assert torch.equal(*outputs)
+    for mode in ("linear", "attention"):
+        tensor = torch.full((3, 19), mode == "attention")
+        got = [model(ids, mode=m, use_cache=False).logits for m in (mode, tensor, [(0, mode)])]
+        assert torch.equal(got[0], got[2])
+        assert relative_error(got[1], got[0]) < 1e-5
+
+
+@torch.no_grad()
+def test_modes_differ_from_where_they_do(model, ids):
+    both = [model(ids, mode=[(0, "linear"), (9, m)], use_cache=False).logits for m in ("linear", "attention")]
+    assert torch.equal(both[0][:, :9], both[1][:, :9])
+    assert not torch.isclose(both[0][:, 9:], both[1][:, 9:]).all(-1).any()
+
+
+def generate(model, ids, **options):
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+    # else a generated token that happens to be the padding's would be masked
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **options)
+
+
+def by_hand(model, ids, mode_at, new=8):
+    """Greedy decoding by full forward passes, one sequence without padding."""
+    for _ in range(new):
+        mode = torch.tensor([[mode_at(t) == "attention" for t in range(ids.shape[1])]])
+        ids = torch.cat((ids, model(ids, mode=mode, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    return ids
+
+
+PLANS = {
+    "linear then attention": ({"prefill_mode": "linear", "generation_mode": "attention"}, lambda t: t >= 19),
+    "attention then linear": ({"prefill_mode": "attention", "generation_mode": "linear"}, lambda t: t < 19),
+    "a schedule through both": ({"mode": [(0, "linear"), (10, "attention"), (22, "linear")]}, lambda t: 10 <= t < 22),
+    "a switch while generating": (
+        {"prefill_mode": "linear", "generation_mode": [(0, "linear"), (23, "attention")]},
+        lambda t: t >= 23,
+    ),
+    "a decision at each step": (
+        {
+            "prefill_mode": [(0, "attention"), (4, "linear")],
+            "generation_mode": lambda s, x: ["attention", "linear"][s % 2],
+        },
+        lambda t: t < 4 or (t >= 19 and t % 2 == 1),
+    ),
+    "shares of the prompt": ({"prefill_mode": [(0.0, "linear"), (0.5, "attention")]}, lambda t: t >= 10),
+    "a tensor": (
+        {"prefill_mode": (torch.arange(19) % 3 == 0)[None], "generation_mode": "linear"},
+        lambda t: t < 19 and t % 3 == 0,
+    ),
+    "a decision for each sequence": (
+        {"prefill_mode": "linear", "generation_mode": lambda s, x: torch.full((len(x),), s % 2 == 0)},
+        lambda t: t >= 19 and t % 2 == 1,
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", PLANS)
+def test_generation_follows_its_plan_with_and_without_a_cache(model, ids, plan):
+    options, attends = PLANS[plan]
+    exact = by_hand(model, ids[:1], lambda t: "attention" if attends(t) else "linear")
+    assert torch.equal(generate(model, ids[:1], **options), exact)
+    if plan == "a decision for each sequence":
+        with pytest.raises(ValueError, match="use_cache=True"):
+            generate(model, ids[:1], use_cache=False, **options)
+    else:
+        assert torch.equal(generate(model, ids[:1], use_cache=False, **options), exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["linear then attention", "a switch while generating", "shares of the prompt"])
+def test_a_padded_batch_generates_what_its_sequences_do(model, ids, plan):
+    lengths, (options, _) = [19, 12], PLANS[plan]
+    mask = left_padded(lengths, 19)
+    together = generate(model, ids[:2], attention_mask=mask, **options)
+    for row, tokens, n in zip(together, ids, lengths, strict=False):
+        assert torch.equal(row[19:], generate(model, tokens[None, -n:], **options)[0, n:])
+    assert torch.equal(generate(model, ids[:2], attention_mask=mask, use_cache=False, **options), together)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["string", "tensor"])
+def test_beams_and_copies_follow_the_plan(model, ids, form):
+    prefill = "linear" if form == "string" else torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.5
+    options = {"prefill_mode": prefill, "generation_mode": "attention", "num_beams": 3}
+    outputs = [generate(model, ids[:2], use_cache=u, **options) for u in (True, False)]
+    assert torch.equal(*outputs)
+
+
+@torch.no_grad()
+def test_one_cache_serves_both_modes_in_turn(model, ids):
+    cache = model.make_cache()
+    first = generate(model, ids[:1], prefill_mode="attention", generation_mode="linear", past_key_values=cache)
+    seen = cache.length
+    second = generate(model, first, prefill_mode="attention", generation_mode="attention", past_key_values=cache)
+    exact = by_hand(model, first, lambda t: "attention" if t < 19 or t >= seen else "linear")
+    assert torch.equal(second, exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefill", ["linear", "attention"])
+def test_a_promise_keeps_no_keys_and_changes_no_output(model, ids, prefill):
+    options = {"prefill_mode": prefill, "generation_mode": "linear"}
+    kept = generate(model, ids, return_dict_in_generate=True, **options)
+    freed = generate(model, ids, return_dict_in_generate=True, keep_kv=False, **options)
+    assert torch.equal(kept.sequences, freed.sequences)
+    held, constant = kept.past_key_values, freed.past_key_values
+    assert held.nbytes == model.state_bytes(held.length, 3)
+    assert constant.nbytes == constant.allocated_nbytes == model.state_bytes(5, 3, linear_only=True)
+    assert constant.nbytes < held.nbytes
+
+
+@torch.no_grad()
+def test_memory_is_constant_after_the_promise(model, ids):
+    cache = model.make_cache()
+    cache.promise_linear()
+    sizes = set()
+    for _ in range(4):
+        model(ids, mode="linear", past_key_values=cache)
+        model(ids[:, :1], mode=[(0, "linear")], past_key_values=cache)
+        sizes.add(cache.allocated_nbytes)
+    assert sizes == {model.state_bytes(0, 3, linear_only=True)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["attention", [(0, "linear"), (22, "attention")], "tensor"])
+def test_attention_after_the_promise_is_refused(model, ids, mode):
+    cache = model.make_cache()
+    cache.promise_linear()
+    model(ids, mode="linear", past_key_values=cache)
+    mode = torch.arange(5).expand(3, -1) == 4 if mode == "tensor" else mode
+    with pytest.raises(ValueError, match="promise of linear mode"):
+        model(ids[:, :5], mode=mode, past_key_values=cache)
+    # what was refused left the cache as it was
+    assert cache.length == 19
+    whole = model(torch.cat((ids, ids[:, :5]), 1), mode="linear", use_cache=False).logits[:, 19:]
+    assert relative_error(model(ids[:, :5], mode="linear", past_key_values=cache).logits, whole) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generation_mode": "attention", "keep_kv": False}, "promises linear mode"),
+        ({"mode": "linear", "prefill_mode": "linear"}, "either mode"),
+        ({"prefill_mode": torch.ones(3, 19, dtype=torch.bool)}, "give generation_mode too"),
+        ({"generation_mode": torch.ones(3, 1, dtype=torch.bool)}, "a function of the step"),
+        ({"generation_mode": lambda s, x: "maybe"}, "must return 'linear'"),
+        ({"generation_mode": [(0.0, "linear"), (0.5, "attention")]}, "must be positions"),
+        ({"prefill_mode": torch.ones(3, 7, dtype=torch.bool), "generation_mode": "linear"}, r"\[3, 19\], got \[3, 7\]"),
+        ({"prefill_mode": "both"}, "got 'both'"),
+    ],
+)
+def test_wrong_plans_are_told(model, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, ids, **options)
+
+
+@torch.no_grad()
+def test_default_modes_hold_within_their_context(model, ids):
+    exact = {m: model(ids, mode=m, use_cache=False).logits for m in ("linear", "attention")}
+    assert torch.equal(model(ids, use_cache=False).logits, exact["attention"])
+    with model.modes("linear"):
+        assert torch.equal(model(ids, use_cache=False).logits, exact["linear"])
+        assert torch.equal(generate(model, ids), generate(model, ids, mode="linear"))
+    with model.modes([(0.0, "linear"), (0.975, "attention")], "linear"):
+        plan = {"prefill_mode": [(0.0, "linear"), (0.975, "attention")], "generation_mode": "linear"}
+        assert torch.equal(generate(model, ids), generate(model, ids, **plan))
+    assert torch.equal(model(ids, use_cache=False).logits, exact["attention"])
+    with pytest.raises(ValueError, match="got 'sometimes'"), model.modes("sometimes"):
+        pass
+
+
+@torch.no_grad()
+def test_a_prompt_in_pieces_is_generated_from_alike(model, ids):
+    options = {"prefill_mode": SCHEDULE, "generation_mode": "linear"}
+    assert torch.equal(generate(model, ids, prefill_chunk_size=4, **options), generate(model, ids, **options))
+
+
+def test_a_compiled_training_step_in_mixed_modes_is_one_graph(ids):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 1, "impl": "triton"}
+    model = OryxForCausalLM(OryxConfig(**FAMILIES["tm"] | sizes)).train()
+    mode = torch.arange(19).expand(3, -1) % 4 == 0
+    exact = model(ids, labels=ids, mode=mode).loss
+    exact.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch.compiler.reset()
+    loss = torch.compile(model, fullgraph=True, backend="eager")(ids, labels=ids, mode=mode).loss
+    loss.backward()
+    assert torch.allclose(loss, exact)
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, grads[name]) < 1e-5, name
