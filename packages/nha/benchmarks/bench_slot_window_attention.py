@@ -7,10 +7,10 @@ import importlib.util
 from collections.abc import Callable
 
 import torch
-from tokenmix_core.ops import attention
-from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
 from torch import Tensor
 
+from tokenmix_core.ops import attention
+from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 
 # batch, tokens, heads, head size, slots, window

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 
 import pytest
 import torch
+
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.agreement import values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
-
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window_attention import reference, step, tuning
 
@@ -18,9 +19,9 @@ PACKED = [0, 0, 9, 42, 42, 50]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def inputs(B=2, T=50, HQ=2, H=1, K=8, V=6, M=5, own_keys=False, dtype=torch.float64, device="cpu", gates="mixed", seed=0):
-    """Random arguments by name. Gates: "weak" near 1, "mixed" from 0.01 to 1, "hard" with some of exp(−10⁴) and some of 1."""
-    generator = torch.Generator(device).manual_seed(seed)
+def inputs(B=2, T=50, HQ=2, H=1, K=8, V=6, M=5, own_keys=False, dtype=torch.float64, device="cpu", gates="mixed"):
+    """Random arguments by name. Gates: "weak" near 1, "mixed" from 0.01 to 1, "hard" some exp(−10⁴) and some 1."""
+    generator = torch.Generator(device).manual_seed(0)
     randn = partial(torch.randn, generator=generator, device=device, dtype=torch.float64)
     f = torch.nn.functional.logsigmoid(2 * randn(B, T, H, M))
     if gates != "mixed":
@@ -49,13 +50,13 @@ def carried(N, H, K, V, M, W, own_keys=False, dtype=torch.float64, device="cpu")
     wide = torch.promote_types(dtype, torch.float32)
     length = torch.tensor([(W // 2, W, 3 * W + 1, 0)[n % 4] for n in range(N)], dtype=torch.int32, device=device)
     return {
-        "slots_k": randn(N, H, M, K).to(wide), "slots_v": randn(N, H, M, V).to(wide), "ring_k": randn(N, W, H, K).to(dtype),
-        "ring_v": randn(N, W, H, V).to(dtype), "ring_f": -randn(N, W, H, M).abs().to(wide),
+        "slots_k": randn(N, H, M, K).to(wide), "slots_v": randn(N, H, M, V).to(wide),
+        "ring_k": randn(N, W, H, K).to(dtype), "ring_v": randn(N, W, H, V).to(dtype), "ring_f": -randn(N, W, H, M).abs().to(wide),
     } | ({"ring_k_slots": randn(N, W, H, K).to(dtype)} if own_keys else {}), length  # fmt: skip
 
 
 def gate_rounding(f):
-    """What rounding the exponents costs: a chunk of 16 tokens in float32 cumulates its log2 gates, each at least −28."""
+    """What rounding exponents costs: a chunk of 16 tokens in float32 cumulates its log2 gates, each at least −28."""
     log2 = (f.double() / math.log(2)).clamp(min=-28)
     return 2**-24 * math.log(2) * log2.unfold(1, min(16, f.shape[1]), 1).sum(-1).abs().max().item()
 
@@ -76,9 +77,7 @@ def call(window, cu_seqlens, length, impl):
     def run(ring_k_slots=None, **x):
         old = [x.pop(name) for name in ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f") if name in x]
         state = SlotWindowState(*old, ring_k_slots, length) if old else None
-        return slot_window_attention(
-            **x, window=window, initial_state=state, cu_seqlens=cu_seqlens, impl=impl
-        )
+        return slot_window_attention(**x, window=window, initial_state=state, cu_seqlens=cu_seqlens, impl=impl)
 
     def flat(**x):
         o, state = run(**x)
@@ -217,7 +216,7 @@ def test_packed_sequences_never_mix(window):
     borders = torch.tensor(PACKED, dtype=torch.int32)
     first, state = slot_window_attention(**x, window=window, cu_seqlens=borders)
     second, state = slot_window_attention(**x, window=window, cu_seqlens=borders, initial_state=state)
-    for n, (begin, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+    for n, (begin, end) in enumerate(itertools.pairwise(PACKED)):
         if begin == end:
             continue
         a, alone = slot_window_attention(**tokens(x, begin, end), window=window)
@@ -312,7 +311,10 @@ def test_ops_are_registered_for_compilation():
         ({"window": -1}, "window must be an integer of at least 0, got -1"),
         ({"window": 2.0}, "window must be an integer"),
         ({"window": True}, "window must be an integer"),
-        ({"k": torch.zeros(2, 7, 1, 8)}, r"k must have shape \[B, T, H, K\] with B=2, T=8, K=8, H=1, got \[2, 7, 1, 8\]"),
+        (
+            {"k": torch.zeros(2, 7, 1, 8)},
+            r"k must have shape \[B, T, H, K\] with B=2, T=8, K=8, H=1, got \[2, 7, 1, 8\]",
+        ),
         ({"q": torch.zeros(2, 8, 3, 8), "k": torch.zeros(2, 8, 2, 8)}, "H=2"),
         ({"f": torch.zeros(2, 8, 1)}, "f must have shape"),
         ({"v": torch.zeros(2, 8, 1, 6, dtype=torch.float16)}, "must share one dtype"),

@@ -1,4 +1,4 @@
-"""Slot-window attention on a GPU: every tile configuration in value and gradient, long sequences, graphs, no waiting."""
+"""Slot-window attention on a GPU: every tile in value and gradient, long sequences, graphs, no waiting."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
-
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 
 pytestmark = pytest.mark.gpu

@@ -1,9 +1,11 @@
-"""Public functions of slot-window attention: shapes, validation, carried windows and the choice of an implementation."""
+"""Public functions of slot-window attention: shapes, validation, carried windows, the choice of an implementation."""
 
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
+
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -14,8 +16,6 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     resolve_impl,
 )
-from torch import Tensor
-
 from tokenmix_nha.ops.slot_window_attention import reference
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState, last_tokens, prepend
 
@@ -47,11 +47,13 @@ def slot_window_attention(
     .. math:: S^K \leftarrow \mathrm{Diag}(\alpha_j) S^K + (1 - \alpha_j) \otimes k_j, \qquad
         S^V \leftarrow \mathrm{Diag}(\alpha_j) S^V + (1 - \alpha_j) \otimes v_j
 
-    .. math:: o_t = \mathrm{softmax}(\text{scale} \cdot q_t [S^K; k_{t-w+1} \ldots k_t]^\top) [S^V; v_{t-w+1} \ldots v_t]
+    .. math:: o_t = \mathrm{softmax}(\text{scale} \cdot q_t [S^K; k_{t-w+1} \ldots k_t]^\top)
+        [S^V; v_{t-w+1} \ldots v_t]
 
-    Slots start at zero and take part from the first query on, with logit 0 and value 0. `window=0` is gated slot attention,
-    whose slots include token t; a window of T or more is full attention with M such zeros. Query head h reads head
-    h // (HQ / H) of k, v and f. Differentiable in every tensor argument, the state's included, and through both results.
+    Slots start at zero and take part from the first query on, with logit 0 and value 0. `window=0` is gated slot
+    attention, whose slots include token t; a window of T or more is full attention with M such zeros. Query head h
+    reads head h // (HQ / H) of k, v and f. Differentiable in every tensor argument, the state's included, and through
+    both results.
 
     Args:
         q: `[B, T, HQ, K]`; HQ is a multiple of H.
@@ -61,19 +63,20 @@ def slot_window_attention(
         window: tokens that a query sees exactly, itself included; any integer ≥ 0, which may differ from call to call.
         q_slots, k_slots: q and k as the slots see them, when the window's carry rotary embeddings; None means q and k.
         scale: factor of the logits; None is K ** −0.5.
-        initial_state: what earlier tokens left, as `final_state` returns it. A window wider than the one it was made with
-            does not bring back tokens that have entered the slots.
+        initial_state: what earlier tokens left, as `final_state` returns it. A window wider than the one it was made
+            with does not bring back tokens that have entered the slots.
         cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
         output_final_state: False skips collecting the windows of the final state, which is then None.
         impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
             Triton needs K and V of 64 or 128 and M of 16, 32, 64 or 128.
 
     Returns:
-        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring has as many places as the window, or
-        as there are tokens if those are fewer.
+        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring has as many places as the
+        window, or as there are tokens if those are fewer.
 
     Raises:
-        ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; it says what was got and expected.
+        ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; it says what was got and
+        expected.
     """
     op = "slot_window_attention"
     impl = resolve_impl(op, impl, q)
@@ -137,8 +140,8 @@ def slot_window_attention_step(
 ) -> Float[Tensor, "B HQ V"]:
     """One decoding step of `slot_window_attention` with as wide a window as the state's ring: updates `state` in place.
 
-    The token that leaves the ring enters the slots, the new one takes its place, and the query sees both. Bytes and time do
-    not depend on how many tokens came before. Not differentiable.
+    The token that leaves the ring enters the slots, the new one takes its place, and the query sees both. Bytes and
+    time do not depend on how many tokens came before. Not differentiable.
 
     Args:
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
@@ -164,7 +167,9 @@ def slot_window_attention_step(
     _check_state(op, dims, q, f, k_slots, state)
     for name, x in state._asdict().items():
         if x is not None and not x.is_contiguous():
-            raise ValueError(f"{op}: state.{name} must be contiguous, got strides {x.stride()}; state.reserve(window) copies")
+            raise ValueError(
+                f"{op}: state.{name} must be contiguous, got strides {x.stride()}; state.reserve(window) copies"
+            )
     check_same_dtype(op, k=k, **{"state.k": state.k, "state.v": state.v})
     scale = dims["K"] ** -0.5 if scale is None else float(scale)
     if impl == "triton":
@@ -219,8 +224,8 @@ def _check_rest(op: str, impl: str, dims: dict[str, int], **tensors: Tensor | No
         for letter, allowed in (("K", HEAD_SIZES), ("V", HEAD_SIZES), ("M", SLOTS)):
             if dims[letter] not in allowed:
                 raise ValueError(
-                    f"{op}: impl='triton' needs {letter} in {', '.join(map(str, allowed))}, got {letter}={dims[letter]}; "
-                    "choose such a size or pass impl='reference'"
+                    f"{op}: impl='triton' needs {letter} in {', '.join(map(str, allowed))}, "
+                    f"got {letter}={dims[letter]}; choose such a size or pass impl='reference'"
                 )
 
 
@@ -230,8 +235,8 @@ def _check_state(
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
-        "slots_k": "N H M K", "slots_v": "N H M V", "k": "N W H K", "v": "N W H V", "f": "N W H M", "k_slots": "N W H K",
-        "length": "N",
+        "slots_k": "N H M K", "slots_v": "N H M V", "k": "N W H K", "v": "N W H V", "f": "N W H M",
+        "k_slots": "N W H K", "length": "N",
     }  # fmt: skip
     got = state._asdict()
     # q first, so that the state's device is compared with its

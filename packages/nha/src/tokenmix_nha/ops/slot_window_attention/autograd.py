@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 import triton
-from tokenmix_core.chunking import cdiv
 from torch import Tensor
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_keys import slot_window_backward_keys_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_queries import slot_window_backward_queries_kernel
@@ -52,12 +52,15 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
         key_chunks = cdiv(keys, BT)
         entries = cdiv(max(keys - window, 0), BT) + 1
     constants = dict(
-        M=tuning.slot_tile(slots, q.dtype), SLOTS=slots, K=K, V=v.shape[3], BT=BT, GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None,
-        HAS_START=start is not None, PACKED=packed, FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16
-        else triton.language.float32, DOT="ieee" if q.dtype == torch.float32 else "tf32",
+        M=tuning.slot_tile(slots, q.dtype), SLOTS=slots, K=K, V=v.shape[3], BT=BT, GROUP=heads_q // heads,
+        OWN_SLOT_KEYS=k_slots is not None, HAS_START=start is not None, PACKED=packed,
+        FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16 else triton.language.float32,
+        DOT="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     rows = 1 if packed else batch
-    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, BT.bit_length() - 4, constants)
+    return Layout(
+        BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, BT.bit_length() - 4, constants
+    )
 
 
 @torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
@@ -74,8 +77,8 @@ def slot_window_attention_op(
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
     local = _local(walk, y, q)
     constants = dict(
-        M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, PACKED=y.constants["PACKED"], HAS_INITIAL=slots_k is not None,
-        DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
+        M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, PACKED=y.constants["PACKED"],
+        HAS_INITIAL=slots_k is not None, DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
     )  # fmt: skip
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_states_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
@@ -122,8 +125,8 @@ def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]
 @torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
 def slot_window_attention_backward_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
-    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, g: Tensor, h: Tensor, states_k: Tensor, states_v: Tensor, do: Tensor,
-    dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
+    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, g: Tensor, h: Tensor, states_k: Tensor, states_v: Tensor,
+    do: Tensor, dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
@@ -137,8 +140,8 @@ def slot_window_attention_backward_op(
     x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
     t = tuning.tile("backward_queries", M, window, q.dtype)
     slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
-        q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x, delta,
-        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, y.levels,
+        q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
+        delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, y.levels,
         **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
@@ -146,8 +149,8 @@ def slot_window_attention_backward_op(
     local = _local(walk, y, q)
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            q if q_slots is None else q_slots, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v, dinitial_k,
-            dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
+            q if q_slots is None else q_slots, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v,
+            dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
             y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, GROUP=y.constants["GROUP"],
             PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
             num_stages=walk.num_stages,
@@ -156,7 +159,8 @@ def slot_window_attention_backward_op(
     t = tuning.tile("backward_keys", M, window, q.dtype)
     slot_window_backward_keys_kernel[(2 * y.key_chunks * y.rows, y.heads)](
         q, k, v, f, q_slots, k_slots, g, h, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
-        dk, dv, df_sum, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries, y.levels,
+        dk, dv, df_sum, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
+        y.levels,
         **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     return dq, dk, dv, df_sum.to(f.dtype), *slots
@@ -164,8 +168,8 @@ def slot_window_attention_backward_op(
 
 @slot_window_attention_backward_op.register_fake
 def _gradients(
-    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, h, states_k, states_v, do, dfinal_k, dfinal_v, before, window,
-    scale, initial,
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, h, states_k, states_v, do, dfinal_k, dfinal_v,
+    before, window, scale, initial,
 ):  # fmt: skip
     empty = torch.empty_like
     # an op returns tensors only: an absent argument has an empty gradient

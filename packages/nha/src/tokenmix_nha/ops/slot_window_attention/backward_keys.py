@@ -1,7 +1,7 @@
 """Gradients of a chunk's keys, values and gates: as tokens that enter the slots, and as tokens of the window.
 
-Tiles are transposed, `[token, query]`. One program takes the values of a chunk and the next one its keys, side by side, so
-that they share what they read through the second cache; the gates' gradient is the sum of what both find.
+Tiles are transposed, `[token, query]`. One program takes the values of a chunk and the next one its keys, side by
+side, so that they share what they read through the second cache; the gates' gradient is the sum of what both find.
 """
 
 import triton
@@ -31,8 +31,8 @@ def _entering_pairs(
 ):  # fmt: skip
     """What the queries of a chunk owe to its tokens by way of the slots.
 
-    With y by slot at `p_rows`: adds `Σ_m weight_m[t, j] y_m(t)` to b_b, and to b_e the slots' gradients at each token times
-    the token, `Σ_t exp2(G_t − G_j) y_m(t) x[j, t]`.
+    With y by slot at `p_rows`: adds `Σ_m weight_m[t, j] y_m(t)` to b_b, and to b_e the slots' gradients at each token
+    times the token, `Σ_t exp2(G_t − G_j) y_m(t) x[j, t]`.
     """
     o_r = tl.arange(0, BT)
     b_x = b_x.to(FACTOR)
@@ -52,8 +52,8 @@ def _entering_pairs(
 
 @triton.jit
 def _after_chunk(
-    b_x, p_ds, p_states, p_g, p_f, o_j, m_e, entering, H, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr, BT: tl.constexpr,
-    DOT: tl.constexpr,
+    b_x, p_ds, p_states, p_g, p_f, o_j, m_e, entering, H, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr,
+    BT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What the slots after the chunk owe to its tokens: for x, times x by slot, and `⟨dS, S⟩` by slot."""
     b_ds = load_tile(p_ds, entering, D, M)
@@ -123,8 +123,9 @@ def slot_window_backward_keys_kernel(
 
     if tl.program_id(0) % 2 == 0:
         b_dv, b_e, b_end = _after_chunk(
-            b_v, ds_v + entry * V * M, states_v + (entry + H) * V * M, p_g, p_f, o_j, m_e, entering, H, V, M, SLOTS, BT, DOT
-        )
+            b_v, ds_v + entry * V * M, states_v + (entry + H) * V * M,
+            p_g, p_f, o_j, m_e, entering, H, V, M, SLOTS, BT, DOT,
+        )  # fmt: skip
         for i_g in range(GROUP):
             p_q, p_do, p_row = q + (begin_q + i_g) * K, do + (begin_q + i_g) * V, begin_q + i_g
             b_do = load_rows(p_do, o_q, m_q, HQ * V, V)
@@ -155,8 +156,9 @@ def slot_window_backward_keys_kernel(
         if OWN_SLOT_KEYS:
             b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
         b_dk, b_e, b_end = _after_chunk(
-            b_ks, ds_k + entry * K * M, states_k + (entry + H) * K * M, p_g, p_f, o_j, m_e, entering, H, K, M, SLOTS, BT, DOT
-        )
+            b_ks, ds_k + entry * K * M, states_k + (entry + H) * K * M,
+            p_g, p_f, o_j, m_e, entering, H, K, M, SLOTS, BT, DOT,
+        )  # fmt: skip
         b_x = tl.zeros([BT, M], dtype=tl.float32)
         for i_g in range(GROUP):
             p_row = begin_q + i_g

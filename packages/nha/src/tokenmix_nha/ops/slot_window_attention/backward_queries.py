@@ -24,7 +24,7 @@ def slot_window_backward_queries_kernel(
     GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩ of the query."""
+    """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and the query's x = ⟨dS, S⟩."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
     i_h, HQ = tl.program_id(1) // GROUP, H * GROUP
     i_t -= lead

@@ -70,8 +70,8 @@ def slot_window_forward_kernel(
     b_z = tl.where((tl.arange(0, M) < SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
-    # a token is in the slots for rows at or below it and in the window of the rows above: where both have the same keys,
-    # the chunk's first tile serves both, and otherwise the window begins with a tile of its own
+    # a token is in the slots for rows at or below it and in the window of the rows above: where both have the same
+    # keys, the chunk's first tile serves both, and otherwise the window begins with a tile of its own
     shift_0 = 0
     b_w = tl.full([BT, BT], float("-inf"), dtype=tl.float32)
     if not OWN_SLOT_KEYS:

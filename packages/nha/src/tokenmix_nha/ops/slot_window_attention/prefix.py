@@ -1,8 +1,9 @@
 """Full attention with M zero slots before the keys, for what attention costs.
 
-A zero key has logit 0 and its value adds nothing, so M of them only enlarge the normaliser: with o and lse of plain causal
-attention, `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`. Every attention backward recomputes the probabilities
-from the log-sum-exp it is given and takes the row sums of `o · do`, so with o' and lse' in their place it returns the
+A zero key has logit 0 and its value adds nothing, so M of them only enlarge the normaliser: with o and lse of plain
+causal attention, `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`. Every attention backward recomputes the
+probabilities from the log-sum-exp it is given and takes the row sums of `o · do`, so with o' and lse' in their place
+it returns the
 gradients of the prefixed softmax: the prefix itself has none.
 """
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from tokenmix_core.ops.attention.api import attention
 from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_op
 from tokenmix_core.ops.attention.backends import Call, Mask, choose_impl
-from torch import Tensor
 
 
 def zero_prefix_attention(

@@ -79,12 +79,13 @@ def chunk_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same function, vectorised over chunks of entering tokens; autograd differentiates it.
 
-    Computes in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with the queries
-    at `c·C + r + window`; the queries before the first entering token form chunks of their own, with negative c.
+    Computes in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with the
+    queries at `c·C + r + window`; the queries before the first entering token form chunks of their own, with negative
+    c.
     """
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, f, q_slots, k_slots = (x.to(wide) for x in (q, k, v, f, q_slots, k_slots))
-    n, queries, heads_q, _ = q.shape
+    queries, heads_q = q.shape[1:3]
     keys, heads, slots = f.shape[1:]
     group = heads_q // heads
     window = min(window, keys)
@@ -108,7 +109,8 @@ def chunk_reference(
     begin_q = first + window - (keys - queries)
     qs, qw = (rows(x, begin_q, chunks * CHUNK).unflatten(3, (heads, group)) for x in (q_slots, q))
 
-    # the sum of the gates after token j up to token t, [N, chunks, t, j, H, M]; a sum, not a difference of sums: no digits lost
+    # the sum of the gates after token j up to token t, [N, chunks, t, j, H, M]; a sum, not a difference of sums: no
+    # digits lost
     order = torch.arange(CHUNK, device=f.device)
     later = (order[:, None] > order)[..., None, None]
     between = torch.where(later, g[:, :, :, None], 0).cumsum(2)

@@ -73,7 +73,7 @@ class SlotWindowState(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self if x is not None)
 
     def reserve(self, window: int) -> SlotWindowState:
-        """The same state in storage of its own, with a ring of `window` ≥ W places: what decoding steps update in place.
+        """The same state in storage of its own, with a ring of `window` ≥ W places, for decoding steps to update.
 
         Raises:
             ValueError: a ring smaller than the present one, which might drop tokens.
@@ -88,7 +88,9 @@ class SlotWindowState(NamedTuple):
         """k, v, f and k_slots with the oldest token first and what holds nothing last."""
         places = torch.arange(self.window, device=self.length.device)
         oldest = (self.length - self.length.clamp(max=self.window))[:, None]
-        return tuple(_places(x, (oldest + places) % max(self.window, 1)) for x in (self.k, self.v, self.f, self.k_slots))
+        return tuple(
+            _places(x, (oldest + places) % max(self.window, 1)) for x in (self.k, self.v, self.f, self.k_slots)
+        )
 
 
 def prepend(state: SlotWindowState, k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, cu_seqlens: Tensor | None):
@@ -125,8 +127,8 @@ def last_tokens(
 ):  # fmt: skip
     """The window at the end: `(k, v, f, k_slots, length)` of rings that hold each sequence's last tokens, oldest first.
 
-    The arguments hold `before` tokens of an earlier window in front of each sequence's own, from `start` on; `cu_seqlens`
-    are the borders without them. Rings have no more places than there can be tokens.
+    The arguments hold `before` tokens of an earlier window in front of each sequence's own, from `start` on;
+    `cu_seqlens` are the borders without them. Rings have no more places than there can be tokens.
     """
     if cu_seqlens is None:
         sequences, tokens = k.shape[0], torch.full((k.shape[0],), k.shape[1], dtype=torch.int32, device=k.device)

@@ -1,7 +1,7 @@
 """Slots at the borders of chunks, forward in time, and their gradients, backward in time.
 
-One program walks a part of the head sizes of one head of one sequence, or one segment of it: with few heads the sequence
-is cut into segments whose own sums and decays come first (`LOCAL`), so that every segment can begin at once.
+One program walks a part of the head sizes of one head of one sequence, or one segment of it: with few heads the
+sequence is cut into segments whose own sums and decays come first (`LOCAL`), so that every segment can begin at once.
 """
 
 import triton

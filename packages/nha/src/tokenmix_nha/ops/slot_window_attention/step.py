@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from tokenmix_core.ops.attention.api import attention_decode, merge_attention
-from tokenmix_core.ops.common import AttentionOutput
 from torch import Tensor
 
+from tokenmix_core.ops.attention.api import attention_decode, merge_attention
+from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState
 from tokenmix_nha.ops.slot_window_attention.tile import LN_2, LOG2_E, enter_weight
 

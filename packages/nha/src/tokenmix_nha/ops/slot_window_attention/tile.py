@@ -1,10 +1,11 @@
 """Device functions of the kernels: where chunks lie, and gates as products of two factors that cannot overflow.
 
-Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2 gates.
-A matrix product needs it as row factor times column factor. Pairs (t, j) are sorted by the smallest aligned block that
-holds both: where j lies in its left half and t in its right one, both are measured from the border between the halves and
-both factors are at most 1; pairs of one block of eight are measured from its middle, where no factor exceeds
-2^(4 · 28) because single gates are bounded by 2^−28.
+Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
+gates. A matrix product needs it as row factor times column factor. Pairs (t, j) are sorted by the smallest aligned
+block that
+holds both: where j lies in its left half and t in its right one, both are measured from the border between the halves
+and both factors are at most 1; pairs of one block of eight are measured from its middle, where no factor exceeds 2^(4
+· 28) because single gates are bounded by 2^−28.
 """
 
 import triton
@@ -101,8 +102,10 @@ def enter_weight(b_f):
 
 @triton.jit
 def anew(p, level, levels):
-    """`p`, by an address that the compiler takes to depend on the level: tiles are then read from the first cache for every
-    level, where it would otherwise hold them in registers that the loop needs."""
+    """`p`, by an address that the compiler takes to depend on the level.
+
+    Tiles are then read from the first cache for every level, where it would hold them in registers that the loop needs.
+    """
     # a multiple of 16 keeps loads wide
     return p + level // (levels + 1) * 16
 

@@ -53,11 +53,13 @@ def tile(kernel: str, slots: int, window: int, dtype: torch.dtype) -> Tile:
     """The tile of one of `KERNELS`."""
     BT = chunk_size(dtype)
     small, large = _TILES[kernel]
-    return Tile(BT, min(BT, 32 if window <= 32 else 64), large if slots == 128 else small, 1 if dtype == torch.float32 else 2)
+    return Tile(
+        BT, min(BT, 32 if window <= 32 else 64), large if slots == 128 else small, 1 if dtype == torch.float32 else 2
+    )
 
 
 def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:
-    """How the kernels that carry slots along time divide `heads` heads of all sequences, each of `chunks` chunks or fewer."""
+    """How the kernels that carry slots along time divide `heads` heads of all sequences, of at most `chunks` chunks."""
     parts = 4 if dtype == torch.float32 else 2
     segments = max(1, min(_MAX_SEGMENTS, _PROGRAMS // (heads * parts), chunks // 8))
     return Walk(parts, segments, 4, 1 if dtype == torch.float32 else 3)
