@@ -52,9 +52,9 @@ def tiny() -> Recipe:
             logging_steps=20,
             save_steps=200,
             save_total_limit=1,
-            evaluations=["perplexity-by-position", "niah"],
-            evaluation_lengths=[512],
-            evaluation_limit=32,
+            evaluations=["perplexity-by-position", "mqar"],
+            evaluation_lengths=[256],
+            evaluation_limit=64,
             sample_prompt="def ",
         ),
     )
@@ -83,7 +83,7 @@ def tiny_mamba2() -> Recipe:
 
 # by size: width, layers, inner width of the MLP, attention heads, GDN heads and their head size
 _RECALL_SIZES = {
-    "small": (128, 4, 0, 2, 1, 64),
+    "small": (128, 2, 0, 2, 1, 64),
     "100m": (768, 12, 2048, 12, 6, 128),
     "340m": (1024, 24, 2816, 16, 8, 128),
 }
@@ -95,19 +95,21 @@ _RECALL_MIXERS = {
 
 
 def recall(kind: str, size: str) -> Recipe:
-    """Multi-query associative recall from scratch: 128 pairs in 512 tokens, more than a head of a small GDN can hold.
+    """Multi-query associative recall from scratch: up to 128 pairs in 512 tokens.
 
-    The small models have no MLP, so that mixing along time is all they can do; the others are language models' sizes.
+    The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
+    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models.
     """
     width, layers, mlp, heads, gdn_heads, head_dim = _RECALL_SIZES[size]
-    mixers = _RECALL_MIXERS[kind]
-    options = {ATTENTION: {"num_heads": heads}, GDN: {"num_heads": gdn_heads, "head_dim": head_dim, "expand_v": 1.0}}
     small = size == "small"
+    mixers = [GDN, ATTENTION] if small and kind == "hybrid" else _RECALL_MIXERS[kind]
+    options = {ATTENTION: {"num_heads": heads}, GDN: {"num_heads": gdn_heads, "head_dim": head_dim, "expand_v": 1.0}}
+    vocab = 1024 if small else 8192
     return Recipe(
         name=f"recall-{kind}-{size}",
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
         model={
-            "vocab_size": 8192,
+            "vocab_size": vocab,
             "hidden_size": width,
             "num_hidden_layers": layers,
             "intermediate_size": mlp,
@@ -115,14 +117,14 @@ def recall(kind: str, size: str) -> Recipe:
             "mixer_options": {mixer: options[mixer] for mixer in dict.fromkeys(mixers)},
             "max_position_embeddings": 512,
         },
-        data=DataRecipe(sources=["mqar"], seq_len=512, documents="joined", mqar_pairs=128, mqar_vocab_size=8192),
+        data=DataRecipe(sources=["mqar"], seq_len=512, documents="joined", mqar_pairs=128, mqar_vocab_size=vocab),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**28 if small else 2**25),
-            warmup_tokens=Tokens(2**24 if small else 2**22),
-            batch_tokens=Tokens(2**17),
-            micro_batch_tokens=Tokens(2**17 if small else 2**15),
-            learning_rate=2e-3 if small else 5e-4,
-            min_learning_rate=2e-4 if small else 5e-5,
+            total_tokens=Tokens(2**27 if small else 2**25),
+            warmup_tokens=Tokens(2**22),
+            batch_tokens=Tokens(2**16),
+            micro_batch_tokens=Tokens(2**16 if small else 2**15),
+            learning_rate=3e-3 if small else 5e-4,
+            min_learning_rate=1e-4 if small else 5e-5,
         ),
         run=RunRecipe(
             dataloader_num_workers=8,

@@ -113,8 +113,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _context() -> Any:
-    # children are forked from a server that has imported everything already
-    context = multiprocessing.get_context("forkserver")
+    # children are forked from a server that has imported everything already, which CUDA does not survive
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["runs"])
     return context
 

@@ -82,6 +82,8 @@ def test_recall_rows_depend_on_their_index_alone():
     assert torch.equal(a[7]["input_ids"], b[7]["input_ids"])
     assert not torch.equal(a[7]["input_ids"], a[8]["input_ids"])
     assert (a[7]["labels"] != IGNORE_INDEX).sum() == 4
+    many = MQARRows(512, 64, 1000, seed=2)
+    assert {int((many[i]["labels"] != IGNORE_INDEX).sum()) for i in range(60)} == {4, 8, 16, 32, 64}
     with pytest.raises(ValueError, match="num_pairs"):
         MQARRows(8, 4, 100, seed=2)
 

@@ -1,4 +1,3 @@
-import functools
 import json
 import os
 import shutil
@@ -25,6 +24,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from tokenmix_core.training import trainer as trainer_module
 from tokenmix_core.training.engine import peak_flops
 from tokenmix_core.training.trainer import build_trainer, train
+
+
+def assert_identical(output_dir, reference):
+    """Bit by bit on a CPU; a GPU adds in changing order."""
+    if torch.cuda.is_available():
+        return assert_same_curve(curve(output_dir), curve(reference), tolerance=1e-3)
+    assert curve(output_dir) == curve(reference)
+    resumed, expected = weights(output_dir), weights(reference)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
 def assert_same_curve(a, b, *, tolerance=2e-5):
@@ -68,6 +76,7 @@ def test_the_loss_curve_does_not_depend_on_accumulation(reference, corpus, tmp_p
     assert (expected != 0.05).any(), "no weight was ever adapted"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several processes share no GPU; test_two_gpus.py has its own")
 def test_two_processes_follow_the_curve_of_one_and_survive_kill_9(reference, corpus, tmp_path):
     made = recipe(corpus, model=penalised_model(), callbacks=(adaptation,), micro_batch_tokens=32)
     slow = replace(made, callbacks=(*made.callbacks, slow_steps))
@@ -91,9 +100,7 @@ def test_a_killed_run_goes_on_along_the_identical_curve(reference, corpus, tmp_p
     alone.signal(signal.SIGKILL)
     assert alone.join() == [-signal.SIGKILL]
     train(made, tmp_path / "run", resume=True, progress=False)
-    assert curve(tmp_path / "run") == curve(reference)
-    resumed, expected = weights(tmp_path / "run"), weights(reference)
-    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    assert_identical(tmp_path / "run", reference)
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(reference, corpus, tmp_path):
@@ -107,17 +114,23 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(reference, corpus
     assert 2 <= manifest(saved)["step"] < 8
     AutoModelForCausalLM.from_pretrained(saved)
     train(made, tmp_path / "run", resume=True, progress=False)
-    assert curve(tmp_path / "run") == curve(reference)
+    assert_identical(tmp_path / "run", reference)
 
 
 @pytest.mark.parametrize("field", ["gradient_checkpointing", "torch_compile"])
 def test_recomputing_or_compiling_does_not_change_the_curve(field, corpus, tmp_path, monkeypatch):
     # traced and differentiated ahead of time, but run eagerly: a CPU's code generator takes minutes
-    arguments = functools.partial(trainer_module.TrainingArguments, torch_compile_backend="aot_eager")
     made = recipe(corpus, total_tokens=3 * 128, seq_len=16, documents="joined")
     train(made, tmp_path / "plain", progress=False)
     if field == "torch_compile":
-        monkeypatch.setattr(trainer_module, "TrainingArguments", arguments)
+        plain = trainer_module.training_arguments
+
+        def eager(*args, **options):
+            made = plain(*args, **options)
+            made.torch_compile_backend = "aot_eager"
+            return made
+
+        monkeypatch.setattr(trainer_module, "training_arguments", eager)
     train(replace(made, run=replace(made.run, **{field: True})), tmp_path / "other", progress=False)
     assert_same_curve(curve(tmp_path / "plain"), curve(tmp_path / "other"), tolerance=1e-4)
 

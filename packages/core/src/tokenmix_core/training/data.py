@@ -84,16 +84,21 @@ class ChunkRows(Dataset):
 
 
 class MQARRows(Dataset):
-    """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`."""
+    """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`.
 
-    def __init__(self, seq_len: int, num_pairs: int, vocab_size: int, seed: int) -> None:
-        sizes = {"seq_len": seq_len, "num_pairs": num_pairs, "vocab_size": vocab_size}
-        self.options: dict[str, Any] = {**sizes, "seed": seed}
+    A row has 4, 8, 16, ... or at most `max_pairs` pairs, each number as often: few pairs are where recall is learnt,
+    many are where memory ends.
+    """
+
+    def __init__(self, seq_len: int, max_pairs: int, vocab_size: int, seed: int) -> None:
+        self.options: dict[str, Any] = {"seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
+        self.pairs = [max_pairs >> i for i in range(max_pairs.bit_length()) if max_pairs >> i >= 4] or [max_pairs]
         # bad sizes are told before training begins
-        synthetic.mqar(1, **self.options)
+        synthetic.mqar(1, num_pairs=max_pairs, **self.options)
 
     def __getitem__(self, index: int) -> Row:
-        example = synthetic.mqar(1, first=index, **self.options)
+        pairs = int(np.random.default_rng((self.options["seed"], index, 3)).choice(self.pairs))
+        example = synthetic.mqar(1, num_pairs=pairs, first=index, **self.options)
         borders = np.zeros(0, dtype=np.int64)
         return {"input_ids": example.input_ids[0], "labels": example.labels[0], "borders": borders}
 

@@ -63,7 +63,7 @@ class DataRecipe:
         seq_len: tokens in a row.
         documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
             documents of a row see each other.
-        mqar_pairs, mqar_vocab_size: size of the recall task, for the source "mqar".
+        mqar_pairs, mqar_vocab_size: the most pairs in a row, and the vocabulary, of the source "mqar".
         data_seed: the seed of the order of rows and of synthetic rows.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
@@ -108,8 +109,7 @@ def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = Tru
         use_cpu=not cuda,
         seed=run.seed,
         data_seed=recipe.data.data_seed,
-        gradient_checkpointing=run.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
+        **_checkpointing(run.gradient_checkpointing),
         torch_compile=run.torch_compile,
         # whole parameters in every checkpoint, so that each one can be loaded as a model
         fsdp=True if run.fsdp else None,  # type: ignore[arg-type]
@@ -138,6 +138,13 @@ def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = Tru
     rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = rows, accumulation
     return args
+
+
+def _checkpointing(wanted: bool) -> dict[str, Any]:
+    # transformers has given the option a new name
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
