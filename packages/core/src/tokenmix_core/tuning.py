@@ -150,41 +150,22 @@ class ScanTile(NamedTuple):
     BK: int = 256
 
 
-# by step of the gated delta rule, bytes of an element and key size: tiles from wide to narrow
+# by bytes of an element and key size, for the steps that run along a sequence: tiles from wide to narrow
+_GATED_DELTA_RULE_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
+    (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
+    (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
+    (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
+    # float32 operands are split in parts, and 8 warps read past their tile where K is 256
+    (4, 64): (ScanTile(32, 4, 1),),
+    (4, 128): (ScanTile(32, 4, 1),),
+    (4, 256): (ScanTile(32, 4, 1),),
+}
 _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
     # here the tile runs along K
-    "prepare": {
-        (2, 64): (ScanTile(64, 1, 1),),
-        (2, 128): (ScanTile(64, 1, 1),),
-        (2, 256): (ScanTile(64, 1, 1),),
-        (4, 64): (ScanTile(32, 1, 2),),
-        (4, 128): (ScanTile(32, 1, 2),),
-        (4, 256): (ScanTile(32, 1, 2),),
-    },
-    "forward": {
-        (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 2), ScanTile(16, 4, 2)),
-        (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 2), ScanTile(16, 4, 2)),
-        (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-        (4, 64): (ScanTile(32, 4, 1),),
-        (4, 128): (ScanTile(32, 4, 1),),
-        (4, 256): (ScanTile(16, 8, 1),),
-    },
-    "states": {
-        (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 2), ScanTile(16, 4, 2)),
-        (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 2), ScanTile(16, 4, 2)),
-        (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-        (4, 64): (ScanTile(32, 4, 1),),
-        (4, 128): (ScanTile(32, 4, 1),),
-        (4, 256): (ScanTile(16, 8, 1),),
-    },
-    "backward_state": {
-        (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 2), ScanTile(16, 4, 2)),
-        (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 2), ScanTile(16, 4, 2)),
-        (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-        (4, 64): (ScanTile(32, 4, 1),),
-        (4, 128): (ScanTile(32, 4, 1),),
-        (4, 256): (ScanTile(16, 8, 1),),
-    },
+    "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
+    "forward": _GATED_DELTA_RULE_SEQUENCE,
+    "states": _GATED_DELTA_RULE_SEQUENCE,
+    "backward_state": _GATED_DELTA_RULE_SEQUENCE,
     "backward_chunk": {
         (2, 64): (ScanTile(32, 4, 2),),
         (2, 128): (ScanTile(64, 8, 2),),
@@ -193,9 +174,7 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 128): (ScanTile(32, 8, 1, 64),),
         (4, 256): (ScanTile(32, 8, 1, 64),),
     },
-    "recurrent": {
-        (size, K): (ScanTile(32, K // 32, 1), ScanTile(8, K // 64, 1)) for size in (2, 4) for K in (64, 128, 256)
-    },
+    "recurrent": {(size, K): (ScanTile(32, K // 32, 1),) for size in (2, 4) for K in (64, 128, 256)},
 }
 
 

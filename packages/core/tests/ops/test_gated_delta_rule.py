@@ -149,6 +149,20 @@ def test_one_output_alone_may_be_differentiated(device, used):
         assert relative_error(got, expected) < 1e-5, name
 
 
+def test_every_element_is_written(device):
+    x = inputs(B=1, T=67, H=1, HV=2, K=64, V=64, N=3, dtype=torch.float32, device=device)
+    form = partial(chunk_gated_delta_rule, cu_seqlens=borders([0, 2, 2, 67], device), qk_l2norm=True, impl="triton")
+    # fills what is allocated with NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        results, _ = values_and_gradients(form, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in results.items():
+        assert torch.isfinite(value).all(), name
+
+
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_a_step_updates_the_state_in_place(device, impl):
     x = inputs(B=2, T=1, K=64, V=64, N=2, dtype=torch.float32, device=device)
@@ -181,6 +195,9 @@ def test_registered_as_torch_operators(device):
     for op in (ops.chunk_op, ops.recurrent_op):
         torch.library.opcheck(op, (*arguments, None, 0.5, True), test_utils=tests)
     tokens = [value.detach()[:, 0] for value in arguments[:5]]
+    o, final_state, *terms = ops.chunk_op(*(value.detach() for value in arguments), None, 0.5, True)
+    saved = (*(value.detach() for value in arguments[:5]), *terms, arguments[5].detach(), None)
+    torch.library.opcheck(ops.backward_op, (o, final_state, *saved, 0.5, True), test_utils=tests)
     torch.library.opcheck(ops.step_op, (*tokens, arguments[5].detach(), 0.5, True), test_utils=tests)
 
 
