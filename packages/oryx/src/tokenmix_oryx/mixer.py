@@ -141,21 +141,37 @@ class OryxMixer(Mixer):
         mode: Modes,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
+        q = self._query(hidden_states, mode)
         k = self._shared(hidden_states, "k", state, cu_seqlens, step)
         v = self._shared(hidden_states, "v", state, cu_seqlens, step)
-        rotated = apply_rotary(k, rotary)
-        attended = self._attend(hidden_states, rotated, v, rotary, mode, state, cu_seqlens, step)
-        o = None
+        turned = (q, k)
+        if self.rope_both or mode.may_attend or state is not None:
+            turned = (apply_rotary(q, rotary), apply_rotary(k, rotary))
+        attended = self._attend(*turned, v, mode, state, cu_seqlens, step)
+        o = attended
         # without a cache nobody will read the state that attention leaves behind
         if mode.uniform != ATTENTION or state is not None:
-            key = rotated if self.rope_both else k
-            o = self._recur(hidden_states, key, v, rotary if self.rope_both else None, mode, state, cu_seqlens, step)
-        if mode.uniform == ATTENTION or o is None:
-            o = attended
-        elif attended is not None:
-            o = torch.where(mode.attention[..., None, None], attended, o)
+            o = self._recur(hidden_states, *(turned if self.rope_both else (q, k)), v, state, cu_seqlens, step)
+            if mode.uniform == ATTENTION:
+                o = attended
+            elif attended is not None:
+                o = torch.where(mode.attention[..., None, None], attended, o)
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
         return self.o_proj(self.norm(o.flatten(-2), gate)), None
+
+    def _query(self, x: Tensor, mode: Modes) -> Float[Tensor, "B T H K"]:
+        """Each token's query for the mixer of its mode: the other mixer's output of that token is never used."""
+
+        def of(name: str) -> Tensor:
+            own = name == ATTENTION or self.linear_q_proj is None
+            q = (self.attention_q_proj if own else self.linear_q_proj)(x)
+            return F.silu(q) if self.activations[name] == "silu" else q
+
+        if mode.attention is None:
+            q = of(mode.uniform)
+        else:
+            q = torch.where(mode.attention[..., None], of(ATTENTION), of(LINEAR))
+        return q.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _shared(self, x: Tensor, name: str, state: LayerState | None, cu_seqlens: Tensor | None, step: bool) -> Tensor:
         """Keys or values, `[B, T, H, K]`, before rotation."""
@@ -167,19 +183,11 @@ class OryxMixer(Mixer):
             y = F.silu(y)
         return y.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _query(self, x: Tensor, mode: str, rotary: Rotation | None) -> Float[Tensor, "B T H K"]:
-        own = mode == ATTENTION or self.linear_q_proj is None
-        q = (self.attention_q_proj if own else self.linear_q_proj)(x).unflatten(-1, (self.num_heads, self.head_dim))
-        if self.activations[mode] == "silu":
-            q = F.silu(q)
-        return q if rotary is None else apply_rotary(q, rotary)
-
     def _attend(
         self,
-        x: Tensor,
+        q: Tensor,
         k: Tensor,
         v: Tensor,
-        rotary: Rotation | None,
         mode: Modes,
         state: LayerState | None,
         cu_seqlens: Tensor | None,
@@ -193,7 +201,6 @@ class OryxMixer(Mixer):
             if kv is not None:
                 kv.write(k, v, span)
             return None
-        q = self._query(x, ATTENTION, rotary)
         if self.attention_l2_norm == "query_key":
             q = _unit(q)
         if kv is None:
@@ -220,16 +227,14 @@ class OryxMixer(Mixer):
     def _recur(
         self,
         x: Tensor,
+        q: Tensor,
         k: Tensor,
         v: Tensor,
-        rotary: Rotation | None,
-        mode: Modes,
         state: LayerState | None,
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
         """The linear mixer's outputs; its state advances over all tokens."""
-        q = self._query(x, LINEAR, rotary)
         dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
         g = -self.A_log.exp() * dt
         if self.is_mamba2:

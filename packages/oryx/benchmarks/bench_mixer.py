@@ -1,0 +1,102 @@
+"""The Oryx mixer by length and share of attention, forward and backward, beside the FLOPs of appendix E.
+
+"mixer" is the layer of the 1.4B model, its projections included; "mixing" leaves the six large ones out. Both are
+compiled, as training with `torch_compile` runs them. Share 1 is attention alone, which advances no linear state; other
+shares spread chunks of 128 evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tokenmix_core.nn.rotary import RotaryEmbedding
+from tokenmix_core.testing.benchmarking import interleaved_medians
+from tokenmix_oryx.config import FAMILIES, OryxConfig
+from tokenmix_oryx.flops import mixer_flops
+from tokenmix_oryx.mixer import OryxMixer
+from tokenmix_oryx.modes import Modes
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+SHARES = (0.0, 0.25, 0.5, 1.0)
+TOKENS = 32768
+WIDTH = 2048
+CHUNK = 128
+LARGE = ("attention_q_proj", "linear_q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
+
+
+def modes(share: float, batch: int, tokens: int, device: str) -> Modes:
+    """Chunks in attention mode spread evenly, as exactly as the share allows."""
+    if share in (0.0, 1.0):
+        return Modes("attention" if share else "linear")
+    chunks = torch.arange(tokens // CHUNK, device=device)
+    attends = ((chunks + 1) * share).floor() > (chunks * share).floor()
+    return Modes(None, attends.repeat_interleave(CHUNK).expand(batch, -1).contiguous())
+
+
+def prepare(
+    family: str, tokens: int, device: str, *, projections: bool = True, width: int = WIDTH, total: int = TOKENS
+):
+    """The functions to time, by share, with the leaves to differentiate by; run once, so that they are compiled."""
+    head_dim = 128 if device != "cpu" else 16
+    config = OryxConfig(hidden_size=width, num_hidden_layers=1, linear_mixer=family, head_dim=head_dim)
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    mixer = OryxMixer.from_config(config, 0).to(device, dtype)
+    if not projections:
+        for name in LARGE:
+            setattr(mixer, name, nn.Identity())
+    batch = max(1, total // tokens)
+    x = torch.randn(batch, tokens, width, device=device, dtype=dtype, requires_grad=True)
+    rotary = RotaryEmbedding(head_dim, {"rope_theta": 1e4}).to(device)(torch.arange(tokens, device=device)[None])
+    call = torch.compile(mixer, dynamic=False) if device != "cpu" else mixer
+    leaves = (x, *(p for p in mixer.parameters() if p.dim() > 1))
+    runs: dict[float, Callable[[], Tensor]] = {}
+    for share in SHARES:
+        mode = modes(share, batch, tokens, device)
+        runs[share] = lambda mode=mode: call(x, rotary=rotary, mode=mode)[0]
+        torch.autograd.grad(runs[share](), leaves, x.detach(), allow_unused=True)
+    return runs, leaves, x
+
+
+def time_shares(runs, leaves, x: Tensor, device: str, *, repeats: int) -> dict[float, float]:
+    """Milliseconds of forward and backward by share."""
+
+    def step(run: Callable[[], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(run(), leaves, x.detach(), allow_unused=True)
+
+    return interleaved_medians({share: step(run) for share, run in runs.items()}, device, repeats=repeats)
+
+
+def rows_at(family: str, tokens: int, device: str, *, projections: bool, times: dict[float, float]) -> list[dict]:
+    """Rows of one length, with the model's FLOPs as a share of attention alone."""
+    alone = mixer_flops(tokens, 1.0).attention_output
+    out = []
+    for share, ms in times.items():
+        flops = alone if share == 1.0 else mixer_flops(tokens, share).total
+        name = f"{family}, attention share {share:g}, {flops / alone:.3f} of attention's FLOPs"
+        none = dict.fromkeys(("fwd_ms", "peak_mb", "host_us", "first_call_s"))
+        op = "mixer" if projections else "mixing"
+        out.append({"op": op, "shape": f"T{tokens}", "impl": name, "fwdbwd_ms": ms, **none})
+    return out
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements on `device`: families, with and without projections, lengths and shares."""
+    lengths, sizes = (LENGTHS, {}) if device != "cpu" else ((256, 512), {"width": 64, "total": 512})
+    out = []
+    for family in FAMILIES:
+        for projections in (True, False):
+            for tokens in lengths:
+                runs = prepare(family, tokens, device, projections=projections, **sizes)
+                times = time_shares(*runs, device, repeats=30 if device != "cpu" else 3)
+                out += rows_at(family, tokens, device, projections=projections, times=times)
+    return out
+
+
+def crossover_of(times: dict[int, dict[float, float]], share: float) -> int | None:
+    """The first of the measured lengths from which on the mixed step is faster than attention alone."""
+    faster = [tokens for tokens in sorted(times) if times[tokens][share] < times[tokens][1.0]]
+    behind = [tokens for tokens in times if tokens not in faster]
+    return min((tokens for tokens in faster if not behind or tokens > max(behind)), default=None)

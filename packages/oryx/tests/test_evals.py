@@ -1,0 +1,160 @@
+"""The paper's measurements: what they put to the model, and what they make of its answers."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.evaluation.options import EvalOptions
+from tokenmix_core.evaluation.recall import niah_examples
+from tokenmix_core.evaluation.suites import SUITES as CORE_SUITES
+from tokenmix_core.evaluation.suites import evaluate
+from tokenmix_oryx import evals
+from tokenmix_oryx.config import OryxConfig
+from tokenmix_oryx.model import OryxForCausalLM
+
+PAIRS = ["linear → linear", "attention → linear", "linear → attention", "attention → attention"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 16}
+    return OryxForCausalLM(OryxConfig(**sizes, mode_chunk_size=16, initializer_range=0.1)).eval()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(f"Sentence {i} says {(i * i) % 97}." for i in range(1000)))
+    return str(path)
+
+
+@pytest.fixture
+def calls(model, monkeypatch):
+    """The modes of every call of the backbone, as lists of rows."""
+    seen = []
+    prepare = type(model.model).prepare_mixer_inputs
+
+    def watch(self, inputs, span, cu_seqlens):
+        out = prepare(self, inputs, span, cu_seqlens)
+        modes = out["mode"]
+        seen.append(modes.uniform or span.unpack(modes.attention).tolist())
+        return out
+
+    monkeypatch.setattr(type(model.model), "prepare_mixer_inputs", watch)
+    return seen
+
+
+def test_schedules_switch_once_often_and_off_the_chunks():
+    plots = evals.switch_schedules(2048, 128)
+    assert plots["one switch"]["linear → attention at 1024"] == [(0, "linear"), (1024, "attention")]
+    assert len(plots["one switch"]) == 6
+    several = plots["several switches"]["attention first, every 512"]
+    assert several == [(0, "attention"), (512, "linear"), (1024, "attention"), (1536, "linear")]
+    for schedule in plots["unaligned switches"].values():
+        assert len(schedule) > 3
+        assert all(start % 128 for start, _ in schedule[1:])
+        assert all(a[1] != b[1] for a, b in zip(schedule, schedule[1:], strict=False))
+
+
+def test_the_excess_is_measured_from_the_switch_on():
+    alone = {"linear": np.zeros((3, 400)), "attention": np.full((3, 400), 5.0)}
+    losses = np.concatenate([np.zeros((3, 100)), 5.0 + 2.0 * (np.arange(300) < 16)[None].repeat(3, 0)], 1)
+    found = evals._excess(losses, alone, [(0, "linear"), (100, "attention")])
+    assert found["excess, 0-16 tokens after"] == 2.0
+    assert found["excess, 16-64 tokens after"] == found["excess, 64-128 tokens after"] == 0.0
+    assert found["± 0-16"] == 0.0
+
+
+def test_perplexity_around_switches_is_that_of_the_schedule(model, text, tmp_path):
+    options = EvalOptions(limit=3, lengths=(128,), text=text, progress=False)
+    result = evaluate(model, byte_tokenizer(), ["switch-perplexity"], options, out=tmp_path, suites=evals.SUITES)
+    result = result["switch-perplexity"]
+    assert len(list(tmp_path.glob("switch-perplexity*.png"))) == 3
+    rows = {row["modes"]: row for row in result["rows"]}
+    curves = result["plots"][0]["series"]
+    assert set(curves) < set(rows)
+    at = np.array(curves["attention alone"][1]), np.array(curves["linear → attention at 64"][1])
+    linear = np.array(curves["linear alone"][1])
+    # position t is predicted by the token before it; smoothing reaches one further
+    assert np.allclose(at[1][:62], linear[:62])
+    assert not np.allclose(at[1][66:], linear[66:])
+    assert "excess, 0-16 tokens after" in rows["linear → attention at 64"]
+    assert "excess, 0-16 tokens after" not in rows["linear alone"]
+
+
+def test_isolated_suites_run_in_each_mode(model, text, calls):
+    options = EvalOptions(limit=2, lengths=(64,), tasks=("mqar-64-4",), vocab_size=64, progress=False)
+    result = evals.SUITES["isolated-mqar"].run(model, byte_tokenizer(), options)
+    assert [row["modes"] for row in result["rows"]] == ["linear", "attention"]
+    assert calls == ["linear", "attention"]
+    assert model.model.default_mode == "attention"
+
+
+def test_recall_crosses_modes_between_pairs_and_queries(model, calls):
+    options = EvalOptions(limit=2, lengths=(64,), tasks=("mqar-64-8",), vocab_size=64, progress=False)
+    result = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)
+    assert [row["modes"] for row in result["rows"]] == PAIRS
+    assert calls[0] == "linear"
+    assert calls[3] == "attention"
+    assert calls[2] == [[t >= 16 for t in range(64)]] * 2
+
+
+def test_needles_cross_modes_between_haystack_and_question(model, text, calls):
+    tokenizer = byte_tokenizer()
+    options = EvalOptions(limit=2, lengths=(600,), tasks=("s-niah-1",), text=text, progress=False)
+    result = evals.SUITES["cross-mode-niah"].run(model, tokenizer, options)
+    assert [row["modes"] for row in result["rows"]] == PAIRS
+    examples = niah_examples("s-niah-1", tokenizer, 600, 2)
+    lengths = [[len(part) for part in (e.context, e.question)] for e in examples]
+    longest = max(map(sum, lengths))
+    # the prompts of the third pair: attention in the last columns of each row, those of its question
+    prompt = next(c for c in calls if isinstance(c, list) and len(c) == 2 and c[0][-1])
+    assert [sum(row) for row in prompt] == [question for _, question in lengths]
+    assert [len(row) for row in prompt] == [longest] * 2
+
+
+def test_cloze_recall_splits_prompts_at_975_permille(model, calls, monkeypatch):
+    def stub(model, tokenizer, options):
+        ids = torch.randint(3, 200, (2, 80))
+        mask = torch.ones(2, 80, dtype=torch.long)
+        mask[1, :40] = 0
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return {"suite": "recall", "settings": {}, "rows": [{"task": "stub", "value": 0.0}], "plots": []}
+
+    monkeypatch.setattr(evals, "recall_suite", stub)
+    result = evals.SUITES["cross-mode-recall"].run(model, byte_tokenizer(), EvalOptions())
+    assert [row["modes"] for row in result["rows"]] == PAIRS
+    assert calls[2 * 2 : 2 * 3] == [[[False] * 78 + [True] * 2, [False] * 79 + [True]], "attention"]
+    assert calls[2:4] == [[[True] * 78 + [False] * 2, [False] * 40 + [True] * 39 + [False]], "linear"]
+
+
+def test_suites_join_core_s():
+    assert not set(evals.SUITES) & set(CORE_SUITES)
+    assert all(suite.summary for suite in evals.SUITES.values())
+
+
+def test_a_model_in_training_goes_back_to_it(model, text):
+    model.train()
+    options = EvalOptions(limit=1, lengths=(64,), text=text, tasks=("one switch",), progress=False)
+    evaluate(model, byte_tokenizer(), ["switch-perplexity"], options, suites=evals.SUITES)
+    assert model.training
+    model.eval()
+
+
+def test_the_command_knows_recipes_and_suites(capsys):
+    from tokenmix_oryx.cli import main
+
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    for name in ("tiny-tg", "tm-1.4b", "mamba2-130m", "switch-perplexity", "cross-mode-recall"):
+        assert name in out
+    assert main(["info", "tm-130m"]) == 0
+    assert "tokenmix_oryx" in capsys.readouterr().out
+
+
+def test_a_prompt_s_border_is_counted_from_its_row_s_end():
+    split = evals._split_rows([3, 5], 6, "linear", "attention")
+    assert split.tolist() == [[t >= 3 for t in range(6)], [t >= 5 for t in range(6)]]
+    assert evals._split_rows([3], 6, "attention", "linear").tolist() == [[t < 3 for t in range(6)]]

@@ -1,0 +1,139 @@
+"""On a GPU: the layer against its eager self in float64, in any mode, and no waiting for the device."""
+
+import pytest
+import torch
+
+from tokenmix_core.modeling import HybridCache
+from tokenmix_core.nn.init import init_weights_
+from tokenmix_core.nn.rotary import RotaryEmbedding
+from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_oryx.config import FAMILIES, OryxConfig
+from tokenmix_oryx.mixer import OryxMixer
+from tokenmix_oryx.model import OryxForCausalLM
+from tokenmix_oryx.modes import Modes, draw_modes
+
+pytestmark = pytest.mark.gpu
+SIZES = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256, "head_dim": 128}
+
+
+def modes(kind, batch, tokens):
+    if kind in ("linear", "attention"):
+        return Modes(kind)
+    if kind == "chunks":
+        drawn = [draw_modes(tokens, seed=0, index=i, attention_probability=0.4) for i in range(batch)]
+    else:
+        drawn = [torch.rand(tokens, generator=torch.Generator().manual_seed(i)) < 0.3 for i in range(batch)]
+    return Modes(None, torch.stack(drawn).cuda())
+
+
+def gradients(mixer, x, upstream, mode):
+    x = x.detach().requires_grad_()
+    rotary = RotaryEmbedding(128, {"rope_theta": 1e4}).cuda()(torch.arange(x.shape[1], device="cuda")[None])
+    o = mixer(x, rotary=rotary, mode=mode)[0]
+    leaves = {"x": x} | {n: p for n, p in mixer.named_parameters()}
+    grads = torch.autograd.grad(o, list(leaves.values()), upstream.to(o.dtype), allow_unused=True)
+    return {"o": o} | {n: g for n, g in zip(leaves, grads, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("kind", ["linear", "attention", "chunks", "tokens"])
+def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind):
+    torch.manual_seed(0)
+    mixers = {}
+    for impl in (None, "reference"):
+        mixers[impl] = OryxMixer.from_config(OryxConfig(**SIZES, linear_mixer=family, impl=impl), 0)
+    for module in mixers[None].modules():
+        init_weights_(module, 0.05)
+    weights = mixers[None].state_dict()
+    x, upstream = (torch.randn(2, 700, 256, device="cuda") for _ in range(2))
+    x, upstream, mode = x.bfloat16(), upstream.bfloat16(), modes(kind, 2, 700)
+    found = {}
+    for name, impl, dtype in (
+        ("ours", None, torch.bfloat16),
+        ("eager", "reference", torch.bfloat16),
+        ("exact", "reference", torch.float64),
+    ):
+        mixer = OryxMixer.from_config(OryxConfig(**SIZES, linear_mixer=family, impl=impl), 0).cuda()
+        mixer.load_state_dict({n: p.bfloat16() if n not in mixer.float32 else p for n, p in weights.items()})
+        found[name] = gradients(mixer.to(dtype), x.to(dtype), upstream, mode)
+    for name, exact in found["exact"].items():
+        # gradients of weights sum the rounding of all tokens, in another order
+        assert_within(name, found["ours"][name], exact, found["eager"][name], factor=2.5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("kind", ["linear", "attention", "tokens"])
+def test_pieces_and_steps_give_what_the_whole_gives(family, kind):
+    torch.manual_seed(0)
+    model = OryxForCausalLM(OryxConfig(**SIZES, linear_mixer=family, initializer_range=0.05)).cuda().eval()
+    ids = torch.randint(0, 61, (2, 300), device="cuda")
+    mode = kind if kind != "tokens" else modes("tokens", 2, 300).attention
+    whole, cache, outputs, start = model(ids, mode=mode, use_cache=False).logits, model.make_cache(), [], 0
+    for piece in ids.split([129, 1, 1, 100, *[1] * 69], 1):
+        stop = start + piece.shape[1]
+        part = mode if isinstance(mode, str) else mode[:, start:stop]
+        outputs.append(model(piece, mode=part, past_key_values=cache).logits)
+        start = stop
+    assert relative_error(torch.cat(outputs, 1), whole) < 1e-3
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_training_and_decoding_never_wait_for_the_device(family):
+    model = OryxForCausalLM(OryxConfig(**SIZES, linear_mixer=family)).cuda().bfloat16()
+    ids = torch.randint(0, 61, (2, 512), device="cuda")
+    mode = modes("chunks", 2, 512).attention
+
+    def train():
+        model.train()(ids, labels=ids, mode=mode, num_items_in_batch=1022).loss.backward()
+
+    cache = model.make_cache(600)
+    with torch.no_grad():
+        model.eval()(ids, mode=mode, past_key_values=cache)
+
+    @torch.no_grad()
+    def decode():
+        for one in ("linear", "attention"):
+            model.eval()(ids[:, :1], mode=one, past_key_values=cache)
+        model(ids[:, :1], mode=mode[:, :1], past_key_values=cache)
+
+    for run in (train, decode):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_compiled_training_step_in_mixed_modes_is_one_graph(family):
+    torch.manual_seed(0)
+    model = OryxForCausalLM(OryxConfig(**SIZES, linear_mixer=family)).cuda().train()
+    ids = torch.randint(0, 61, (2, 256), device="cuda")
+    compiled = torch.compile(model, fullgraph=True)
+    for seed in (0, 1):
+        drawn = torch.stack([draw_modes(256, seed=seed, index=i, chunk_size=32) for i in range(2)]).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            exact, got = (m(ids, labels=ids, mode=drawn).loss for m in (model, compiled))
+        assert abs(got - exact) < 1e-2 * exact
+        got.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_a_sequence_in_linear_mode_reads_no_keys():
+    mixer = OryxMixer.from_config(OryxConfig(**SIZES), 0).cuda()
+    cache = HybridCache([mixer.make_state()])
+    table, x = RotaryEmbedding(128, {"rope_theta": 1e4}).cuda(), torch.randn(2, 9, 256, device="cuda")
+    for start, stop in ((0, 8), (8, 9)):
+        cache.begin(2, stop - start, x.device)
+        rotary = table(torch.arange(start, stop, device="cuda")[None])
+        if start:
+            # keys of the sequence that stays linear, which nobody may look at
+            cache.layers[0].kv.keys[1] = float("nan")
+        attends = torch.tensor([[True], [False]], device="cuda").expand(2, stop - start)
+        o = mixer(x[:, start:stop], state=cache.layers[0], rotary=rotary, mode=Modes(None, attends))[0]
+        cache.end()
+    assert o.isfinite().all()

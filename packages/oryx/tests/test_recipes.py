@@ -1,0 +1,168 @@
+"""Recipes: the paper's sizes and settings, and training rows whose modes no interruption or split changes."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tokenmix_core.corpora.prepare import prepare
+from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.recipe import Tokens, overridden
+from tokenmix_core.training.trainer import train, training_rows
+from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS
+
+NAMED = {"130m": 130e6, "380m": 380e6, "810m": 810e6, "1.4b": 1.4e9}
+# what tokens in attention mode never use, and what those in linear mode do not
+LINEAR_OWN = ("linear_q_proj", "dt_proj", "beta_proj", "A_log", "dt_bias", "mixer.D")
+ATTENTION_OWN = ("attention_q_proj",)
+
+
+def counted(name):
+    config = RECIPES[name]().model_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return config, {n: p.numel() for n, p in model.named_parameters()}
+
+
+def own(sizes, names):
+    return sum(size for n, size in sizes.items() if any(part in n for part in names))
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mode_uses_the_parameters_the_paper_states(family, size):
+    _, sizes = counted(f"{family}-{size}")
+    baselines = [sum(counted(f"{kind}-{size}")[1].values()) for kind in ("transformer", "mamba2", "gated_delta_net")]
+    for other in (LINEAR_OWN, ATTENTION_OWN):
+        used = sum(sizes.values()) - own(sizes, other)
+        assert used == pytest.approx(NAMED[size], rel=0.01)
+        for baseline in baselines:
+            assert used == pytest.approx(baseline, rel=0.01)
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_than_nine_tenths_of_a_mode_s_weights_are_shared(family, size):
+    _, sizes = counted(f"{family}-{size}")
+    sizes = {n: s for n, s in sizes.items() if "embed_tokens" not in n}
+    total = sum(sizes.values())
+    shared = total - own(sizes, LINEAR_OWN) - own(sizes, ATTENTION_OWN)
+    for other in (LINEAR_OWN, ATTENTION_OWN):
+        assert shared / (total - own(sizes, other)) > 0.9
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_are_those_of_appendix_d(family, size):
+    # GPT-3's peak learning rates at 125M, 350M, 760M and 1.3B
+    gpt3 = {"130m": 6e-4, "380m": 3e-4, "810m": 2.5e-4, "1.4b": 2e-4}[size]
+    recipe, baseline = RECIPES[f"{family}-{size}"](), RECIPES[f"transformer-{size}"]()
+    optimizer = recipe.optimizer
+    assert optimizer.learning_rate == pytest.approx(10 * gpt3)
+    assert baseline.optimizer.learning_rate == pytest.approx(5 * gpt3)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert optimizer.total_tokens == 100e9
+    assert optimizer.warmup_tokens == optimizer.total_tokens / 10
+    assert optimizer.batch_tokens == (2**20 if size == "1.4b" else 2**19)
+    assert recipe.data.seq_len == 2048
+    assert recipe.data.tokenizer == "gpt2"
+    assert "fineweb-edu" in recipe.data.sources[0]
+    assert recipe.run.precision == "bf16"
+    config = recipe.model_config()
+    assert config.head_dim == 128
+    assert (config.mode_chunk_size, config.attention_probability, config.mode_assignment) == (128, 0.25, "chunk")
+    assert dataclasses.replace(recipe.data) == baseline.data
+
+
+def test_every_recipe_has_its_name_and_a_model():
+    for name, make in RECIPES.items():
+        recipe = make()
+        assert recipe.name == name
+        assert recipe.model_config().model_type == recipe.model_type
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ablations_are_matched_in_parameters(family):
+    _, final = counted(f"{family}-380m")
+    used = sum(final.values()) - own(final, ATTENTION_OWN)
+    for name, changes in ABLATIONS[family].items():
+        config, sizes = counted(f"{family}-380m-{name}")
+        # a shared query is attention's in name
+        mine = sum(sizes.values()) - (0 if config.shared_query else own(sizes, ATTENTION_OWN))
+        assert mine == pytest.approx(used, rel=0.01), name
+        assert {field: getattr(config, field) for field in changes} == changes
+        assert config.mode_assignment == changes.get("mode_assignment", "sequence")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "texts").mkdir()
+    for i in range(30):
+        (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
+    prepare(str(folder / "texts"), folder / "tokens", held_out=0.1, progress=False)
+    recipe = overridden(
+        RECIPES["tiny"](),
+        "--seq_len 64 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256 "
+        "--logging_steps 1 --save_steps 3 --save_total_limit 2 --model.hidden_size 32 --model.head_dim 16 --model.num_hidden_layers 2 "
+        f"--model.intermediate_size 32 --model.mode_chunk_size 16 --sources {folder / 'tokens'}".split(),
+    )
+    return recipe
+
+
+@pytest.mark.parametrize("documents", ["joined", "separate"])
+def test_the_modes_of_a_row_come_with_it(small, documents):
+    from tokenmix_core.training.data import collate_joined, collate_separate
+
+    recipe = dataclasses.replace(small, data=dataclasses.replace(small.data, documents=documents))
+    rows, _ = training_rows(recipe, byte_tokenizer())
+    again, _ = training_rows(recipe, byte_tokenizer())
+    drawn = torch.stack([rows[i]["inputs"]["mode"] for i in range(24)])
+    assert torch.equal(torch.stack([again[i]["inputs"]["mode"] for i in reversed(range(24))]).flip(0), drawn)
+    assert len({tuple(row.tolist()) for row in drawn}) > 8
+    batch = (collate_joined if documents == "joined" else collate_separate)([rows[i] for i in range(4)])
+    assert torch.equal(batch["mode"], drawn[:4] if documents == "joined" else drawn[:4].view(1, -1))
+
+
+@pytest.mark.parametrize("assignment", ["chunk", "sequence"])
+def test_the_assignment_is_the_recipe_s(small, assignment):
+    recipe = dataclasses.replace(small, model={**small.model, "mode_assignment": assignment})
+    rows, _ = training_rows(recipe, byte_tokenizer())
+    drawn = torch.stack([rows[i]["inputs"]["mode"] for i in range(24)])
+    assert bool((drawn.all(1) == drawn.any(1)).all()) is (assignment == "sequence")
+
+
+def test_a_resumed_run_goes_on_with_the_same_modes(small, tmp_path):
+    whole = train(small, tmp_path / "whole", progress=False)
+    assert whole.step == 6
+    # as if the run had been killed after its third step
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
+    train(small, tmp_path / "cut", resume=True, progress=False)
+    curves = [
+        {line["step"]: line["loss"] for line in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in line}
+        for run in ("whole", "cut")
+    ]
+    assert curves[0] == curves[1]
+
+
+def test_micro_batches_change_nothing(small, tmp_path):
+    """As with processes: a step's rows and their modes are the same however they are divided."""
+    losses = []
+    for micro in (256, 64):
+        recipe = dataclasses.replace(
+            small, optimizer=dataclasses.replace(small.optimizer, micro_batch_tokens=Tokens(micro))
+        )
+        losses.append(train(recipe, tmp_path / str(micro), progress=False).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_importing_is_quiet():
+    code = "import sys, tokenmix_oryx, tokenmix_oryx.cli; print([m for m in ('torch', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
