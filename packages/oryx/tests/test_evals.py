@@ -1,5 +1,7 @@
 """The paper's measurements: what they put to the model, and what they make of its answers."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def test_schedules_switch_once_often_and_off_the_chunks():
     for schedule in plots["unaligned switches"].values():
         assert len(schedule) > 3
         assert all(start % 128 for start, _ in schedule[1:])
-        assert all(a[1] != b[1] for a, b in zip(schedule, schedule[1:], strict=False))
+        assert all(a[1] != b[1] for a, b in itertools.pairwise(schedule))
 
 
 def test_the_excess_is_measured_from_the_switch_on():

@@ -106,13 +106,10 @@ def small(tmp_path_factory):
     for i in range(30):
         (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
     prepare(str(folder / "texts"), folder / "tokens", held_out=0.1, progress=False)
-    recipe = overridden(
-        RECIPES["tiny"](),
-        "--seq_len 64 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256 "
-        "--logging_steps 1 --save_steps 3 --save_total_limit 2 --model.hidden_size 32 --model.head_dim 16 --model.num_hidden_layers 2 "
-        f"--model.intermediate_size 32 --model.mode_chunk_size 16 --sources {folder / 'tokens'}".split(),
-    )
-    return recipe
+    flags = "--seq_len 64 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256"
+    flags += " --logging_steps 1 --save_steps 3 --save_total_limit 2 --model.mode_chunk_size 16"
+    flags += " --model.hidden_size 32 --model.head_dim 16 --model.num_hidden_layers 2 --model.intermediate_size 32"
+    return overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(folder / "tokens")])
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])
