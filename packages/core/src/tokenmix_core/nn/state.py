@@ -9,13 +9,16 @@ lengths need no masks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
+
+# where a token is in its sequence: of one token, or of several
+Position = TypeVar("Position", int, Tensor)
 
 
 class _once:
@@ -211,7 +214,7 @@ class KVState:
         """The values; there are none before the first write."""
         return self._held()[1]
 
-    def place(self, position):
+    def place(self, position: Position) -> Position:
         """The place of a position, an integer or a tensor of them."""
         if self.window is None:
             return position

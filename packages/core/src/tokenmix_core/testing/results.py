@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ _COLUMNS = {
 }
 
 
-def environment() -> dict[str, str | None]:
+def environment() -> dict[str, Any]:
     """Where and with what a measurement is made: device, versions, commit."""
     try:
         import triton

@@ -186,14 +186,18 @@ class MixedRows(Dataset):
         block, place = divmod(index, _BLOCK)
         chosen = self.pattern[place]
         row = self.datasets[chosen][int(block * self.counts[chosen] + self.rank[place])]
-        return row if self.inputs is None else {**row, "inputs": self.inputs(index)}
+        return row if self.inputs is None else Row(**{**row, "inputs": self.inputs(index)})
+
+
+def _inputs(row: Row) -> dict[str, Tensor]:
+    return row.get("inputs", {})
 
 
 def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
     """A batch `[B, T]` in which the documents of a row see each other. The first token of a row is never predicted."""
     labels = torch.stack([row["labels"] for row in rows])
     labels[:, 0] = IGNORE_INDEX
-    more = {name: torch.stack([row["inputs"][name] for row in rows]) for name in rows[0].get("inputs", {})}
+    more = {name: torch.stack([_inputs(row)[name] for row in rows]) for name in _inputs(rows[0])}
     return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels, **more}
 
 
@@ -214,5 +218,5 @@ def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
     sequences = 1 << (len(starts) - 1).bit_length()
     cu_seqlens = torch.full((sequences + 1,), offset, dtype=torch.int32)
     cu_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
-    more = {name: torch.cat([row["inputs"][name] for row in rows])[None] for name in rows[0].get("inputs", {})}
+    more = {name: torch.cat([_inputs(row)[name] for row in rows])[None] for name in _inputs(rows[0])}
     return {"input_ids": input_ids[None], "labels": labels[None], "cu_seqlens": cu_seqlens, **more}

@@ -10,7 +10,7 @@ from tokenmix_core.ops.attention.backends import Mask
 
 def forward(q, k, v, cu_seqlens, mask: Mask, scale):
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
-    from flash_attn import flash_attn_interface as fa
+    from flash_attn import flash_attn_interface as fa  # pyright: ignore[reportMissingImports]
 
     left, right = (-1 if side is None else side for side in window_sides(mask))
     cu, max_q, max_k = borders(q, k, cu_seqlens)
@@ -26,7 +26,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
 
 def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     """dq, dk and dv. The log-sum-exp must have no gradient: these kernels cannot carry one."""
-    from flash_attn import flash_attn_interface as fa
+    from flash_attn import flash_attn_interface as fa  # pyright: ignore[reportMissingImports]
 
     assert dlse is None
     left, right = (-1 if side is None else side for side in window_sides(mask))

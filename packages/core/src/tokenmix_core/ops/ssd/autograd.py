@@ -40,6 +40,7 @@ def run_forward(q, k, v, g, scale, initial_state, cu_seqlens) -> tuple[Tensor, T
         initial_state = initial_state.contiguous()
     if not plan.segment:
         o, final_state = ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, 0, plan.forward)
+        assert final_state is not None, "whole sequences end in a state"
         return o, final_state, final_state.new_empty(0)
     before, final_state = segment_states(k, v, g, scale, initial_state, cu_seqlens, plan.segment, False, plan.states)
     o, _ = ssd_forward(q, k, v, g, scale, before, cu_seqlens, plan.segment, plan.forward)
@@ -72,7 +73,9 @@ def run_backward(
         q, k, v, do, g, scale, before, after, cu_seqlens, plan.segment, plan.states
     )
     dq, dk, dv, dg = ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, plan.gradients)
-    return dq, dk, dv, dg, initial_gradient if plan.segment else whole
+    initial_gradient = initial_gradient if plan.segment else whole
+    assert initial_gradient is not None, "one of the two passes reaches the first token"
+    return dq, dk, dv, dg, initial_gradient
 
 
 def run_recurrent(q, k, v, g, scale, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
