@@ -15,7 +15,7 @@ from tokenmix_oryx.state import OryxCache
 
 # from the step, counted from 0, and all tokens so far [B, T]: a mode, or [B] bool, True for attention
 Decision = Callable[[int, Tensor], str | Tensor]
-GenerationMode = str | Sequence[tuple[int, str]] | Decision
+GenerationMode = str | Sequence[tuple[int | float, str]] | Decision
 
 
 class ModePlan:

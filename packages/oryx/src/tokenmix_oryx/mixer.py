@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from tokenmix_core.ops import (
     gated_delta_rule_step,
     ssd_step,
 )
+from tokenmix_core.ops.common import ScanOutput
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
 from tokenmix_oryx.ops import selected_attention
 from tokenmix_oryx.state import DroppableKV
@@ -163,14 +165,16 @@ class OryxMixer(Mixer):
         """Each token's query for the mixer of its mode: the other mixer's output of that token is never used."""
 
         def of(name: str) -> Tensor:
-            own = name == ATTENTION or self.linear_q_proj is None
-            q = (self.attention_q_proj if own else self.linear_q_proj)(x)
+            proj = self.attention_q_proj
+            if name == LINEAR and self.linear_q_proj is not None:
+                proj = self.linear_q_proj
+            q = proj(x)
             return F.silu(q) if self.activations[name] == "silu" else q
 
-        if mode.attention is None:
-            q = of(mode.uniform)
-        else:
+        if mode.attention is not None:
             q = torch.where(mode.attention[..., None], of(ATTENTION), of(LINEAR))
+        else:
+            q = of(LINEAR if mode.uniform == LINEAR else ATTENTION)
         return q.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _shared(self, x: Tensor, name: str, state: LayerState | None, cu_seqlens: Tensor | None, step: bool) -> Tensor:
@@ -196,17 +200,24 @@ class OryxMixer(Mixer):
         """Attention's outputs, 0 for tokens in linear mode where they were left out; None when no token is in it."""
         if self.attention_l2_norm != "none":
             k = _unit(k)
-        kv, span = (None, None) if state is None else (state.kv, state.span)
-        if not mode.may_attend:
-            if kv is not None:
-                kv.write(k, v, span)
-            return None
         if self.attention_l2_norm == "query_key":
             q = _unit(q)
-        if kv is None:
-            if mode.attention is None:
-                return attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
-            return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=self.impl)
+        if state is not None:
+            return self._attend_cached(q, k, v, mode, state, step)
+        if not mode.may_attend:
+            return None
+        if mode.attention is None:
+            return attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
+        return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=self.impl)
+
+    def _attend_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, mode: Modes, state: LayerState, step: bool
+    ) -> Float[Tensor, "B T H K"] | None:
+        """As `_attend`, over what the state holds and the call's own tokens, which are stored in any mode."""
+        kv, span = state.kv, state.span
+        if not mode.may_attend:
+            kv.write(k, v, span)
+            return None
         if mode.attention is None or not (step or span.past == 0 or span.uniform):
             return cached_attention(q, k, v, kv, span, step=step, impl=self.impl)
         if span.past and k.requires_grad:
@@ -237,14 +248,14 @@ class OryxMixer(Mixer):
         """The linear mixer's outputs; its state advances over all tokens."""
         dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
         g = -self.A_log.exp() * dt
-        if self.is_mamba2:
-            inputs, options = (q, k, (v * dt.unsqueeze(-1)).to(v.dtype), g), {"impl": self.impl}
-            chunked, stepped = chunk_ssd, ssd_step
-        else:
-            beta = at_least_float32(self.beta_proj(x)).sigmoid()
-            inputs, options = (q, k, v, g, beta), {"qk_l2norm": True, "impl": self.impl}
-            chunked, stepped = chunk_gated_delta_rule, gated_delta_rule_step
-        if step:
+        options: dict[str, Any] = {"impl": self.impl}
+        chunked: Callable[..., ScanOutput] = chunk_ssd
+        stepped: Callable[..., Tensor] = ssd_step
+        inputs: tuple[Tensor, ...] = (q, k, (v * dt.unsqueeze(-1)).to(v.dtype), g)
+        if self.beta_proj is not None:
+            chunked, stepped, options["qk_l2norm"] = chunk_gated_delta_rule, gated_delta_rule_step, True
+            inputs = (q, k, v, g, at_least_float32(self.beta_proj(x)).sigmoid())
+        if state is not None and step:
             recurrent = state.recurrent.get(x.shape[0], x)
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
         else:

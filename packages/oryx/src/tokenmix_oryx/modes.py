@@ -16,7 +16,6 @@ from tokenmix_core.nn.state import Span
 
 LINEAR, ATTENTION = "linear", "attention"
 MODES = (LINEAR, ATTENTION)
-Mode = Literal["linear", "attention"]
 Assignment = Literal["chunk", "sequence"]
 # one mode for all tokens; (start, mode) pairs; or a tensor [B, T], True for attention
 ModeInput = str | Sequence[tuple[int | float, str]] | Tensor
@@ -30,7 +29,7 @@ class Modes(NamedTuple):
         attention: `[B, T]`, True for attention, in the layout of the layers; None with `uniform`.
     """
 
-    uniform: Mode | None
+    uniform: str | None
     attention: Bool[Tensor, "B T"] | None = None
 
     @property

@@ -7,7 +7,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.ops.common import (
-    Impl,
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
@@ -29,7 +28,7 @@ def selected_attention(
     *,
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-    impl: Impl | None = None,
+    impl: str | None = None,
 ) -> Float[Tensor, "B TQ HQ V"]:
     r"""Causal softmax attention of the selected queries to all keys before them; what it costs follows the selection.
 
