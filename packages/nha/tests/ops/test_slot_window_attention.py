@@ -51,7 +51,8 @@ def carried(N, H, K, V, M, W, own_keys=False, dtype=torch.float64, device="cpu")
     length = torch.tensor([(W // 2, W, 3 * W + 1, 0)[n % 4] for n in range(N)], dtype=torch.int32, device=device)
     return {
         "slots_k": randn(N, H, M, K).to(wide), "slots_v": randn(N, H, M, V).to(wide),
-        "ring_k": randn(N, W, H, K).to(dtype), "ring_v": randn(N, W, H, V).to(dtype), "ring_f": -randn(N, W, H, M).abs().to(wide),
+        "ring_k": randn(N, W, H, K).to(dtype), "ring_v": randn(N, W, H, V).to(dtype),
+        "ring_f": -randn(N, W, H, M).abs().to(wide),
     } | ({"ring_k_slots": randn(N, W, H, K).to(dtype)} if own_keys else {}), length  # fmt: skip
 
 

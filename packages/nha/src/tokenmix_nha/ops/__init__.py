@@ -1,6 +1,7 @@
-"""The paper's operation: `slot_window_attention`, and one token of it for decoding."""
+"""The paper's operation `slot_window_attention` with one token of it for decoding, and the GLA baseline's."""
 
+from tokenmix_nha.ops.gla.api import chunk_gla
 from tokenmix_nha.ops.slot_window_attention.api import slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState
 
-__all__ = ["SlotWindowState", "slot_window_attention", "slot_window_attention_step"]
+__all__ = ["SlotWindowState", "chunk_gla", "slot_window_attention", "slot_window_attention_step"]

@@ -79,7 +79,7 @@ def slot_window_attention(
         expected.
     """
     op = "slot_window_attention"
-    impl = resolve_impl(op, impl, q)
+    backend = resolve_impl(op, impl, q)
     if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
     dims = bind_shapes(
@@ -95,25 +95,23 @@ def slot_window_attention(
     dims["N"] = dims["B"] if sequences is None else sequences
     # q again, so that the others' device is compared with its
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_"))
-    _check_rest(op, impl, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if initial_state is not None:
         _check_state(op, dims, q, f, k_slots, initial_state)
-    scale = dims["K"] ** -0.5 if scale is None else float(scale)
-    if not scale > 0:
-        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
+    factor = _scale(op, dims, scale)
 
     before, start, slots_k, slots_v = 0, None, None, None
     if initial_state is not None:
         slots_k, slots_v, before = initial_state.slots_k, initial_state.slots_v, initial_state.window
         k, v, f, k_slots, start = prepend(initial_state, k, v, f, k_slots, cu_seqlens)
-    arguments = (q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale)
+    arguments = (q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, factor)
     if initial_state is None and window >= dims["T"]:
         # no token ever leaves the window, so the slots stay zero
         from tokenmix_nha.ops.slot_window_attention.prefix import zero_prefix_attention
 
-        o = zero_prefix_attention(q, k, v, cu_seqlens, dims["M"], scale, impl)
+        o = zero_prefix_attention(q, k, v, cu_seqlens, dims["M"], factor, backend)
         slots_k, slots_v = _zero_slots(dims, q)
-    elif impl == "triton":
+    elif backend == "triton":
         from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_triton
 
         o, slots_k, slots_v = slot_window_attention_triton(*arguments)
@@ -155,13 +153,13 @@ def slot_window_attention_step(
         ValueError: as `slot_window_attention`.
     """
     op = "slot_window_attention_step"
-    impl = resolve_impl(op, impl, q)
+    backend = resolve_impl(op, impl, q)
     dims = bind_shapes(
         op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), f=(f, "B H M"), q_slots=(q_slots, "B HQ K"),
         k_slots=(k_slots, "B H K"),
     )  # fmt: skip
     dims["N"] = dims["B"]
-    _check_rest(op, impl, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if (q_slots is None) != (k_slots is None):
         raise ValueError(f"{op}: q_slots and k_slots go together, got one without the other")
     _check_state(op, dims, q, f, k_slots, state)
@@ -171,12 +169,12 @@ def slot_window_attention_step(
                 f"{op}: state.{name} must be contiguous, got strides {x.stride()}; state.reserve(window) copies"
             )
     check_same_dtype(op, k=k, **{"state.k": state.k, "state.v": state.v})
-    scale = dims["K"] ** -0.5 if scale is None else float(scale)
-    if impl == "triton":
+    factor = _scale(op, dims, scale)
+    if backend == "triton":
         from tokenmix_nha.ops.slot_window_attention.step import step_triton
 
-        return step_triton(q, k, v, f, q_slots, k_slots, state, scale)
-    return reference.step_reference(q, k, v, f, q_slots, k_slots, state, scale=scale)
+        return step_triton(q, k, v, f, q_slots, k_slots, state, factor)
+    return reference.step_reference(q, k, v, f, q_slots, k_slots, state, scale=factor)
 
 
 def _reference(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
@@ -206,6 +204,14 @@ def _reference(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens
         )  # fmt: skip
     o, slots_k, slots_v = zip(*outputs, strict=True)
     return torch.cat(o, 1), torch.cat(slots_k), torch.cat(slots_v)
+
+
+def _scale(op: str, dims: dict[str, int], scale: float | None) -> float:
+    if scale is None:
+        return dims["K"] ** -0.5
+    if not scale > 0:
+        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
+    return float(scale)
 
 
 def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:

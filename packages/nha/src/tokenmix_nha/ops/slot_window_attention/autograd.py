@@ -141,8 +141,8 @@ def slot_window_attention_backward_op(
     t = tuning.tile("backward_queries", M, window, q.dtype)
     slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
         q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
-        delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, y.levels,
-        **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+        delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+        y.levels, **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
     ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
@@ -150,8 +150,9 @@ def slot_window_attention_backward_op(
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
             q if q_slots is None else q_slots, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v,
-            dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
-            y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, GROUP=y.constants["GROUP"],
+            dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
+            walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND,
+            GROUP=y.constants["GROUP"],
             PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
             num_stages=walk.num_stages,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 
 @triton.jit
 def _entering_pairs(
-    b_x, b_b, b_e, p_rows, o_q, m_q, stride, p_g, p_h, entering, levels,
+    b_x, b_b, b_e, p_rows, o_q, m_q, stride, p_g, p_h, rows, levels,
     M: tl.constexpr, BT: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a chunk owe to its tokens by way of the slots.
@@ -37,33 +37,35 @@ def _entering_pairs(
     o_r = tl.arange(0, BT)
     b_x = b_x.to(FACTOR)
     for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, entering, level, levels, BT, M)
+        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
         b_y = load_rows(anew(p_rows, level, levels), o_q, m_q, stride, M)
         b_row = (b_row * b_y.to(tl.float32)).to(FACTOR)
         low, high = partners(o_r, level, levels, BT)
         m_l = (o_r[:, None] >= low[None, :]) & (o_r[:, None] < high[None, :])
-        b_d = b_ref - load_tile(anew(p_g, level, levels), entering, BT, M)
+        b_d = b_ref - load_tile(anew(p_g, level, levels), rows, BT, M)
         b_d = tl.exp2(tl.minimum(b_d, tl.where(level == levels, 126.0, 0.0)))
         b_e += b_d * tl.dot(tl.where(m_l, b_x, 0.0), b_row, input_precision=DOT)
-        b_col = column_factor(p_h, b_ref, entering, level, levels, BT, M).to(FACTOR)
+        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
         b_b += tl.where(m_l, tl.dot(b_col, tl.trans(b_row), input_precision=DOT), 0.0)
     return b_b, b_e
 
 
 @triton.jit
 def _after_chunk(
-    b_x, p_ds, p_states, p_g, p_f, o_j, m_e, entering, H, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr,
+    b_x, p_ds, p_states, p_g, p_f, o_j, m_e, rows, H, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr,
     BT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What the slots after the chunk owe to its tokens: for x, times x by slot, and `⟨dS, S⟩` by slot."""
-    b_ds = load_tile(p_ds, entering, D, M)
-    b_g = load_tile(p_g, entering, BT, M)
-    b_end = tl.load(p_g + (BT - 1) * M + tl.arange(0, M), mask=entering, other=0.0)
+    columns = tl.where(rows > 0, D, 0)
+    b_ds = load_tile(p_ds, columns, D, M)
+    b_g = load_tile(p_g, rows, BT, M)
+    o_m = tl.arange(0, M)
+    b_end = tl.load(p_g + (BT - 1) * M + o_m, mask=o_m < rows * M, other=0.0)
     b_decay = tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
     b_in = (enter_weight(load_gates(p_f, o_j, m_e, H * SLOTS, M, SLOTS)) * b_decay).to(b_x.dtype)
     b_dx = tl.dot(b_in, tl.trans(b_ds), input_precision=DOT)
     b_e = tl.dot(b_x, b_ds, input_precision=DOT) * b_decay
-    return b_dx, b_e, tl.sum(b_ds.to(tl.float32) * load_tile(p_states, entering, D, M).to(tl.float32), 0)
+    return b_dx, b_e, tl.sum(b_ds.to(tl.float32) * load_tile(p_states, columns, D, M).to(tl.float32), 0)
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def slot_window_backward_keys_kernel(
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
     m_s = o_j < keys
-    entering = first < keys - window
+    rows = tl.where(first < keys - window, BT, 0)
     m_e = m_j & (o_j < keys - window)
     scale_2 = scale * LOG2_E
     # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
@@ -124,7 +126,7 @@ def slot_window_backward_keys_kernel(
     if tl.program_id(0) % 2 == 0:
         b_dv, b_e, b_end = _after_chunk(
             b_v, ds_v + entry * V * M, states_v + (entry + H) * V * M,
-            p_g, p_f, o_j, m_e, entering, H, V, M, SLOTS, BT, DOT,
+            p_g, p_f, o_j, m_e, rows, H, V, M, SLOTS, BT, DOT,
         )  # fmt: skip
         for i_g in range(GROUP):
             p_q, p_do, p_row = q + (begin_q + i_g) * K, do + (begin_q + i_g) * V, begin_q + i_g
@@ -136,7 +138,7 @@ def slot_window_backward_keys_kernel(
             b_b = tl.dot(b_k, tl.trans(b_q), input_precision=DOT) * scale_2 - b_lse[None, :]
             b_b = tl.exp2(tl.where(m_w, b_b, float("-inf")))
             b_b, b_e = _entering_pairs(
-                b_dp, b_b, b_e, p + p_row * M, o_q, m_q, HQ * M, p_g, p_h, entering, levels, M, BT, FACTOR, DOT
+                b_dp, b_b, b_e, p + p_row * M, o_q, m_q, HQ * M, p_g, p_h, rows, levels, M, BT, FACTOR, DOT
             )
             b_dv = tl.dot(b_b.to(b_k.dtype), b_do, b_dv, input_precision=DOT)
             for shift in range(shift_0, shift_1, BN):
@@ -157,7 +159,7 @@ def slot_window_backward_keys_kernel(
             b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
         b_dk, b_e, b_end = _after_chunk(
             b_ks, ds_k + entry * K * M, states_k + (entry + H) * K * M,
-            p_g, p_f, o_j, m_e, entering, H, K, M, SLOTS, BT, DOT,
+            p_g, p_f, o_j, m_e, rows, H, K, M, SLOTS, BT, DOT,
         )  # fmt: skip
         b_x = tl.zeros([BT, M], dtype=tl.float32)
         for i_g in range(GROUP):
@@ -176,7 +178,7 @@ def slot_window_backward_keys_kernel(
                 b_b = tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[None, :], float("-inf")))
                 b_b *= (tl.dot(b_v, tl.trans(b_do), input_precision=DOT) - b_delta[None, :]) * scale
             b_b, b_e = _entering_pairs(
-                b_a, b_b, b_e, dz + p_row * M, o_q, m_q, HQ * M, p_g, p_h, entering, levels, M, BT, FACTOR, DOT
+                b_a, b_b, b_e, dz + p_row * M, o_q, m_q, HQ * M, p_g, p_h, rows, levels, M, BT, FACTOR, DOT
             )
             b_dk = tl.dot(b_b.to(b_k.dtype), b_q, b_dk, input_precision=DOT)
             b_x += load_rows(x + p_row * M, o_q, m_q, HQ * M, M)

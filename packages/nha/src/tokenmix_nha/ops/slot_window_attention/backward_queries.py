@@ -24,14 +24,14 @@ def slot_window_backward_queries_kernel(
     GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and the query's x = ⟨dS, S⟩."""
+    """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
     i_h, HQ = tl.program_id(1) // GROUP, H * GROUP
     i_t -= lead
     begin_k = begin + i_n.to(tl.int64) * before
     keys = length + before
     begin_q = begin * HQ + tl.program_id(1)
-    entering = i_t >= 0
+    rows = tl.where(i_t >= 0, BT, 0)
     entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H + i_h
     begin_k = begin_k * H + i_h
     p_g, p_h = g + entry * BT * M, h + entry * BT * M
@@ -65,14 +65,14 @@ def slot_window_backward_queries_kernel(
         b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
     b_dp = tl.dot(b_do, tl.trans(load_rows(v + begin_k * V, o_j, m_j, H * V, V)), input_precision=DOT)
-    b_sk = load_tile(states_k + entry * K * M, True, K, M)
-    b_decay = tl.exp2(load_tile(p_g, entering, BT, M))
+    b_sk = load_tile(states_k + entry * K * M, K, K, M)
+    b_decay = tl.exp2(load_tile(p_g, rows, BT, M))
     b_z = tl.dot(b_qs, b_sk, input_precision=DOT) * b_decay
-    b_dz = tl.dot(b_do, load_tile(states_v + entry * V * M, True, V, M), input_precision=DOT) * b_decay
+    b_dz = tl.dot(b_do, load_tile(states_v + entry * V * M, V, V, M), input_precision=DOT) * b_decay
     b_al, b_dl = b_a.to(FACTOR), b_dp.to(FACTOR)
     for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, entering, level, levels, BT, M)
-        b_col = column_factor(p_h, b_ref, entering, level, levels, BT, M).to(FACTOR)
+        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
+        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
         low, high = partners(o_r, level, levels, BT)
         m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
         b_z += b_row * tl.dot(tl.where(m_l, b_al, 0.0), b_col, input_precision=DOT)
@@ -99,12 +99,12 @@ def slot_window_backward_queries_kernel(
         b_pw = tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
         b_w += b_pw * (b_dp - b_delta[:, None]) * scale
     for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, entering, level, levels, BT, M)
-        b_col = column_factor(p_h, b_ref, entering, level, levels, BT, M).to(FACTOR)
+        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
+        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
         low, high = partners(o_r, level, levels, BT)
         m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
         b_w += tl.where(m_l, tl.dot((b_dz * b_row).to(FACTOR), tl.trans(b_col), input_precision=DOT), 0.0)
-    b_dz *= tl.exp2(load_tile(p_g, entering, BT, M))
+    b_dz *= tl.exp2(load_tile(p_g, rows, BT, M))
     b_dq = tl.dot(b_dz.to(b_q.dtype), tl.trans(b_sk), input_precision=DOT)
     b_dq = tl.dot(b_w.to(b_q.dtype), b_ks, b_dq, input_precision=DOT)
     if OWN_SLOT_KEYS:

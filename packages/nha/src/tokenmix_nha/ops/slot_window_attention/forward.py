@@ -31,7 +31,7 @@ def slot_window_forward_kernel(
     begin_k = begin + i_n.to(tl.int64) * before
     keys = length + before
     begin_q = begin * HQ + tl.program_id(1)
-    entering = i_t >= 0
+    rows = tl.where(i_t >= 0, BT, 0)
     entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H + i_h
     begin_k = begin_k * H + i_h
     p_g, p_h = g + entry * BT * M, h + entry * BT * M
@@ -57,12 +57,12 @@ def slot_window_forward_kernel(
         b_qs = b_q
         b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
-    b_z = tl.dot(b_qs, load_tile(states_k + entry * K * M, True, K, M), input_precision=DOT)
-    b_z *= tl.exp2(load_tile(p_g, entering, BT, M))
+    b_z = tl.dot(b_qs, load_tile(states_k + entry * K * M, K, K, M), input_precision=DOT)
+    b_z *= tl.exp2(load_tile(p_g, rows, BT, M))
     b_al = b_a.to(FACTOR)
     for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, entering, level, levels, BT, M)
-        b_col = column_factor(p_h, b_ref, entering, level, levels, BT, M).to(FACTOR)
+        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
+        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
         low, high = partners(o_r, level, levels, BT)
         m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
         b_z += b_row * tl.dot(tl.where(m_l, b_al, 0.0), b_col, input_precision=DOT)
@@ -83,13 +83,13 @@ def slot_window_forward_kernel(
     b_w = tl.exp2(b_w - b_max[:, None])
     b_l = tl.sum(b_p, 1) + tl.sum(b_w, 1)
     for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, entering, level, levels, BT, M)
-        b_col = column_factor(p_h, b_ref, entering, level, levels, BT, M).to(FACTOR)
+        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
+        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
         low, high = partners(o_r, level, levels, BT)
         m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
         b_w += tl.where(m_l, tl.dot((b_p * b_row).to(FACTOR), tl.trans(b_col), input_precision=DOT), 0.0)
-    b_p *= tl.exp2(load_tile(p_g, entering, BT, M))
-    b_o = tl.dot(b_p.to(b_q.dtype), tl.trans(load_tile(states_v + entry * V * M, True, V, M)), input_precision=DOT)
+    b_p *= tl.exp2(load_tile(p_g, rows, BT, M))
+    b_o = tl.dot(b_p.to(b_q.dtype), tl.trans(load_tile(states_v + entry * V * M, V, V, M)), input_precision=DOT)
     b_o = tl.dot(b_w.to(b_q.dtype), load_rows(v + begin_k * V, o_j, m_j, H * V, V), b_o, input_precision=DOT)
 
     # the rest of the window, skipping tiles before the first key

@@ -88,9 +88,8 @@ class SlotWindowState(NamedTuple):
         """k, v, f and k_slots with the oldest token first and what holds nothing last."""
         places = torch.arange(self.window, device=self.length.device)
         oldest = (self.length - self.length.clamp(max=self.window))[:, None]
-        return tuple(
-            _places(x, (oldest + places) % max(self.window, 1)) for x in (self.k, self.v, self.f, self.k_slots)
-        )
+        index = (oldest + places) % max(self.window, 1)
+        return _places(self.k, index), _places(self.v, index), _places(self.f, index), _places_of(self.k_slots, index)
 
 
 def prepend(state: SlotWindowState, k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, cu_seqlens: Tensor | None):
@@ -102,22 +101,24 @@ def prepend(state: SlotWindowState, k: Tensor, v: Tensor, f: Tensor, k_slots: Te
     places = torch.arange(window, device=state.length.device)
     index = (state.length[:, None] + places) % max(window, 1)
     start = (window - state.length).clamp(min=0).to(torch.int32)
-    tails = [_places(x, index) for x in (state.k, state.v, state.f, state.k_slots)]
-    tails[2] = tails[2].masked_fill((places < start[:, None])[..., None, None], 0)
+    gates = _places(state.f, index).masked_fill((places < start[:, None])[..., None, None], 0)
+    old = (_places(state.k, index), _places(state.v, index), gates, _places_of(state.k_slots, index))
     new = (k, v, f, k_slots)
     if cu_seqlens is None:
-        return *(x if x is None else torch.cat([t.to(x.dtype), x], 1) for t, x in zip(tails, new, strict=True)), start
+        joined = [None if x is None or y is None else torch.cat([x, y], 1) for x, y in zip(old, new, strict=True)]
+        return *joined, start
     sequences, tokens = len(cu_seqlens) - 1, k.shape[1]
     borders = cu_seqlens + window * torch.arange(sequences + 1, device=cu_seqlens.device)
     position = torch.arange(tokens + sequences * window, device=cu_seqlens.device)
     sequence = torch.searchsorted(borders[1:].contiguous(), position, right=True)
     local = position - borders[sequence]
-    old = sequence * window + local
-    source = torch.where(local < window, old, sequences * window + cu_seqlens[sequence] + local - window)
-    joined = (
-        x if x is None else torch.cat([t.to(x.dtype).flatten(0, 1), x[0]])[source][None]
-        for t, x in zip(tails, new, strict=True)
+    source = torch.where(
+        local < window, sequence * window + local, sequences * window + cu_seqlens[sequence] + local - window
     )
+    joined = [
+        None if x is None or y is None else torch.cat([x.flatten(0, 1), y[0]])[source][None]
+        for x, y in zip(old, new, strict=True)
+    ]
     return *joined, start
 
 
@@ -150,11 +151,13 @@ def last_tokens(
     return *(None if x is None else x.flatten(0, 1)[index] for x in (k, v, f, k_slots)), length
 
 
-def _places(x: Tensor | None, index: Tensor) -> Tensor | None:
+def _places(x: Tensor, index: Tensor) -> Tensor:
     """Rows `index [N, W]` of dimension 1."""
-    if x is None:
-        return None
     return x.gather(1, index[..., None, None].expand(*index.shape, *x.shape[2:]))
+
+
+def _places_of(x: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if x is None else _places(x, index)
 
 
 def _widen(x: Tensor | None, window: int) -> Tensor | None:

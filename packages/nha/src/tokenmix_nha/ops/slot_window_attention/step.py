@@ -40,8 +40,8 @@ def slot_window_step_kernel(
         # the oldest token makes room for the new one and enters the slots
         place = seen % window
         ring = (i_n * window + place) * H + i_h
-        leaves = seen >= window
-        b_in_f = tl.load(ring_f + ring * M + o_m, mask=leaves, other=0.0)
+        slots = tl.where(seen >= window, M, 0)
+        b_in_f = tl.load(ring_f + ring * M + o_m, mask=o_m < slots, other=0.0)
         b_in_v = tl.load(ring_v + ring * V + o_v)
         if OWN_SLOT_KEYS:
             b_in_k = tl.load(ring_k_slots + ring * K + o_k)

@@ -88,9 +88,10 @@ def load_gates(p_f, o_t, m_t, stride, M: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(p, exists, R: tl.constexpr, D: tl.constexpr):
-    """A contiguous tile `[R, D]`, or zeros unless it exists."""
-    return tl.load(p + tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :], mask=exists, other=0.0)
+def load_tile(p, rows, R: tl.constexpr, D: tl.constexpr):
+    """A contiguous tile `[R, D]`, zero from row `rows` on."""
+    o_r, o_d = tl.arange(0, R)[:, None], tl.arange(0, D)[None, :]
+    return tl.load(p + o_r * D + o_d, mask=o_r < rows, other=0.0)
 
 
 @triton.jit
@@ -111,25 +112,26 @@ def anew(p, level, levels):
 
 
 @triton.jit
-def row_factor(p_g, entering, level, levels, BT: tl.constexpr, M: tl.constexpr):
+def row_factor(p_g, rows, level, levels, BT: tl.constexpr, M: tl.constexpr):
     """Factors `[BT, M]` of the rows that see a level's pairs, and the log2 gates these are measured from.
 
-    Rows that belong to no pair of the level are kept finite; without entering tokens every factor is 1.
+    Rows that belong to no pair of the level are kept finite. `rows` is BT, or 0 where no token enters, which makes every
+    factor 1.
     """
     o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
     half = (BT // 2) >> level
     o_ref = (o_r & -(2 * half)) + half - 1
-    b_ref = tl.load(p_g + o_ref[:, None] * M + o_m[None, :], mask=entering, other=0.0)
-    b_d = load_tile(anew(p_g, level, levels), entering, BT, M) - b_ref
+    b_ref = tl.load(p_g + o_ref[:, None] * M + o_m[None, :], mask=(o_ref < rows)[:, None], other=0.0)
+    b_d = load_tile(anew(p_g, level, levels), rows, BT, M) - b_ref
     return tl.exp2(tl.minimum(b_d, tl.where(level == levels, 126.0, 0.0))), b_ref
 
 
 @triton.jit
-def column_factor(p_h, b_ref, entering, level, levels, BT: tl.constexpr, M: tl.constexpr):
+def column_factor(p_h, b_ref, rows, level, levels, BT: tl.constexpr, M: tl.constexpr):
     """The tokens' side of the product, `exp2(ref + h)` with `h = log2(enter) − G`: what enters, weighted."""
     o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
     p_h = anew(p_h, level, levels) + o_r[:, None] * M + o_m[None, :]
-    b_h = tl.load(p_h, mask=entering, other=float("-inf"))
+    b_h = tl.load(p_h, mask=(o_r < rows)[:, None], other=float("-inf"))
     return tl.exp2(tl.minimum(b_ref + b_h, tl.where(level == levels, 126.0, 0.0)))
 
 

@@ -1,0 +1,81 @@
+"""The public function of gated linear attention: shapes, validation, packed sequences."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.common import (
+    ScanOutput,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+)
+from tokenmix_nha.ops.gla.scan import GatedScan
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def chunk_gla(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N H K V"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+) -> ScanOutput:
+    r"""Gated linear attention (Yang et al. 2023), chunkwise: a gate for every channel of the keys.
+
+    .. math:: S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
+
+    Plain PyTorch on every device, with no kernel behind it: a baseline, not a fast path. Differentiable in every tensor
+    argument and through both results. Packed sequences are taken one after the other, for which a call waits for the
+    device.
+
+    Args:
+        q: `[B, T, HQ, K]`; HQ is a multiple of H, and query head h reads head h // (HQ / H).
+        k, v: `[B, T, H, K]`, `[B, T, H, V]`, in q's dtype.
+        g: `[B, T, H, K]`, natural log of the gates, ≤ 0, any float dtype.
+        scale: factor of the outputs; None is K ** −0.5.
+        initial_state: `[N, H, K, V]`, float32 (float64 beside float64 inputs); None is zero.
+        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
+
+    Returns:
+        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and the state after each sequence.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit; it says what was got and expected.
+    """
+    op = "chunk_gla"
+    dims = bind_shapes(op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), g=(g, "B T H K"))
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_"), initial_state=(initial_state, "N H K V"))
+    check_dtype(op, FLOATS, q=q, k=k, v=v, g=g)
+    check_same_dtype(op, q=q, k=k, v=v)
+    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    check_dtype(op, (wide,), initial_state=initial_state)
+    if initial_state is None:
+        initial_state = q.new_zeros(dims["N"], dims["H"], dims["K"], dims["V"], dtype=wide)
+    scale = dims["K"] ** -0.5 if scale is None else float(scale)
+    parts = []
+    for tokens, rows in sequences_of(cu_seqlens, dims["N"]):
+        b_q, b_k, b_v, b_g = (x[:, tokens].to(wide) for x in (q, k, v, g))
+        scan = GatedScan(b_k, b_v, b_g, initial_state[rows])
+        parts.append((scan.rows(scale * b_q), scan.final))
+    o, states = zip(*parts, strict=True)
+    return ScanOutput(torch.cat(o, 1).to(q.dtype), torch.cat(states))
+
+
+def sequences_of(cu_seqlens: Int[Tensor, "N_plus_1"] | None, sequences: int) -> list[tuple[slice, slice]]:
+    """The tokens and the rows of the state of each packed sequence; all at once for an unpacked batch."""
+    if cu_seqlens is None:
+        return [(slice(None), slice(None))]
+    borders = cu_seqlens.tolist()
+    return [(slice(borders[n], borders[n + 1]), slice(n, n + 1)) for n in range(sequences)]

@@ -1,0 +1,79 @@
+"""Slots and window of a batch of sequences as a part of a layer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenmix_nha.ops import SlotWindowState
+
+
+class SlotWindowPart:
+    """A `SlotWindowState` whose ring has the window's places from the first token on: bytes do not grow.
+
+    Args:
+        heads: H.
+        slots: M.
+        key_size, value_size: K and V.
+        window: places of the ring.
+        own_slot_keys: whether the ring also holds keys as the slots see them.
+    """
+
+    def __init__(
+        self, heads: int, slots: int, key_size: int, value_size: int, window: int, *, own_slot_keys: bool = False
+    ):
+        self.sizes, self.window, self.own_slot_keys = (heads, slots, key_size, value_size), window, own_slot_keys
+        self.value: SlotWindowState | None = None
+
+    def get(self, batch: int, like: Tensor) -> SlotWindowState:
+        """The state, that of no tokens before the first was stored."""
+        if self.value is None:
+            self.value = self.empty(batch, like)
+        return self.value
+
+    def empty(self, batch: int, like: Tensor) -> SlotWindowState:
+        """The state of `batch` sequences before any token, for activations such as `like`."""
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return SlotWindowState.zeros(
+            batch,
+            *self.sizes,
+            self.window,
+            own_slot_keys=self.own_slot_keys,
+            dtype=like.dtype,
+            gate_dtype=wide,
+            device=like.device,
+        )
+
+    def set(self, state: SlotWindowState) -> None:
+        """Keep what a call leaves; gradients do not cross calls."""
+        state = SlotWindowState(*(None if x is None else x.detach() for x in state))
+        self.value = state.reserve(self.window)
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tensors by a function of each."""
+        if self.value is not None:
+            self.value = SlotWindowState(*(None if x is None else fn(x) for x in self.value))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.value = None
+
+    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
+        """Bytes of the state of `batch_size` sequences, of whatever length."""
+        heads, slots, key_size, value_size = self.sizes
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        keys = 2 if self.own_slot_keys else 1
+        token = (keys * key_size + value_size) * dtype.itemsize + slots * wide
+        memory = slots * (key_size + value_size) * wide
+        return batch_size * (heads * (memory + self.window * token) + torch.int32.itemsize)
+
+    def held(self, seq_len: int) -> int:
+        """Bytes now held."""
+        return 0 if self.value is None else self.value.bytes()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory taken."""
+        return self.held(0)

@@ -1,0 +1,136 @@
+"""Windows of a model's layers: read, set and drawn, for our own models and for converted ones alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import TrainerCallback
+
+FULL = "full"
+# a number of tokens, 0 for slots alone, or "full"
+Window = int | str
+
+
+def check_window(window: Any, slots: int = 1) -> Window:
+    """The window itself.
+
+    Raises:
+        ValueError: neither an integer from 0 on nor "full"; 0 without slots, which would see nothing.
+    """
+    if window == FULL:
+        return window
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+        raise ValueError(f"a window must be an integer of at least 0 or {FULL!r}, got {window!r}")
+    if window == 0 and slots == 0:
+        raise ValueError("a window of 0 needs slots: with slots=0 a token would see nothing")
+    return window
+
+
+def check_windows(windows: Window | Sequence[Window], layers: int, slots: int = 1) -> list[Window]:
+    """A window for each layer, of one for all or a pattern whose length divides their number.
+
+    Raises:
+        ValueError: a wrong window, or another number of them.
+    """
+    pattern = [windows] if isinstance(windows, int | str) else list(windows)
+    if not pattern or layers % len(pattern):
+        raise ValueError(
+            f"window: expected one for each of the {layers} layers, or a pattern whose length divides them, "
+            f"got {len(pattern)}"
+        )
+    return [check_window(window, slots) for window in pattern] * (layers // len(pattern))
+
+
+def hybrid_windows(layers: int, window: Window, full_layers: Sequence[int]) -> list[Window]:
+    """`window` in every layer but the `full_layers`.
+
+    Raises:
+        ValueError: an index that is no layer's.
+    """
+    for i in full_layers:
+        if not 0 <= i < layers:
+            raise ValueError(f"full layers must lie from 0 to {layers - 1}, got {i}")
+    return [FULL if i in full_layers else window for i in range(layers)]
+
+
+def nha_mixers(model: nn.Module) -> list[Any]:
+    """The model's Native Hybrid Attention mixers, in the order of its layers.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from tokenmix_nha.mixer import NhaMixer
+
+    mixers = [module for module in model.modules() if isinstance(module, NhaMixer)]
+    if not mixers:
+        raise ValueError(f"{type(model).__name__} has no layer of Native Hybrid Attention whose window could be set")
+    return mixers
+
+
+def windows_of(model: nn.Module) -> list[Window]:
+    """The windows in use."""
+    return [mixer.window for mixer in nha_mixers(model)]
+
+
+def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
+    """Use other windows from the next call on; the configuration and the weights stay as they are.
+
+    A cache belongs to the windows it was made under.
+
+    Raises:
+        ValueError: wrong windows, or another number of them.
+    """
+    mixers = nha_mixers(model)
+    for mixer, window in zip(mixers, check_windows(windows, len(mixers), mixers[0].slots), strict=True):
+        mixer.window = window
+
+
+@contextmanager
+def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
+    """Within it the model has other windows."""
+    before = windows_of(model)
+    set_windows(model, windows)
+    try:
+        yield
+    finally:
+        set_windows(model, before)
+
+
+def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:
+    """A window for each layer, independent and uniform over `choices`: a function of the seed and the step alone."""
+    rng = np.random.default_rng((seed, step))
+    return [choices[i] for i in rng.integers(len(choices), size=layers)]
+
+
+class DrawWindows(TrainerCallback):
+    """Trains with a window drawn for every layer and optimizer step (Figure 4).
+
+    All micro-batches and processes of a step have the same windows, and a resumed run those that it would have had.
+    Afterwards the model has its own windows again.
+
+    Args:
+        choices: the windows to draw from.
+        seed: what the draws depend on, beside the step.
+
+    Raises:
+        ValueError: no or wrong choices.
+    """
+
+    def __init__(self, choices: Sequence[Window], seed: int):
+        if not choices:
+            raise ValueError("random_windows must name at least one window, got none")
+        self.choices, self.seed = [check_window(window) for window in choices], seed
+        self._own: list[Window] | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        if self._own is None:
+            self._own = windows_of(model)
+        set_windows(model, draw_windows(self.choices, len(self._own), seed=self.seed, step=state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        if self._own is not None:
+            set_windows(model, self._own)
