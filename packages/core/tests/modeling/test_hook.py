@@ -75,9 +75,16 @@ class SwitchingConfig(HybridConfig):
 class SwitchingModel(HybridModel):
     config: SwitchingConfig
 
+    def prepare_mixer_inputs(self, inputs, span, cu_seqlens):
+        """A mode may also be a number for all tokens."""
+        if isinstance(mode := inputs.get("mode"), int):
+            inputs = inputs | {"mode": torch.full((span.batch, span.tokens), mode)}
+        return super().prepare_mixer_inputs(inputs, span, cu_seqlens)
+
 
 class SwitchingForCausalLM(HybridForCausalLM):
     config: SwitchingConfig
+    model_class = SwitchingModel
 
 
 register_mixer("switching", SwitchingMixer)
@@ -130,6 +137,14 @@ def test_an_input_for_each_token_follows_its_token_through_padding(model, ids):
     for i, n in enumerate((12, 7, 3)):
         alone = model(ids[i : i + 1, -n:], mode=mode[i : i + 1, -n:], use_cache=False).logits
         assert relative_error(padded[i, -n:], alone[0]) < 1e-5
+
+
+@torch.no_grad()
+def test_a_family_may_take_its_inputs_in_other_forms(model, ids):
+    assert type(model.model) is SwitchingModel
+    mask = left_padded([12, 7, 3], 12)
+    outputs = [model(ids, attention_mask=mask, mode=m, use_cache=False).logits for m in (1, torch.ones_like(ids))]
+    assert torch.equal(*outputs)
 
 
 def test_auxiliary_losses_do_not_change_with_accumulation(model, ids):

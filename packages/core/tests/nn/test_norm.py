@@ -33,6 +33,13 @@ def test_the_gate_acts_after_the_norm_or_before_it(data):
     assert relative_error(before(x, z), exact_norm(x * F.silu(z), before.weight)) < 1e-14
 
 
+@pytest.mark.parametrize("gate", ["before", "after"])
+def test_without_a_gate_the_norm_remains(data, gate):
+    norm = GatedRMSNorm(24, gate=gate).double()
+    torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    assert relative_error(norm(data[0], None), exact_norm(data[0], norm.weight)) < 1e-14
+
+
 def test_groups_are_normalised_on_their_own(data):
     x, z = data
     norm = GatedRMSNorm(24, gate="before", groups=3).double()

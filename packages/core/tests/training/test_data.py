@@ -136,6 +136,17 @@ def test_joined_documents_stay_rows(corpus):
     assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
 
 
+def test_a_row_s_own_inputs_go_with_it_into_the_batch(corpus):
+    def inputs(index):
+        return {"place": 1000 * index + torch.arange(64)}
+
+    rows = MixedRows([ChunkRows(TokenFile(corpus), 64, seed=0)], [1.0], 8, 0, inputs)
+    batch = [rows[5], rows[2]]
+    place = torch.stack([5000 + torch.arange(64), 2000 + torch.arange(64)])
+    assert torch.equal(collate_joined(batch)["place"], place)
+    assert torch.equal(collate_separate(batch)["place"], place.view(1, -1))
+
+
 def test_packed_documents_never_see_each_other(corpus):
     options = {
         "gated_delta_net": {"num_heads": 2, "head_dim": 16, "expand_v": 1.0},
