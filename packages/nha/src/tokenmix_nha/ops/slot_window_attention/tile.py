@@ -115,8 +115,8 @@ def anew(p, level, levels):
 def row_factor(p_g, rows, level, levels, BT: tl.constexpr, M: tl.constexpr):
     """Factors `[BT, M]` of the rows that see a level's pairs, and the log2 gates these are measured from.
 
-    Rows that belong to no pair of the level are kept finite. `rows` is BT, or 0 where no token enters, which makes every
-    factor 1.
+    Rows that belong to no pair of the level are kept finite. `rows` is BT, or 0 where no token enters: every factor is
+    1 then.
     """
     o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
     half = (BT // 2) >> level
