@@ -172,12 +172,12 @@ class HybridModel(HybridPreTrainedModel):
         batch, tokens = hidden.shape[:2]
         self._check_inputs(mixer_inputs)
         cache = self._cache(past_key_values, use_cache, cu_seqlens)
-        mask = self._padding(attention_mask, batch, tokens, cu_seqlens, cache)
+        mask = real_tokens(attention_mask, batch, tokens, cu_seqlens, cache)
         if cache is None:
             span = Span(batch, tokens, hidden.device, mask=mask)
         else:
             span = cache.begin(batch, tokens, hidden.device, mask)
-        position_ids = self._positions(position_ids, span, cu_seqlens)
+        position_ids = token_positions(position_ids, span, cu_seqlens)
         mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, cu_seqlens)
         hidden, seen = span.pack(hidden), [hidden]
         auxiliary: dict[str, list[Tensor]] = {}
@@ -250,49 +250,6 @@ class HybridModel(HybridPreTrainedModel):
             raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False, or rows with padding")
         return self.make_cache() if cache is None else cache
 
-    def _padding(
-        self, mask: Tensor | None, batch: int, tokens: int, cu_seqlens: Tensor | None, cache: HybridCache | None
-    ) -> Bool[Tensor, "B T"] | None:
-        """Which tokens of the call are real; None when all are."""
-        past = 0 if cache is None else cache.length
-        if mask is not None and (
-            mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)
-        ):
-            raise ValueError(
-                f"attention_mask must have shape [B, T] = {[batch, tokens]}"
-                f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"
-            )
-        if mask is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
-        step = tokens == 1 and past > 0 and cache is not None and not cache.padding_at_end
-        if mask is None or step:
-            real = None
-        else:
-            real = mask[:, -tokens:].bool()
-            real = None if bool(real.all()) else real
-        if cache is not None:
-            cache.padding_at_end = real is not None and not bool(real[:, -1].all())
-        return real
-
-    def _positions(self, position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None) -> Tensor:
-        """`[B or 1, T]` in the layout of the layers."""
-        if position_ids is not None:
-            if (
-                position_ids.dim() != 2
-                or position_ids.shape[0] not in (1, span.batch)
-                or position_ids.shape[1] != span.tokens
-            ):
-                raise ValueError(
-                    f"position_ids must have shape {[span.batch, span.tokens]} or {[1, span.tokens]}, "
-                    f"got {list(position_ids.shape)}"
-                )
-            return span.pack(position_ids.expand(span.batch, -1)) if span.mask is not None else position_ids
-        if cu_seqlens is not None:
-            return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
-        if span.uniform:
-            return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
-        return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)
-
     def prepare_mixer_inputs(self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None) -> dict[str, Any]:
         """The mixers' inputs as the layers take them, packed as the tokens are; a paper overrides it for other forms.
 
@@ -307,3 +264,48 @@ class HybridModel(HybridPreTrainedModel):
     def _per_token(x: Any, span: Span) -> Any:
         per_token = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (span.batch, span.tokens)
         return span.pack(x) if per_token else x
+
+
+def real_tokens(
+    mask: Tensor | None, batch: int, tokens: int, cu_seqlens: Tensor | None, cache: HybridCache | None
+) -> Bool[Tensor, "B T"] | None:
+    """Which tokens of the call are real; None when all are."""
+    past = 0 if cache is None else cache.length
+    if mask is not None and (
+        mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)
+    ):
+        raise ValueError(
+            f"attention_mask must have shape [B, T] = {[batch, tokens]}"
+            f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"
+        )
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
+    step = tokens == 1 and past > 0 and cache is not None and not cache.padding_at_end
+    if mask is None or step:
+        real = None
+    else:
+        real = mask[:, -tokens:].bool()
+        real = None if bool(real.all()) else real
+    if cache is not None:
+        cache.padding_at_end = real is not None and not bool(real[:, -1].all())
+    return real
+
+
+def token_positions(position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None) -> Tensor:
+    """`[B or 1, T]` in the layout of the layers."""
+    if position_ids is not None:
+        if (
+            position_ids.dim() != 2
+            or position_ids.shape[0] not in (1, span.batch)
+            or position_ids.shape[1] != span.tokens
+        ):
+            raise ValueError(
+                f"position_ids must have shape {[span.batch, span.tokens]} or {[1, span.tokens]}, "
+                f"got {list(position_ids.shape)}"
+            )
+        return span.pack(position_ids.expand(span.batch, -1)) if span.mask is not None else position_ids
+    if cu_seqlens is not None:
+        return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
+    if span.uniform:
+        return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
+    return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode
+from tokenmix_core.ops.common import AttentionOutput
 
 
 class Attention(Mixer):
@@ -130,6 +131,21 @@ def cached_attention(
     scale: float | None = None,
     impl: str | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
+    """The outputs of `cached_attention_lse`."""
+    return cached_attention_lse(q, k, v, kv, span, step=step, scale=scale, impl=impl).o
+
+
+def cached_attention_lse(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    kv: KVState,
+    span: Span,
+    *,
+    step: bool,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> AttentionOutput:
     """Causal attention over what `kv` holds and over the call's own tokens, which are then stored.
 
     The window and the sinks are those of `kv`. `step` takes the decoding kernel, for one token of each sequence.
@@ -142,23 +158,25 @@ def cached_attention(
         kernel = impl if impl in ("triton", "reference") else None
         return attention_decode(
             q, kv.keys[:, :places], kv.values[:, :places], kv.filled(span), scale=scale, impl=kernel
-        ).o
+        )
     if span.uniform and span.past and kv.window is None and not k.requires_grad:
         kv.write(k, v, span)
         places = span.past + span.tokens
-        return attention(q, kv.keys[:, :places], kv.values[:, :places], **options).o
+        return attention(q, kv.keys[:, :places], kv.values[:, :places], **options)
     if span.past == 0:
-        o = attention(q, k, v, cu_seqlens=span.cu_seqlens, **options).o
+        out = attention(q, k, v, cu_seqlens=span.cu_seqlens, **options)
     elif span.uniform:
         keys, values = (torch.cat(pair, 1) for pair in zip(kv.read(span), (k, v), strict=True))
-        o = attention(q, keys, values, **options).o
+        out = attention(q, keys, values, **options)
     else:
-        o = _ragged_attention(q, k, v, kv, span, scale)
+        out = _ragged_attention(q, k, v, kv, span, scale)
     kv.write(k, v, span)
-    return o
+    return out
 
 
-def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> Tensor:
+def _ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None
+) -> AttentionOutput:
     """Several tokens of sequences of unequal lengths, as of a padded prompt in pieces; rare, so by a mask."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = (
@@ -173,12 +191,10 @@ def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, 
     # a padding query would see nothing, which softmax answers with NaN
     visible |= ~real.unsqueeze(2)
     keys, values = torch.cat((kv.keys, k), 1), torch.cat((kv.values, v), 1)
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=visible.unsqueeze(1),
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return span.pack(o.transpose(1, 2))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grouped = at_least_float32(q).unflatten(2, (k.shape[2], -1))
+    scores = scale * torch.einsum("nihgk,njhk->nhgij", grouped, at_least_float32(keys))
+    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    o = torch.einsum("nhgij,njhv->nihgv", scores.softmax(-1).to(v.dtype), values).flatten(2, 3)
+    lse = scores.logsumexp(-1).flatten(1, 2).transpose(1, 2)
+    return AttentionOutput(span.pack(o), span.pack(lse))
