@@ -1,6 +1,36 @@
 """Native Hybrid Attention (Du et al.): memory slots and a sliding window under one softmax.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU.
+Importing this package is quick, touches no device and needs neither Triton nor a GPU. Importing `tokenmix_nha.model`
+and `tokenmix_nha.hybridized` registers the families with transformers' auto classes.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmix_nha.config import NhaConfig
+    from tokenmix_nha.convert import convert
+    from tokenmix_nha.mixer import NhaMixer
+    from tokenmix_nha.model import NhaForCausalLM, NhaModel
+    from tokenmix_nha.windows import set_windows, using_windows
+
 __version__ = "0.1.0"
+__all__ = ["NhaConfig", "NhaForCausalLM", "NhaMixer", "NhaModel", "convert", "set_windows", "using_windows"]
+
+_HOMES = {
+    "NhaConfig": "config",
+    "NhaForCausalLM": "model",
+    "NhaMixer": "mixer",
+    "NhaModel": "model",
+    "convert": "convert",
+    "set_windows": "windows",
+    "using_windows": "windows",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -37,11 +37,10 @@ class GatedScan:
         self.chunk = min(CHUNK, max(self.tokens, 1))
         self.x = self._chunks(x)
         w, g = self._chunks(w), self._chunks(g)
-        total = g.cumsum(2)
-        self.decay = total.exp()
+        self.decay = g.cumsum(2).exp()
         order = torch.arange(self.chunk, device=w.device)
-        # differences of at most C gates; above the diagonal, where they would overflow, nothing flows
-        between = total[:, :, :, None] - total[:, :, None]
+        # the gates after token j up to token t; a sum, not a difference of sums: no digits lost
+        between = torch.where((order[:, None] > order)[..., None, None], g[:, :, :, None], 0).cumsum(2)
         between = between.masked_fill((order[:, None] < order)[..., None, None], -torch.inf)
         # [N, chunks, t, j, H, M]
         self.weight = between.exp() * w[:, :, None]

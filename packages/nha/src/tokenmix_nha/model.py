@@ -1,0 +1,26 @@
+"""The Native Hybrid Attention language model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tokenmix_core.modeling import HybridForCausalLM, HybridModel, register_model
+from tokenmix_nha.config import NhaConfig
+
+
+class NhaModel(HybridModel):
+    """The backbone; `tokenmix_nha.windows` sets other windows than the configuration's."""
+
+    config: NhaConfig
+    config_class = NhaConfig
+
+
+class NhaForCausalLM(HybridForCausalLM):
+    """The language model."""
+
+    config: NhaConfig
+    config_class = NhaConfig
+    model_class: ClassVar[type[HybridModel]] = NhaModel
+
+
+register_model(NhaConfig, NhaModel, NhaForCausalLM)

@@ -1,0 +1,145 @@
+"""The model: every form decodes as it reads, is saved, and trains; its windows are set and drawn."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.models import ModelContract
+from tokenmix_nha.config import NhaConfig
+from tokenmix_nha.model import NhaForCausalLM, NhaModel
+from tokenmix_nha.windows import (
+    DrawWindows,
+    check_windows,
+    draw_windows,
+    hybrid_windows,
+    set_windows,
+    using_windows,
+    windows_of,
+)
+
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "slots": 5,
+    "gate_normalizer": 2.0,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+class _Contract(ModelContract):
+    config_class = NhaConfig
+    model_class = NhaModel
+    causal_lm_class = NhaForCausalLM
+
+
+class TestHybrid(_Contract):
+    configs: ClassVar = {
+        "windows": FIELDS | {"window": [4, 7]},
+        "slots alone": FIELDS | {"window": 0},
+        "without slots": FIELDS | {"window": [3, "full"], "slots": 0},
+    }
+
+
+class TestWithAFullLayer(_Contract):
+    configs: ClassVar = {
+        "hybrid": FIELDS | {"window": [5, "full"]},
+        "apart": FIELDS | {"window": [5, "full"], "fusion": "fixed"},
+    }
+
+    def test_training_reaches_every_parameter_with_and_without_checkpointing(self, model, ids):
+        # a full layer's gates are open to nothing
+        model.model.layers[1].mixer.f_proj.requires_grad_(False)
+        gates = model.model.layers[1].mixer.f_proj.weight
+        model.train()
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            model.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            for name, p in model.named_parameters():
+                assert p is gates or p.grad.any(), name
+
+
+class TestAblated(_Contract):
+    configs: ClassVar = {
+        "no shift": FIELDS | {"window": 4, "token_shift": False},
+        "learned sum": FIELDS | {"window": 4, "fusion": "learned"},
+        "learned positions": FIELDS | {"window": 4, "positions": "learned", "max_position_embeddings": 64},
+    }
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return NhaForCausalLM(NhaConfig(**FIELDS, window=[4, "full"])).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 61, (2, 19), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_windows_set_at_inference_are_windows_of_the_configuration(model, ids):
+    for windows in (0, "full", [3, 0], ["full", 6]):
+        other = NhaForCausalLM(NhaConfig(**FIELDS, window=windows)).eval()
+        other.load_state_dict(model.state_dict())
+        before = model(ids).logits
+        with using_windows(model, windows):
+            assert torch.equal(model(ids).logits, other(ids).logits)
+            assert model.state_bytes(1000) == other.state_bytes(1000)
+            steps, cache = [], model.make_cache()
+            steps = [model(token, past_key_values=cache).logits for token in ids.split(1, 1)]
+            assert relative_error(torch.cat(steps, 1), other(ids).logits) < 1e-5
+        assert torch.equal(model(ids).logits, before)
+        assert windows_of(model) == [4, "full"]
+
+
+def test_wrong_windows_are_refused(model):
+    for windows, message in (([1, 2, 3], "expected one for each of the 2"), (-1, "a window must"), ([], "got 0")):
+        with pytest.raises(ValueError, match=message):
+            set_windows(model, windows)
+    with pytest.raises(ValueError, match="no layer"):
+        set_windows(torch.nn.Linear(1, 1), 3)
+    with pytest.raises(ValueError, match="full layers must lie"):
+        hybrid_windows(4, 32, [4])
+    assert hybrid_windows(4, 32, [2]) == [32, 32, "full", 32]
+    assert check_windows([0, "full"], 4) == [0, "full", 0, "full"]
+
+
+def test_drawn_windows_depend_on_the_step_and_the_seed_alone(model):
+    choices = [0, 8, "full"]
+    draws = [draw_windows(choices, 24, seed=1, step=step) for step in range(40)]
+    assert draws == [draw_windows(choices, 24, seed=1, step=step) for step in range(40)]
+    assert draws != [draw_windows(choices, 24, seed=2, step=step) for step in range(40)]
+    everything = [window for draw in draws for window in draw]
+    for window in choices:
+        assert abs(everything.count(window) / len(everything) - 1 / 3) < 0.05
+    callback, state = DrawWindows(choices, seed=1), TrainerState()
+    for step in (0, 1, 7):
+        state.global_step = step
+        callback.on_step_begin(None, state, None, model=model)
+        assert windows_of(model) == draw_windows(choices, 2, seed=1, step=step)
+    callback.on_train_end(None, state, None, model=model)
+    assert windows_of(model) == [4, "full"]
+
+
+def test_no_length_changes_the_bytes_of_a_model_without_full_layers(model):
+    with using_windows(model, [4, 0]):
+        assert model.state_bytes(100) == model.state_bytes(10**6)
+    assert model.state_bytes(100) < model.state_bytes(200)
+
+
+def test_a_fork_of_the_configuration_keeps_its_windows():
+    config = NhaConfig(**FIELDS, window=[4, "full"], random_windows=[4, "full"])
+    assert NhaConfig.from_dict(config.to_dict()).window == [4, "full"]
+    assert NhaConfig(**FIELDS, window="full").window == ["full", "full"]
