@@ -26,9 +26,10 @@ def chunk_op(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
+    readout: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs, final states, and what the backward pass needs: Ã and the gates, as `prepare` gives them."""
-    return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
+    return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout)
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule_backward", mutates_args=())
@@ -77,10 +78,10 @@ def step_op(
     return _step(q, k, v, g, beta, state, scale, qk_l2norm)
 
 
-def chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm) -> tuple[Tensor, Tensor]:
+def chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout) -> tuple[Tensor, Tensor]:
     """Chunkwise outputs and final states."""
     run = chunk_op if torch.compiler.is_compiling() else Chunk.apply
-    return run(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)[:2]
+    return run(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout)[:2]
 
 
 def recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,9 @@ class Chunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal_state, *_):
-        return _gradients(ctx, *_chunk_backward(do, dfinal_state, *ctx.saved_tensors, ctx.scale, ctx.qk_l2norm))
+        *saved, readout = ctx.saved_tensors
+        do = _wanted(do, readout)
+        return *_gradients(ctx, *_chunk_backward(do, dfinal_state, *saved, ctx.scale, ctx.qk_l2norm)), None
 
 
 class Recurrent(torch.autograd.Function):
@@ -127,11 +130,17 @@ class Recurrent(torch.autograd.Function):
         return _gradients(ctx, *_chunk_backward(*arguments))
 
 
-def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
+def _wanted(do: Tensor | None, readout: Tensor | None) -> Tensor | None:
+    """The gradient of the outputs that are read out."""
+    return do if do is None or readout is None else do.masked_fill(~readout[..., None, None], 0.0)
+
+
+def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
     terms = prepare(k, g, beta, cu_seqlens, qk_l2norm)
-    o, final_state = forward(q, k, v, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=False)
+    readout = None if readout is None else readout.contiguous()
+    o, final_state = forward(q, k, v, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=False, readout=readout)
     return o, final_state, *terms
 
 
@@ -155,9 +164,9 @@ def _step(q, k, v, g, beta, state, scale, qk_l2norm):
 
 
 def _save_chunk(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, readout = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, g, beta, *output[2:], initial_state, cu_seqlens)
+    ctx.save_for_backward(q, k, v, g, beta, *output[2:], initial_state, cu_seqlens, readout)
 
 
 def _save_recurrent(ctx, inputs, output):
@@ -172,12 +181,14 @@ def _gradients(ctx, dq, dk, dv, dg, dbeta, dinitial_state):
 
 
 def _chunk_op_backward(ctx, do, dfinal_state, *_):
-    return _gradients(ctx, *backward_op(do, dfinal_state, *ctx.saved_tensors, ctx.scale, ctx.qk_l2norm))
+    *saved, readout = ctx.saved_tensors
+    do = _wanted(do, readout)
+    return *_gradients(ctx, *backward_op(do, dfinal_state, *saved, ctx.scale, ctx.qk_l2norm)), None
 
 
 def _recurrent_op_backward(ctx, do, dfinal_state):
     q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
-    terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm)[2:]
+    terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, None)[2:]
     arguments = (do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm)
     return _gradients(ctx, *backward_op(*arguments))
 
@@ -193,7 +204,7 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
 
 
 @chunk_op.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
+def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     return (

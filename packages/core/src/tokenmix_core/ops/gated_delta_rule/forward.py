@@ -12,9 +12,20 @@ from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, 
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
 
 
+@triton.jit
+def add_chunk(b_o, b_q, b_k, b_r, b_b, b_w, o_t, L2NORM: tl.constexpr, DOT: tl.constexpr):
+    """Outputs before the scale, from what the state before the chunk gave: + P' R with P' = tril(Q Kᵀ ⊙ Γ) diag(β)."""
+    b_p = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
+    b_p *= causal_decay(b_b, b_b, o_t, o_t) * b_w[None, :]
+    b_o = tl.dot(b_p.to(b_k.dtype), b_r.to(b_k.dtype), b_o, input_precision=DOT)
+    if L2NORM:
+        b_o *= inverse_norm(b_q, DOT)[:, None]
+    return b_o
+
+
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, inverse, gates, initial_state, cu_seqlens, o, final_state, states, residual,
+    q, k, v, inverse, gates, initial_state, cu_seqlens, readout, o, final_state, states, residual,
     scale, T, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -57,21 +68,25 @@ def forward_kernel(
 
         # R = Ã (V − γ ⊙ K S)
         b_y = tl.dot(b_k, b_h, input_precision=DOT) * -(tl.exp2(b_b) * r_k)[:, None] + b_v.to(tl.float32)
-        if OUTPUT:
+        if OUTPUT and readout is None:
             b_q = load_rows(p_q, H * K, rows, BT, K)
             b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
         b_r = tl.dot(b_a, b_y.to(k.dtype.element_ty), input_precision=DOT)
         if SAVE:
             store_rows(p_r, b_r, HV * V, rows, BT, BV)
 
-        if OUTPUT:
-            # O = scale (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β)
-            b_p = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
-            b_p *= causal_decay(b_b, b_b, o_t, o_t) * b_w[None, :]
-            b_o = tl.dot(b_p.to(k.dtype.element_ty), b_r.to(k.dtype.element_ty), b_o, input_precision=DOT)
-            if L2NORM:
-                b_o *= inverse_norm(b_q, DOT)[:, None]
+        # O = scale (γ ⊙ Q S + P' R)
+        if OUTPUT and readout is None:
+            b_o = add_chunk(b_o, b_q, b_k, b_r, b_b, b_w, o_t, L2NORM, DOT)
             store_rows(p_o, b_o * scale, HV * V, rows, BT, BV)
+        elif OUTPUT:
+            # outputs are zero unless written
+            m_o = tl.load(readout + begin + start + o_t, mask=o_t < rows, other=0) != 0
+            if tl.max(m_o.to(tl.int32)) > 0:
+                b_q = load_rows(p_q, H * K, rows, BT, K)
+                b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
+                b_o = add_chunk(b_o, b_q, b_k, b_r, b_b, b_w, o_t, L2NORM, DOT)
+                store_rows(p_o, tl.where(m_o[:, None], b_o, 0.0) * scale, HV * V, rows, BT, BV)
 
         # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
         b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[:, None]).to(k.dtype.element_ty)
@@ -102,12 +117,16 @@ def forward(
     qk_l2norm: bool,
     *,
     save: bool,
+    readout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; or with `save` R, like v, and the state entering each chunk, in v's dtype."""
+    """Outputs (0 where `readout` is False) and final states.
+
+    With `save` R, like v, and the state entering each chunk, in v's dtype.
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = sequences(q, cu_seqlens)
-    out = torch.empty_like(v)
+    out = torch.empty_like(v) if readout is None else torch.zeros_like(v)
     if save:
         states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
     else:
@@ -115,7 +134,7 @@ def forward(
     launch = tuning.gated_delta_rule("states" if save else "forward", K, V, q.element_size(), N * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     forward_kernel[(N * HV * (V // launch.BV),)](
-        q, k, v, inverse, gates, gates if initial_state is None else initial_state, cu_seqlens, out, states,
+        q, k, v, inverse, gates, gates if initial_state is None else initial_state, cu_seqlens, readout, out, states,
         states, out, scale, T, H, HV // H, B * T,
         K, V, CHUNK, launch.BV, not save, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
         dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,

@@ -10,9 +10,19 @@ from tokenmix_core.tile.sequences import locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDForward
 
 
+@triton.jit
+def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
+    """A chunk's outputs, before the scale, from the state before it."""
+    # computed operands stay on the right of a product: on the left they would be read from registers, which the
+    # assemblers of Triton 3.4 to 3.7 get wrong on Hopper
+    b_p = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3") * causal_decay_transposed(b_b, b_b, o_i, o_i)
+    b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision="tf32x3")
+    return tl.dot(b_q, b_s.to(b_q.dtype), input_precision="tf32x3") * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
+
+
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def ssd_forward_kernel(
-    q, k, v, g, o, initial_state, final_state, cu_seqlens,
+    q, k, v, g, o, initial_state, final_state, cu_seqlens, readout,
     stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
@@ -53,13 +63,16 @@ def ssd_forward_kernel(
         b_k = tl.load(k + o_t * stride_k + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_v = tl.load(v + o_t * stride_v + o_i[:, None] * stride_v + o_v[None, :], mask=m_t[:, None], other=0.0)
 
-        # computed operands stay on the right of a product: on the left they would be read from registers, which the
-        # assemblers of Triton 3.4 to 3.7 get wrong on Hopper
-        b_p = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3") * causal_decay_transposed(b_b, b_b, o_i, o_i)
-        b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision="tf32x3")
-        b_o = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="tf32x3") * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
         p_o = o + o_t * HV * V + o_i[:, None] * (HV * V) + o_v[None, :]
-        tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
+        if readout is None:
+            b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
+            tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
+        else:
+            # outputs are zero unless written
+            m_o = tl.load(readout + o_t + o_i, mask=m_t, other=0) != 0
+            if tl.max(m_o.to(tl.int32)) > 0:
+                b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
+                tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_o[:, None])
 
         b_w = (b_v * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
         b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
@@ -67,7 +80,7 @@ def ssd_forward_kernel(
         tl.store(final_state + o_state, b_s)
 
 
-def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: SSDForward):
+def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout, segment, config: SSDForward):
     """Outputs, and the final states unless the sequences are cut into segments.
 
     With `segment` tokens a program, `initial_state [slots, HV, K, V]` holds the state before each segment; with
@@ -76,11 +89,12 @@ def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: S
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    make = torch.empty_like if readout is None else torch.zeros_like
+    o = make(v, memory_format=torch.contiguous_format)
     final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
     spans = len(initial_state) if segment else N
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
-        q, k, v, g, o, initial_state, final_state, cu_seqlens,
+        q, k, v, g, o, initial_state, final_state, cu_seqlens, readout,
         q.stride(1), k.stride(1), v.stride(1), scale, T, N, G, HV, segment,
         K, V, config.BT, config.BV, segment > 0, cu_seqlens is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
