@@ -149,15 +149,14 @@ class OryxMixer(Mixer):
         turned = (q, k)
         if self.rope_both or mode.may_attend or state is not None:
             turned = (apply_rotary(q, rotary), apply_rotary(k, rotary))
-        attended = self._attend(*turned, v, mode, state, cu_seqlens, step)
-        o = attended
+        o = self._attend(*turned, v, mode, state, cu_seqlens, step)
         # without a cache nobody will read the state that attention leaves behind
         if mode.uniform != ATTENTION or state is not None:
-            o = self._recur(hidden_states, *(turned if self.rope_both else (q, k)), v, state, cu_seqlens, step)
-            if mode.uniform == ATTENTION:
-                o = attended
-            elif attended is not None:
-                o = torch.where(mode.attention[..., None, None], attended, o)
+            linear = self._recur(
+                hidden_states, *(turned if self.rope_both else (q, k)), v, mode, state, cu_seqlens, step
+            )
+            # each is 0 where the other answers
+            o = linear if o is None else o if mode.uniform == ATTENTION else o + linear
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
         return self.o_proj(self.norm(o.flatten(-2), gate)), None
 
@@ -197,7 +196,7 @@ class OryxMixer(Mixer):
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"] | None:
-        """Attention's outputs, 0 for tokens in linear mode where they were left out; None when no token is in it."""
+        """Attention's outputs, 0 for tokens in linear mode; None when no token is in attention mode."""
         if self.attention_l2_norm != "none":
             k = _unit(k)
         if self.attention_l2_norm == "query_key":
@@ -218,8 +217,11 @@ class OryxMixer(Mixer):
         if not mode.may_attend:
             kv.write(k, v, span)
             return None
-        if mode.attention is None or not (step or span.past == 0 or span.uniform):
+        if mode.attention is None:
             return cached_attention(q, k, v, kv, span, step=step, impl=self.impl)
+        if not (step or span.past == 0 or span.uniform):
+            o = cached_attention(q, k, v, kv, span, step=False, impl=self.impl)
+            return o.masked_fill(~mode.attention[..., None, None], 0.0)
         if span.past and k.requires_grad:
             keys, values = (torch.cat(pair, 1) for pair in zip(kv.read(span), (k, v), strict=True))
             kv.write(k, v, span)
@@ -241,11 +243,12 @@ class OryxMixer(Mixer):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        mode: Modes,
         state: LayerState | None,
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
-        """The linear mixer's outputs; its state advances over all tokens."""
+        """The linear mixer's outputs, 0 for tokens in attention mode; its state advances over all tokens."""
         dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
         g = -self.A_log.exp() * dt
         options: dict[str, Any] = {"impl": self.impl}
@@ -255,15 +258,21 @@ class OryxMixer(Mixer):
         if self.beta_proj is not None:
             chunked, stepped, options["qk_l2norm"] = chunk_gated_delta_rule, gated_delta_rule_step, True
             inputs = (q, k, v, g, at_least_float32(self.beta_proj(x)).sigmoid())
+        readout = mode.linear(x)
         if state is not None and step:
             recurrent = state.recurrent.get(x.shape[0], x)
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
+            if readout is not None:
+                o = o.masked_fill(~readout[..., None, None], 0.0)
         else:
             before = None if state is None else state.recurrent.value
-            o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
+            o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, readout=readout, **options)
             if state is not None:
                 state.recurrent.set(after)
-        return o if self.D is None else (o + v * self.D.unsqueeze(-1)).to(v.dtype)
+        if self.D is None:
+            return o
+        skip = self.D if readout is None else self.D * readout.unsqueeze(-1)
+        return (o + v * skip.unsqueeze(-1)).to(v.dtype)
 
     def mixing_flops(self, seq_len: int) -> float:
         # as trained: the state for every token (the delta rule also reads it with k), then the read-out or the visible

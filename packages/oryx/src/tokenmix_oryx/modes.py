@@ -37,6 +37,12 @@ class Modes(NamedTuple):
         """Whether some token may be in attention mode, as far as the host knows."""
         return self.uniform != LINEAR
 
+    def linear(self, x: Tensor) -> Bool[Tensor, "B T"] | None:
+        """True for tokens `x [B, T, ...]` in linear mode; None when all are."""
+        if self.attention is not None:
+            return ~self.attention
+        return None if self.uniform == LINEAR else x.new_zeros(x.shape[:2], dtype=torch.bool)
+
 
 def check_mode(mode: Any) -> None:
     """Raise a ValueError for something that is no mode in any of its forms."""
