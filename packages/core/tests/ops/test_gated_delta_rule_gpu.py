@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
-from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
+from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
@@ -42,24 +43,19 @@ def borders(values=PACKED):
 
 
 def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
-    """Against the eager reference run in the same dtype, which rounds what matrix units are given as the kernels do."""
+    """Assert that values and gradients err at most `factor` times as much as the eager reference in the same dtype."""
     options = {"qk_l2norm": True} | options
+    function = partial(form, impl="triton", **options)
     reference = partial(chunk_gated_delta_rule, impl="reference", **options)
     dtype = x["q"].dtype
-
-    def baseline(**x):
-        return reference(**x)
-
-    with torch.enable_grad():
-        if dtype == torch.float32:
-            assert_agrees(partial(form, impl="triton", **options), reference, x, factor=factor)
-            return
-        got, upstream = values_and_gradients(partial(form, impl="triton", **options), x)
-        exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
-        with RoundedProducts(dtype):
-            eager, _ = values_and_gradients(baseline, x, upstream)
+    got, upstream = values_and_gradients(function, x)
+    exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
+    with RoundedProducts(dtype) if dtype.itemsize == 2 else nullcontext():
+        eager, _ = values_and_gradients(reference, x, upstream)
+    # half a 16-bit spacing is one rounding; in float32 gates are summed in another order, and rounded some ten times
+    floor = torch.finfo(dtype).eps * (0.5 if dtype.itemsize == 2 else 10)
     for name, value in got.items():
-        assert_within(name, value, exact[name], eager[name], factor=factor, floor=torch.finfo(dtype).eps / 2)
+        assert_within(name, value, exact[name], eager[name], factor=factor, floor=floor)
 
 
 def use_tile(monkeypatch, index):

@@ -61,22 +61,22 @@ def assert_agrees(
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Round the operands of matrix products, and what a triangular solve returns, to `dtype`; sums keep their own.
+    """Round the operands and results of matrix products and triangular solves to `dtype`, as products of that dtype do.
 
-    An eager reference run under this mode, backward included, makes the errors that matrix units of that dtype make.
+    An eager reference run under this mode, backward included, is the reference run in `dtype`: sums inside a product,
+    and all that is computed element by element, keep the precision they have.
     """
 
-    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.linalg_solve_triangular.default)
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in self.PRODUCTS:
-            args = tuple(self._rounded(x) for x in args)
-        out = func(*args, **(kwargs or {}))
-        return self._rounded(out) if func is torch.ops.aten.linalg_solve_triangular.default else out
+        if func not in self.PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        return self._rounded(func(*(self._rounded(x) for x in args), **(kwargs or {})))
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).to(x.dtype)

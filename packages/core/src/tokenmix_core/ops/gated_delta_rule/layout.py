@@ -1,5 +1,6 @@
 """What the launchers share: chunk length, numbers of sequences and chunk slots, precision of products."""
 
+import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
@@ -29,5 +30,5 @@ def dot_precision(x: Tensor) -> str:
 
 def solve_precision(x: Tensor) -> str:
     """The inverse amplifies rounding where keys repeat, so its products are finer than the inputs."""
-    # the interpreter knows no bf16x3 and computes in float32 anyway
-    return "tf32x3" if x.element_size() == 4 or interpreting() else "bf16x3"
+    # three parts of bfloat16 make 16 bits, enough for bfloat16 alone; the interpreter knows no parts and needs none
+    return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else "tf32x3"
