@@ -221,3 +221,33 @@ def test_an_error_of_ours_keeps_its_traceback(recipes, monkeypatch):
     monkeypatch.setattr(commands, "info", fail)
     with pytest.raises(AssertionError, match="an invariant"):
         main(["info"], recipes=recipes)
+
+
+def twice(args, context):
+    """What the command below runs."""
+    print(2 * args.number, args.rest, sorted(context.recipes))
+    return 3 if args.number < 0 else 0
+
+
+def test_a_package_s_own_command_runs_beside_core_s(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_commands", sys.modules[__name__])
+
+    def own(add):
+        add("twice", "double a number", "21", "own_commands:twice").add_argument("number", type=int)
+        add("free", "take any field", "21", "own_commands:twice", takes_fields=True).add_argument("number", type=int)
+
+    def call(*arguments):
+        return main(arguments, prog="tokenmix-paper", recipes={"nano": None}, commands=own)
+
+    assert call("twice", "21") == 0
+    assert capsys.readouterr().out == "42 [] ['nano']\n"
+    assert call("twice", "-1") == 3
+    capsys.readouterr()
+    assert call("twice", "21", "--seed", "1") == 2
+    assert "unexpected argument '--seed'" in capsys.readouterr().err
+    assert call("free", "21", "--seed", "1") == 0
+    assert "['--seed', '1']" in capsys.readouterr().out
+    assert call("--help") == 0
+    shown = capsys.readouterr().out
+    assert "double a number" in shown
+    assert "evaluate a checkpoint" in shown

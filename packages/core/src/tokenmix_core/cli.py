@@ -7,12 +7,16 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+# a command's name, summary, example and "module:function", `takes_fields=True` for flags that name a recipe's fields
+AddCommand = Callable[..., argparse.ArgumentParser]
 # bad input, a missing file or library: one sentence, no traceback
 USER_ERRORS = (ValueError, FloatingPointError, OSError, ImportError)
 
@@ -23,6 +27,7 @@ def main(
     prog: str = "tokenmix",
     recipes: Mapping[str, Any] | str | None = None,
     suites: Mapping[str, Any] | str | None = None,
+    commands: Callable[[AddCommand], None] | None = None,
 ) -> int:
     """Run the command line.
 
@@ -32,26 +37,30 @@ def main(
         recipes: functions that return recipes, by name, or "module:attribute"; core's baselines by default. Importing
             the module must register the package's models.
         suites: evaluation suites beside core's, by name, or "module:attribute".
+        commands: adds a package's own commands: it calls what it is given with a name, a summary, an example of its
+            arguments and "module:function", and adds arguments to the parser that it gets back. The function takes the
+            parsed arguments and the `commands.Context`, and is imported when the command runs.
 
     Returns:
         The exit code: 0, 2 for a wrong call or wrong input, 130 when stopped by Ctrl-C.
     """
     # quieter libraries, unless the user says otherwise
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    parser = _parser(prog)
+    parser = _parser(prog, commands)
     try:
         args, args_rest = parser.parse_known_args(argv)
     except SystemExit as end:
         return int(end.code or 0)
     name = args.parser.prog
-    if args_rest and args.run != "train":
+    if args_rest and not args.takes_fields:
         print(f"{name}: error: unexpected argument {args_rest[0]!r} (see {name} --help)", file=sys.stderr)
         return 2
     args.rest = args_rest
     try:
-        from tokenmix_core import commands
+        from tokenmix_core.commands import Context
 
-        return getattr(commands, args.run)(args, commands.Context(recipes, suites)) or 0
+        module, _, function = args.run.partition(":")
+        return getattr(importlib.import_module(module), function)(args, Context(recipes, suites)) or 0
     except BrokenPipeError:
         # whoever read the output has gone; nothing is left to be said to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -82,17 +91,20 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if shown else action.help
 
 
-def _parser(prog: str) -> _Parser:
+def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Parser:
     parser = _Parser(prog=prog, description="Train, evaluate and use language models that mix token mixers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(group: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    def command(
+        group: Any, name: str, summary: str, example: str, run: str = "", takes_fields: bool = False
+    ) -> argparse.ArgumentParser:
         sub = group.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         sub.epilog = f"example: {sub.prog} {example}"
-        sub.set_defaults(run=name, parser=sub)
+        sub.set_defaults(run=run or f"tokenmix_core.commands:{name}", parser=sub, takes_fields=takes_fields)
         return sub
 
-    sub = command(commands, "train", "run a recipe, then its evaluations", "tiny --total_tokens 1M --out runs/a")
+    example = "tiny --total_tokens 1M --out runs/a"
+    sub = command(commands, "train", "run a recipe, then its evaluations", example, takes_fields=True)
     sub.usage = f"{sub.prog} RECIPE [--out DIR] [--resume] [--no-eval] [--config FILE] [--FIELD VALUE ...]"
     sub.add_argument("recipe", metavar="RECIPE", help="a recipe; `info` lists them; --FIELD VALUE sets a field of it")
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/RECIPE)")
@@ -106,7 +118,7 @@ def _parser(prog: str) -> _Parser:
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for results (default: CHECKPOINT/evaluation)")
     sub.add_argument("--tasks", type=_names, metavar="A,B", help="only these tasks of the suite")
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
-    sub.add_argument("--lengths", type=_lengths, metavar="T,T", help="context lengths in tokens")
+    sub.add_argument("--lengths", type=numbers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
     sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
     sub.add_argument(
@@ -114,7 +126,7 @@ def _parser(prog: str) -> _Parser:
     )
     sub.add_argument("--vocab-size", type=int, metavar="V", help="tokens that synthetic sequences are made of")
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="what random data depends on")
-    _add_device(sub)
+    add_device(sub)
 
     sub = command(commands, "generate", "continue a text", 'runs/tiny --prompt "def main(" --temperature 0.7')
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model")
@@ -128,19 +140,19 @@ def _parser(prog: str) -> _Parser:
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of joint probability P"
     )
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="what the sampling depends on")
-    _add_device(sub)
+    add_device(sub)
 
     sub = command(commands, "bench", "measure a model's speed and memory on this machine", "tiny --lengths 512,2048")
     sub.add_argument("target", metavar="RECIPE|CHECKPOINT", help="a recipe's model gets random weights")
     sub.add_argument(
-        "--lengths", type=_lengths, default=(512, 1024, 2048), metavar="T,T", help="context lengths in tokens"
+        "--lengths", type=numbers, default=(512, 1024, 2048), metavar="T,T", help="context lengths in tokens"
     )
     sub.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time")
     sub.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that the median is taken of")
     sub.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for tables, plots and JSON; without it none is written"
     )
-    _add_device(sub)
+    add_device(sub)
 
     data = commands.add_parser("data", help="prepare corpora", description="Prepare corpora.")
     group = data.add_subparsers(required=True, metavar="COMMAND")
@@ -162,17 +174,21 @@ def _parser(prog: str) -> _Parser:
     sub = command(commands, "info", "show versions, recipes and suites, or what a model is", "tiny")
     sub.add_argument("target", nargs="?", metavar="RECIPE|CHECKPOINT", help="the model to describe")
     sub.add_argument(
-        "--lengths", type=_lengths, default=(2048, 32768), metavar="T,T", help="contexts to size the cache for"
+        "--lengths", type=numbers, default=(2048, 32768), metavar="T,T", help="contexts to size the cache for"
     )
+    if more is not None:
+        more(partial(command, commands))
     return parser
 
 
-def _add_device(sub: argparse.ArgumentParser) -> None:
+def add_device(sub: argparse.ArgumentParser) -> None:
+    """Let a command take `--device` and `--dtype`."""
     sub.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """Positive numbers separated by commas."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:

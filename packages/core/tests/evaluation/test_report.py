@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tokenmix_core.evaluation.report import (
+    draw,
     format_rows,
     format_table,
     training_result,
@@ -67,6 +68,24 @@ def test_a_result_comes_back_from_its_json_beside_its_plots(tmp_path, plots):
     assert read == json.loads(json.dumps(result(plots=plots)))
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in files[1:-1])
     assert all(f"({name})" in files[-1].read_text() for name in names)
+
+
+def test_a_heatmap_shows_its_values(tmp_path):
+    from matplotlib.image import imread
+
+    flat, steep = ([[a, b], [b, a]] for a, b in ((0.5, 0.5), (0.0, 1.0)))
+    pixels = []
+    for name, heatmap in (("flat", flat), ("steep", steep)):
+        plot = {"title": "share", "x": "head", "y": "layer", "series": {}, "heatmap": heatmap}
+        draw(plot, tmp_path / f"{name}.png")
+        image = imread(tmp_path / f"{name}.png")
+        height, width = image.shape[:2]
+        pixels.append([image[height * a // 4, width * b // 4, :3] for a in (1, 3) for b in (1, 2)])
+    # four equal fields, and two pairs of different ones along the diagonals
+    assert all((p == pixels[0][0]).all() for p in pixels[0])
+    assert (pixels[1][0] == pixels[1][3]).all()
+    assert (pixels[1][1] == pixels[1][2]).all()
+    assert (pixels[1][0] != pixels[1][1]).any()
 
 
 def test_without_matplotlib_all_but_the_plots_is_written(tmp_path, monkeypatch, capsys):

@@ -79,7 +79,7 @@ def _cell(value: Any) -> str:
 
 
 def draw(plot: Plot, path: Path) -> None:
-    """Draw curves into a PNG file.
+    """Draw curves or a heatmap into a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -92,6 +92,12 @@ def draw(plot: Plot, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    if (heatmap := plot.get("heatmap")) is not None:
+        image = axes.imshow(heatmap, origin="lower", aspect="auto", interpolation="nearest", vmin=0, vmax=1)
+        figure.colorbar(image, ax=axes)
+        axes.locator_params(integer=True)
+    else:
+        axes.grid(alpha=0.3)
     for i, (name, (x, y)) in enumerate(plot["series"].items()):
         marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 40 else None
         axes.plot(x, y, marker=marker, markersize=4, linewidth=1.4, label=name)
@@ -101,7 +107,6 @@ def draw(plot: Plot, path: Path) -> None:
     if plot.get("log_y"):
         axes.set_yscale("log")
     axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
-    axes.grid(alpha=0.3)
     if plot["series"]:
         axes.legend(frameon=False)
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, TrainerCallback
+    from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
     from tokenmix_core.training.data import RowInputs
 
-_SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class BadTokens(ValueError, ArgumentTypeError):
+    """Not a number of tokens; argparse shows what such an error says, and nothing of another ValueError."""
 
 
 class Tokens(int):
@@ -37,7 +42,7 @@ class Tokens(int):
                     if value != number:
                         raise ValueError
             except (ValueError, OverflowError):
-                raise ValueError(
+                raise BadTokens(
                     f"expected a number of tokens such as 524288, 2**19, 0.5M or 15B, got {text!r}"
                 ) from None
         return super().__new__(cls, value)
@@ -213,6 +218,8 @@ class Recipe:
         callbacks: each one makes a `TrainerCallback` for the run from the recipe.
         row_inputs: makes from the recipe a function of a row's index that gives further inputs of the model by name,
             tensors `[T, ...]` with one value a token; it must depend on nothing but the recipe's fields and the index.
+        make_model: makes the model to train from the recipe, such as one that was trained before; by default a new one
+            of the config.
     """
 
     name: str
@@ -224,6 +231,7 @@ class Recipe:
     run: RunRecipe = RunRecipe()
     callbacks: tuple[Callable[[Recipe], TrainerCallback], ...] = ()
     row_inputs: Callable[[Recipe], RowInputs] | None = None
+    make_model: Callable[[Recipe], PreTrainedModel] | None = None
 
     def model_config(self) -> PreTrainedConfig:
         """The config of the model.

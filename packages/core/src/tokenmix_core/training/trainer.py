@@ -148,7 +148,7 @@ def _checkpointing(wanted: bool) -> dict[str, Any]:
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
-    """A new model of the recipe, its weights drawn from the recipe's seed.
+    """The recipe's model: what it makes itself, or a new one, its weights drawn from the recipe's seed.
 
     Raises:
         ValueError: a config that is wrong, or a vocabulary smaller than the tokenizer's or the recall task's.
@@ -163,7 +163,7 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     set_seed(recipe.run.seed)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config) if recipe.make_model is None else recipe.make_model(recipe)
 
 
 def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> RecipeTrainer:

@@ -1,0 +1,94 @@
+"""The command `tokenmix-nha`: core's command line with this package's recipes and suites, and its own commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenmix_core import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return cli.main(
+        argv,
+        prog="tokenmix-nha",
+        recipes="tokenmix_nha.recipes:RECIPES",
+        suites="tokenmix_nha.evals:SUITES",
+        commands=_add_commands,
+    )
+
+
+def _add_commands(add: cli.AddCommand) -> None:
+    sub = add(
+        "convert",
+        "replace the attention of a pretrained transformer by NHA",
+        "models/Llama-3.2-1B --full-layers 0,8 --slots 64 --window 32 --out converted",
+        "tokenmix_nha.convert:command",
+    )
+    sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Qwen2, Qwen3 or Qwen3-MoE checkpoint")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    sub.add_argument(
+        "--full-layers", type=_indices, default=(), metavar="I,I", help="layers that see everything; `all` for every one"
+    )
+    sub.add_argument("--slots", type=int, default=64, metavar="M", help="slots of every key head; 0 for none")
+    sub.add_argument("--window", type=int, default=32, metavar="W", help="tokens that other layers see exactly")
+    sub.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)"
+    )
+
+    sub = add(
+        "finetune",
+        "train a converted model: its attention alone (stage 1), then everything through LoRA (stage 2)",
+        "converted --stage 1 --out runs/stage1 --sources data/slimpajama",
+        "tokenmix_nha.finetune:command",
+        takes_fields=True,
+    )
+    sub.usage = f"{sub.prog} CHECKPOINT --stage 1|2 --out DIR [--resume] [--config FILE] [--FIELD VALUE ...]"
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a converted model; --FIELD VALUE as in train")
+    sub.add_argument("--stage", type=int, choices=(1, 2), required=True, help="1: attention, FFN frozen; 2: LoRA")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument("--rank", type=int, default=16, metavar="R", help="rank of LoRA")
+    sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with fields of the recipe")
+
+    sub = add(
+        "search",
+        "find which layers should be full, by windows at inference alone",
+        "runs/tiny-random --task mqar --lengths 256 --max-full 1",
+        "tokenmix_nha.search:command",
+    )
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of an NHA model, of drawn windows best")
+    sub.add_argument("--task", required=True, metavar="SUITE[:A,B]", help="a suite, or some of its tasks, to score by")
+    sub.add_argument("--window", type=int, metavar="W", help="of the other layers (default: the smallest in the config)")
+    sub.add_argument(
+        "--blocks", type=cli.numbers, default=(8, 6, 4, 3, 2), metavar="N,N", help="one full layer in every N, at each place"
+    )
+    sub.add_argument("--insert", type=int, default=1, metavar="N", help="full layers to add greedily to the sparsest")
+    sub.add_argument(
+        "--max-full", type=int, metavar="N", help="full layers of the chosen one (default: the sparsest's and --insert)"
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (default: CHECKPOINT/search)")
+    sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
+    sub.add_argument("--lengths", type=cli.numbers, metavar="T,T", help="context lengths in tokens")
+    sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
+    sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
+    sub.add_argument("--text", metavar="PATH", help="a token file, or text, JSONL or parquet")
+    sub.add_argument("--vocab-size", type=int, metavar="V", help="tokens that synthetic sequences are made of")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="what random data depends on")
+    cli.add_device(sub)
+
+
+def _indices(text: str) -> tuple[int, ...] | str:
+    if text in ("all", "none"):
+        return text if text == "all" else ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected layers separated by commas, all or none, got {text!r}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Hybridizing a pretrained transformer: its weights under Native Hybrid Attention (section 4.6, appendix C.2)."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tokenmix_nha.hybridized import FAMILIES
+from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows, nha_mixers
+
+# what belongs to a checkpoint beside its model, copied as it is
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
+
+
+def convert(
+    model: PreTrainedModel, windows: Window | Sequence[Window], *, slots: int = 64, gate_normalizer: float = 8.0
+) -> Any:
+    """The model with NHA in the place of its attention.
+
+    Q, K, V and O weights with their biases and norms are inherited, gates begin as average-pooled K projections, and
+    every other weight is the original's own tensor. With full windows and no slots it computes what the original does.
+
+    Args:
+        model: a Llama, Qwen2, Qwen3 or Qwen3-MoE language model of transformers.
+        windows: of all layers, or a list of them.
+        slots: M of every key head; 0 for none.
+        gate_normalizer: divides the gates' logs.
+
+    Raises:
+        ValueError: another kind of model, one with sliding windows of its own, or wrong windows.
+    """
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(f"convert: expected a model of type {', '.join(FAMILIES)}, got {kind!r}")
+    config_class, _, causal_lm = FAMILIES[kind]
+    if not isinstance(model, causal_lm.__mro__[2]):
+        raise ValueError(f"convert: expected a language model with its output layer, got {type(model).__name__}")
+    fields = model.config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version", "dtype"):
+        fields.pop(name, None)
+    layers = model.config.num_hidden_layers
+    fields |= {"window": check_windows(windows, layers, slots), "slots": slots, "gate_normalizer": gate_normalizer}
+    config = config_class.from_dict(fields)
+    with torch.device("meta"):
+        converted = causal_lm(config)
+    state = dict(model.state_dict())
+    for name, weight in pooled_gates(model, slots).items():
+        state[name] = weight
+    # the tensors themselves, not copies
+    converted.load_state_dict(state, strict=True, assign=True)
+    converted.tie_weights()
+    _restore_buffers(converted, model)
+    converted.generation_config = model.generation_config
+    return converted.train(model.training)
+
+
+@torch.no_grad()
+def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, "rows D"]]:
+    """Weights and biases of the gates by name: the channels of each key head's projection, averaged in M groups."""
+    gates: dict[str, Tensor] = {}
+    if not slots:
+        return gates
+    for name, module in model.named_modules():
+        if not name.endswith("self_attn"):
+            continue
+        heads = model.config.num_key_value_heads
+        for part in ("weight", "bias"):
+            k = getattr(module.k_proj, part)
+            if k is not None:
+                by_head = k.detach().unflatten(0, (heads, -1)).reshape(heads, module.head_dim, -1)
+                pooled = torch.nn.functional.adaptive_avg_pool1d(by_head.transpose(1, 2).float(), slots)
+                gates[f"{name}.f_proj.{part}"] = pooled.transpose(1, 2).reshape(-1, *k.shape[1:]).to(k.dtype)
+    return gates
+
+
+def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
+    """Give the converted model the original's buffers that no checkpoint holds, such as rotary frequencies."""
+    for name, buffer in model.named_buffers():
+        owner, _, last = name.rpartition(".")
+        setattr(converted.get_submodule(owner), last, buffer)
+    if missing := [n for n, t in [*converted.named_parameters(), *converted.named_buffers()] if t.is_meta]:
+        raise ValueError(f"convert: the original has nothing for {', '.join(missing)}")
+
+
+def command(args: argparse.Namespace, context: Any) -> None:
+    """`tokenmix-nha convert`: convert a checkpoint in a folder."""
+    from tokenmix_core.commands import DTYPES, is_checkpoint
+
+    source = Path(args.model)
+    if not is_checkpoint(source):
+        raise ValueError(f"{args.model} holds no model: expected a folder with config.json and weights")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ValueError(f"{args.out} is not empty; choose another folder")
+    if args.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {args.dtype!r}")
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
+    layers = config.num_hidden_layers
+    windows = FULL if args.full_layers == "all" else hybrid_windows(layers, args.window, args.full_layers)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=args.dtype, local_files_only=True)
+    converted = convert(model, windows, slots=args.slots)
+    converted.save_pretrained(args.out)
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy(file, args.out / file.name)
+    full = sum(mixer.window == FULL for mixer in nha_mixers(converted))
+    held = {n: converted.state_bytes(n, 1, torch.bfloat16) for n in (2048, 32768)}
+    print(
+        f"{args.out}: {converted.num_parameters():,} parameters, {full} of {layers} layers full; "
+        + ", ".join(f"{size:,} bytes kept of {n:,} tokens" for n, size in held.items())
+    )

@@ -1,0 +1,80 @@
+"""What the paper measures: the share of attention that goes to the slots, by layer, head and position (Figure 8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
+from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_nha.mixer import observed_shares
+from tokenmix_nha.windows import nha_mixers, windows_of
+
+# columns of the heatmap by position
+_BINS = 64
+
+
+@torch.inference_mode()
+def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8) -> Float[Tensor, "L HQ T"]:
+    """ω_L of equation 5 by layer, head and position, mean over sequences, float64.
+
+    The share that one softmax over slots and window gives the slots; the weight of their output, where it is a sum of
+    two; that of the zero slots in full layers.
+    """
+    mixers = nha_mixers(model)
+    total: Any = 0
+    for batch in sequences.split(batch_size):
+        with observed_shares(mixers) as shares:
+            model(input_ids=batch.to(model.device), use_cache=False)
+        total = total + torch.stack([calls[0].double().sum(0).T.cpu() for calls in shares])
+    return total / len(sequences)
+
+
+def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The share of the slots by layer, by layer and head, and by layer and position, on held-out text."""
+    options.choose("slot-share", ("slot-share",))
+    length, count = max(options.lengths or (options.max_length or 1024,)), options.limit or 16
+    sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * count * length), length, count)
+    shares = slot_shares(model, sequences, batch_size=options.batch_size or 8)
+    rows = [
+        {
+            "layer": layer,
+            "window": window,
+            "slots' share": float(share.mean()),
+            "lowest head": float(share.mean(1).min()),
+            "highest head": float(share.mean(1).max()),
+            "first tenth": float(share[:, : max(1, length // 10)].mean()),
+            "last tenth": float(share[:, -max(1, length // 10) :].mean()),
+        }
+        for layer, (window, share) in enumerate(zip(windows_of(model), shares, strict=True))
+    ]
+    width = max(1, -(-length // _BINS))
+    binned = torch.stack([part.mean((1, 2)) for part in shares.split(width, 2)], 1)
+    layers = [list(range(len(shares))), shares.mean((1, 2)).tolist()]
+    labels = {"y": "layer", "series": {}}
+    plots: list[Plot] = [
+        {
+            "title": "Share of the slots",
+            "x": "layer",
+            "y": "mean over heads and positions",
+            "series": {"share": (layers[0], layers[1])},
+        },
+        {"title": "Share of the slots by head", "x": "head", "heatmap": shares.mean(2).tolist(), **labels},
+        {
+            "title": "Share of the slots by position",
+            "x": f"position ({width} tokens a column)",
+            "heatmap": binned.tolist(),
+            **labels,
+        },
+    ]
+    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
+    return {"suite": "slot-share", "settings": settings, "rows": rows, "plots": plots}
+
+
+SUITES: dict[str, Suite] = {
+    "slot-share": Suite("share of attention on slots by layer, head and position; offline", share_suite),
+}

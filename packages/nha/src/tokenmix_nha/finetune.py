@@ -1,0 +1,140 @@
+"""Finetuning a converted model in the paper's two stages (appendix C.2)."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+# registers the families
+import tokenmix_nha.hybridized
+import tokenmix_nha.model  # noqa: F401
+from tokenmix_core.extras import require
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_nha.windows import nha_mixers
+
+MERGED = "merged"
+
+
+def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
+    """The recipe of a stage: 5B tokens of SlimPajama in rows of 2,048, packed with the checkpoint's tokenizer.
+
+    Stage 1 trains the attention alone, all else frozen; stage 2 trains LoRA on everything.
+
+    Args:
+        checkpoint: folder of a converted model, for stage 2 of what stage 1 left.
+        stage: 1 or 2.
+        rank: of LoRA.
+
+    Raises:
+        ValueError: another stage, or a rank below 1.
+    """
+    if stage not in (1, 2):
+        raise ValueError(f"stage must be 1 or 2, got {stage!r}")
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank!r}")
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    drop = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path")
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in drop}
+    return Recipe(
+        name=f"finetune-stage{stage}",
+        description="attention alone, FFN frozen" if stage == 1 else f"LoRA of rank {rank} on everything",
+        model=fields,
+        model_type=config.model_type,
+        data=DataRecipe(
+            sources=["data/slimpajama"], tokenizer=checkpoint, seq_len=2048, documents="joined", data_seed=42
+        ),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens("5B"),
+            warmup_tokens=Tokens("50M"),
+            learning_rate=3e-4,
+            min_learning_rate=3e-5,
+            weight_decay=0.01,
+            max_grad_norm=1.0,
+        ),
+        run=RunRecipe(precision="bf16", seed=42, gradient_checkpointing=True, dataloader_num_workers=4),
+        make_model=partial(_attention_alone, checkpoint) if stage == 1 else partial(_with_lora, checkpoint, rank),
+    )
+
+
+def _load(checkpoint: str) -> PreTrainedModel:
+    # trained in float32, computed in the precision of the recipe
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32", local_files_only=True)
+
+
+def _attention_alone(checkpoint: str, recipe: Recipe) -> PreTrainedModel:
+    model = freeze_all_but_attention(_load(checkpoint))
+    return model
+
+
+def freeze_all_but_attention(model: Any) -> Any:
+    """Let only the attention modules learn."""
+    model.requires_grad_(False)
+    for mixer in nha_mixers(model):
+        mixer.requires_grad_(True)
+    if hasattr(model, "enable_input_require_grads"):
+        # checkpointed blocks need an input that asks for gradients
+        model.enable_input_require_grads()
+    return model
+
+
+def _with_lora(checkpoint: str, rank: int, recipe: Recipe) -> Any:
+    model = with_lora(_load(checkpoint), rank)
+    model.enable_input_require_grads()
+    return model
+
+
+def with_lora(model: Any, rank: int) -> Any:
+    """The model with LoRA on every linear layer, the embedding, and experts that are kept in one tensor.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    peft = require("peft", "peft")
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in n]
+    experts = [n for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3]
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=[*linear, "embed_tokens"],
+        target_parameters=experts or None,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, settings)
+
+
+def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
+    """Fold the adapter in a folder into the checkpoint's weights, and save the model with its tokenizer."""
+    peft = require("peft", "peft")
+    from tokenmix_core.commands import load_tokenizer
+
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True), adapter)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(out)
+    load_tokenizer(adapter).save_pretrained(out)
+    return merged
+
+
+def command(args: argparse.Namespace, context: Any) -> int:
+    """`tokenmix-nha finetune`: one stage."""
+    from tokenmix_core.commands import is_checkpoint
+    from tokenmix_core.training import trainer
+    from tokenmix_core.training.recipe import overridden
+
+    if not is_checkpoint(args.checkpoint):
+        raise ValueError(f"{args.checkpoint} holds no model: expected a folder with config.json and weights")
+    recipe = overridden(finetune(args.checkpoint, args.stage, rank=args.rank), args.rest, args.config)
+    result = trainer.train(recipe, args.out, resume=args.resume)
+    if result.interrupted:
+        print(f"stopped at step {result.step}; the same command with --resume goes on")
+        return 130
+    folder = result.model_dir
+    if args.stage == 2:
+        folder = args.out / MERGED
+        merge_lora(args.checkpoint, args.out, folder)
+    print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {folder}")
+    return 0

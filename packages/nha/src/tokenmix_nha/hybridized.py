@@ -1,0 +1,313 @@
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers with Native Hybrid Attention in the place of their attention.
+
+The models are transformers' own classes. Their attention modules become `NhaMixer`s with the same weights and gates
+beside them; around the layers, padding is taken out and our cache is kept. Everything else is inherited.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeModel,
+)
+
+from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState, Span
+from tokenmix_core.modeling.backbone import real_tokens, token_positions
+from tokenmix_core.nn.rotary import Rotation
+from tokenmix_nha.mixer import NhaMixer
+from tokenmix_nha.windows import check_windows, nha_mixers
+
+
+class HybridizedConfig:
+    """What a hybridized configuration has beside transformers' own fields.
+
+    Attributes:
+        window: of each layer: 0, a number of tokens, or "full".
+        slots: M of every key head; 0 for none.
+        gate_normalizer: divides the gates' logs.
+        nha_impl: implementation of the operations, None, "triton" or "reference".
+    """
+
+    window: Any
+    slots: int
+    gate_normalizer: float
+    nha_impl: str | None
+    num_hidden_layers: int
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.window = check_windows(self.window, self.num_hidden_layers, self.slots)
+        sliding = "sliding_attention" in (getattr(self, "layer_types", None) or [])
+        if sliding or getattr(self, "sliding_window", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__}: the model's own sliding windows have no counterpart; use_sliding_window and "
+                "layer_types must say that its attention is full"
+            )
+
+
+class HybridizedAttention(NhaMixer):
+    """The layer's attention as transformers' decoder layers call it."""
+
+    def __init__(self, config: Any, layer_idx: int, attention: nn.Module):
+        biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "o_proj")}
+        super().__init__(
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            slots=config.slots,
+            window=config.window[layer_idx],
+            gate_normalizer=config.gate_normalizer,
+            qk_norm=hasattr(attention, "q_norm"),
+            qkv_bias=biases["q_proj"],
+            o_bias=biases["o_proj"],
+            norm_eps=config.rms_norm_eps,
+            impl=config.nha_impl,
+        )
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: HybridCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        # transformers repeats the angles for both halves of a head
+        cos, sin = (x[..., : self.head_dim // 2].float() for x in position_embeddings)
+        state: LayerState | None = None
+        if past_key_values is not None:
+            state = past_key_values.fetch(self.layer_idx, hidden_states.device)
+        o, _ = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=Rotation(cos, sin))
+        if past_key_values is not None:
+            past_key_values.release(self.layer_idx)
+        return o, None
+
+
+class HybridizedModel:
+    """Before transformers' backbone: its attention replaced, its batches packed, its cache ours."""
+
+    layers: nn.ModuleList
+    config: Any
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        for i, layer in enumerate(self.layers):
+            layer.self_attn = HybridizedAttention(config, i, layer.self_attn)  # type: ignore[assignment]
+        self.post_init()  # type: ignore[attr-defined]
+
+    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+        """An empty cache; arguments as `HybridCache`'s."""
+        return HybridCache((mixer.make_state() for mixer in nha_mixers(self)), max_length=max_length, offload=offload)  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', and packed sequences: `cu_seqlens [N + 1]` with a batch of one, without a cache.
+
+        Raises:
+            ValueError: inputs that do not fit together, or attention weights, which are not formed.
+        """
+        if kwargs.get("output_attentions") or self.config.output_attentions:
+            raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected exactly one of input_ids and inputs_embeds")
+        hidden: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[attr-defined]
+        if past_key_values is not None and not isinstance(past_key_values, HybridCache):
+            raise ValueError(f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}")
+        training: bool = self.training  # type: ignore[attr-defined]
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and not training and cu_seqlens is None)
+        if training and self.gradient_checkpointing:  # type: ignore[attr-defined]
+            use_cache = False
+        if use_cache and cu_seqlens is not None:
+            raise ValueError("cu_seqlens and a cache exclude each other")
+        cache = (past_key_values or self.make_cache()) if use_cache else None
+        batch, tokens = hidden.shape[:2]
+        mask = real_tokens(attention_mask, batch, tokens, cu_seqlens, cache)
+        if cache is None:
+            span = Span(batch, tokens, hidden.device, mask=mask)
+        else:
+            span = cache.begin(batch, tokens, hidden.device, mask)
+        positions = token_positions(position_ids, span, cu_seqlens)
+        packed = span.pack(hidden)
+        out = super().forward(  # type: ignore[misc]
+            inputs_embeds=packed,
+            # a mask of four dimensions is taken as it is, and ours needs none
+            attention_mask=packed.new_empty(1, 1, 1, 1),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=use_cache,
+            cu_seqlens=span.cu_seqlens if cu_seqlens is None else cu_seqlens,
+            **kwargs,
+        )
+        if cache is not None:
+            cache.end()
+        out.last_hidden_state = span.unpack(out.last_hidden_state)
+        out.past_key_values = cache
+        if getattr(out, "hidden_states", None) is not None:
+            out.hidden_states = tuple(span.unpack(x) for x in out.hidden_states)
+        if getattr(out, "router_logits", None) is not None:
+            out.router_logits = tuple(span.unpack(x.unsqueeze(0)).flatten(0, 1) for x in out.router_logits) if (
+                span.mask is not None
+            ) else out.router_logits
+        return out
+
+
+class HybridizedForCausalLM:
+    """Before transformers' language model: a hybridized backbone, and generation with our cache."""
+
+    model_class: ClassVar[type]
+    # recurrent states cannot be rolled back, which assisted generation would need
+    _is_stateful = True
+    model: Any
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.model_class(config)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+        """An empty cache; arguments as `HybridCache`'s."""
+        return self.model.make_cache(max_length, offload=offload)
+
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
+        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        dtype = self.dtype if dtype is None else dtype  # type: ignore[attr-defined]
+        return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]
+
+    _prepare_cache_for_generation = HybridForCausalLM._prepare_cache_for_generation
+
+
+class NhaLlamaConfig(HybridizedConfig, LlamaConfig):
+    """A Llama configuration with slots and windows."""
+
+    model_type = "tokenmix_nha_llama"
+    window: Any = 32
+    slots: int = 64
+    gate_normalizer: float = 8.0
+    nha_impl: str | None = None
+
+
+class NhaLlamaModel(HybridizedModel, LlamaModel):
+    """Llama's backbone with NHA."""
+
+    config_class = NhaLlamaConfig
+
+
+class NhaLlamaForCausalLM(HybridizedForCausalLM, LlamaForCausalLM):
+    """Llama with NHA."""
+
+    config_class = NhaLlamaConfig
+    model_class = NhaLlamaModel
+
+
+class NhaQwen2Config(HybridizedConfig, Qwen2Config):
+    """A Qwen2 (also Qwen2.5) configuration with slots and windows."""
+
+    model_type = "tokenmix_nha_qwen2"
+    window: Any = 32
+    slots: int = 64
+    gate_normalizer: float = 8.0
+    nha_impl: str | None = None
+
+
+class NhaQwen2Model(HybridizedModel, Qwen2Model):
+    """Qwen2's backbone with NHA."""
+
+    config_class = NhaQwen2Config
+
+
+class NhaQwen2ForCausalLM(HybridizedForCausalLM, Qwen2ForCausalLM):
+    """Qwen2 with NHA."""
+
+    config_class = NhaQwen2Config
+    model_class = NhaQwen2Model
+
+
+class NhaQwen3Config(HybridizedConfig, Qwen3Config):
+    """A Qwen3 configuration with slots and windows."""
+
+    model_type = "tokenmix_nha_qwen3"
+    window: Any = 32
+    slots: int = 64
+    gate_normalizer: float = 8.0
+    nha_impl: str | None = None
+
+
+class NhaQwen3Model(HybridizedModel, Qwen3Model):
+    """Qwen3's backbone with NHA."""
+
+    config_class = NhaQwen3Config
+
+
+class NhaQwen3ForCausalLM(HybridizedForCausalLM, Qwen3ForCausalLM):
+    """Qwen3 with NHA."""
+
+    config_class = NhaQwen3Config
+    model_class = NhaQwen3Model
+
+
+class NhaQwen3MoeConfig(HybridizedConfig, Qwen3MoeConfig):
+    """A Qwen3-MoE configuration with slots and windows."""
+
+    model_type = "tokenmix_nha_qwen3_moe"
+    window: Any = 32
+    slots: int = 64
+    gate_normalizer: float = 8.0
+    nha_impl: str | None = None
+
+
+class NhaQwen3MoeModel(HybridizedModel, Qwen3MoeModel):
+    """Qwen3-MoE's backbone with NHA."""
+
+    config_class = NhaQwen3MoeConfig
+
+
+class NhaQwen3MoeForCausalLM(HybridizedForCausalLM, Qwen3MoeForCausalLM):
+    """Qwen3-MoE with NHA."""
+
+    config_class = NhaQwen3MoeConfig
+    model_class = NhaQwen3MoeModel
+
+
+# by the model type of the original
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type, type]] = {
+    "llama": (NhaLlamaConfig, NhaLlamaModel, NhaLlamaForCausalLM),
+    "qwen2": (NhaQwen2Config, NhaQwen2Model, NhaQwen2ForCausalLM),
+    "qwen3": (NhaQwen3Config, NhaQwen3Model, NhaQwen3ForCausalLM),
+    "qwen3_moe": (NhaQwen3MoeConfig, NhaQwen3MoeModel, NhaQwen3MoeForCausalLM),
+}
+
+for _config, _model, _causal_lm in FAMILIES.values():
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)

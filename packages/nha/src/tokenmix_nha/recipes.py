@@ -1,0 +1,228 @@
+"""Recipes: the paper's models and ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
+
+What the paper leaves open: heads of 128, gates divided by 8, and MLPs narrower by the gates' weights, so that all
+models of a size have as many parameters (the tests count them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+# register the families
+import tokenmix_nha.gla
+import tokenmix_nha.model  # noqa: F401
+from tokenmix_core.nn.mlp import swiglu_width
+from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN, MAMBA2, paper_baseline
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_nha.windows import FULL, DrawWindows, Window, hybrid_windows
+
+MODEL_TYPE, GLA = "tokenmix_nha", "gla"
+# width, layers, the full layer's place in every block of eight, inner width of the MLP beside gates
+SIZES = {"340m": (1024, 24, 6, 2624), "1.3b": (2048, 24, 0, 5312)}
+# for training with drawn windows
+RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
+
+
+def draw(recipe: Recipe) -> DrawWindows:
+    """What draws the windows of a run whose configuration has `random_windows`."""
+    config: Any = recipe.model_config()
+    return DrawWindows(config.random_windows, recipe.data.data_seed)
+
+
+def one_in_eight(layers: int, window: Window, place: int) -> list[Window]:
+    """A full layer at this place of every block of eight."""
+    return hybrid_windows(layers, window, range(place, layers, 8))
+
+
+def paper(size: str, **changes: Any) -> Recipe:
+    """NHA at one of the paper's sizes: 64 slots, windows of 32 and a full layer in every eight; baselines' settings."""
+    base = paper_baseline(f"nha/transformer-{size}")
+    width, layers, place, mlp = SIZES[size]
+    model = {
+        **{name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")},
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "intermediate_size": mlp,
+        "num_heads": width // 128,
+        "slots": 64,
+        "window": one_in_eight(layers, 32, place),
+    }
+    return replace(
+        base,
+        name=f"nha-{size}",
+        description=f"NHA with {size.upper()} parameters, as trained in the paper",
+        model=model | changes,
+        model_type=MODEL_TYPE,
+        run=replace(base.run, evaluations=["perplexity-by-position", "slot-share"]),
+    )
+
+
+def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
+    """The recipe with a window drawn for every layer and step (Figure 4), made for `search`."""
+    return replace(
+        recipe,
+        name=f"{recipe.name}-random",
+        description=f"{recipe.description}; windows drawn for every layer and step",
+        model={**recipe.model, "random_windows": windows},
+        callbacks=(*recipe.callbacks, draw),
+    )
+
+
+def baseline(kind: str, size: str) -> Recipe:
+    """A baseline of Table 1: GSA is NHA without windows; "-hybrid" has a full layer in every eight."""
+    kind, _, hybrid = kind.partition("-")
+    name = f"{kind}-hybrid-{size}" if hybrid else f"{kind}-{size}"
+    width, layers, place, _ = SIZES[size]
+    if kind == "gsa":
+        window = one_in_eight(layers, 0, place) if hybrid else 0
+        text = f"gated slot attention{' with full layers' if hybrid else ''}, {size.upper()} parameters"
+        return replace(paper(size, window=window), name=name, description=text)
+    known = {"transformer": "transformer", "gdn": "gated_delta_net", "mamba2": "mamba2_hybrid", "gla": "transformer"}
+    source = f"nha/{known[kind]}{'_hybrid' if kind == 'gdn' and hybrid else ''}-{size}"
+    base = paper_baseline(source)
+    model = dict(base.model)
+    linear = {"mamba2": MAMBA2, "gla": GLA}.get(kind)
+    if linear is not None:
+        block = [ATTENTION if hybrid and i == place else linear for i in range(8)]
+        options: dict[str, dict[str, Any]] = {
+            ATTENTION: {"num_heads": width // 64},
+            MAMBA2: {"head_dim": 64, "state_size": 128},
+            GLA: {"num_heads": 4},
+        }
+        used = {label: options[label] for label in dict.fromkeys(block)}
+        model |= {"mixers": block, "mixer_options": used}
+        if kind == "gla":
+            model["intermediate_size"] = swiglu_width(width)
+    text = f"{kind}{' with full layers' if hybrid else ''}, {size.upper()} parameters, as trained in the paper"
+    return replace(base, name=name, description=text, model=model)
+
+
+# the rows of Tables 6 to 8, as what differs from the model of Table 1
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "no-slots": {"slots": 0},
+    "no-shift": {"token_shift": False},
+    "fixed-sum": {"fusion": "fixed"},
+    "learned-sum": {"fusion": "learned"},
+    **{f"slots{m}-window{w}": {"slots": m, "window": w} for m, w in ((64, 8), (64, 16), (32, 32), (64, 64))},
+    "rope-both": {"positions": "both"},
+    "no-positions": {"positions": "none"},
+    "learned-positions": {"positions": "learned"},
+    "no-window": {"window": 0},
+}
+
+
+def ablation(name: str, size: str = "340m") -> Recipe:
+    """A row of Tables 6 to 8; layers that are full stay so."""
+    changes = dict(ABLATIONS[name])
+    _, layers, place, _ = SIZES[size]
+    if "window" in changes:
+        changes["window"] = one_in_eight(layers, changes["window"], place)
+    return replace(paper(size, **changes), name=f"nha-{size}-{name}", description=f"ablation of NHA: {name}")
+
+
+# mixers of the recall models of about 100M parameters
+_RECALL: dict[str, dict[str, Any]] = {
+    "nha": {"window": one_in_eight(12, 32, 6)},
+    "gsa": {"window": one_in_eight(12, 0, 6)},
+    "nha-pure": {"window": 32},
+    **{f"nha-{name}": ABLATIONS[name] for name in ("no-slots", "no-shift", "fixed-sum", "learned-sum")},
+}
+
+
+def recall(kind: str) -> Recipe:
+    """About 100M parameters on associative recall, up to 256 pairs in 1,024 tokens: minutes on one GPU."""
+    shared: dict[str, Any] = {
+        "vocab_size": 8192,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "max_position_embeddings": 1024,
+    }
+    if kind in _RECALL:
+        model = shared | {"intermediate_size": 1920, "num_heads": 6, "window": one_in_eight(12, 32, 6)} | _RECALL[kind]
+    else:
+        linear = {"transformer": ATTENTION, "gdn": GDN}[kind]
+        mixers = [ATTENTION if i % 8 == 6 else linear for i in range(12)]
+        options = {ATTENTION: {"num_heads": 12}, GDN: {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}}
+        model = shared | {"intermediate_size": 2048, "mixers": mixers}
+        model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
+    return Recipe(
+        name=f"recall-{kind}",
+        description=f"associative recall, {kind}, about 100M; minutes on one GPU",
+        model=model,
+        model_type=MODEL_TYPE if kind in _RECALL else "tokenmix_hybrid",
+        data=DataRecipe(
+            sources=["mqar"], seq_len=1024, documents="joined", mqar_pairs=256, mqar_vocab_size=8192, data_seed=42
+        ),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(2**16 * 1000),
+            warmup_tokens=Tokens(2**16 * 100),
+            batch_tokens=Tokens(2**16),
+            micro_batch_tokens=Tokens(2**15),
+            learning_rate=1e-3,
+            min_learning_rate=1e-4,
+        ),
+        run=RunRecipe(
+            seed=42,
+            dataloader_num_workers=8,
+            save_steps=500,
+            save_total_limit=1,
+            evaluations=["mqar"],
+            evaluation_lengths=[1024],
+            evaluation_limit=128,
+        ),
+    )
+
+
+def tiny() -> Recipe:
+    """Two heads, four layers of which the third is full, on Python's standard library: minutes on a laptop."""
+    return Recipe(
+        name="tiny",
+        description="NHA with one full layer in four, on the built-in corpus; minutes on a laptop",
+        model={
+            "vocab_size": BYTE_VOCAB,
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "intermediate_size": 384,
+            "num_heads": 2,
+            "slots": 16,
+            "window": [16, 16, FULL, 16],
+            "max_position_embeddings": 256,
+        },
+        model_type=MODEL_TYPE,
+        data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined", data_seed=42),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(2**11 * 300),
+            warmup_tokens=Tokens(2**11 * 30),
+            batch_tokens=Tokens(2**11),
+            micro_batch_tokens=Tokens(2**11),
+            learning_rate=4e-3,
+            min_learning_rate=2e-4,
+            adam_beta2=0.98,
+        ),
+        run=RunRecipe(
+            seed=42,
+            logging_steps=20,
+            save_steps=100,
+            save_total_limit=1,
+            evaluations=["perplexity-by-position", "slot-share"],
+            evaluation_lengths=[256],
+            evaluation_limit=64,
+            sample_prompt="def ",
+        ),
+    )
+
+
+BASELINES = ("transformer", "gla", "gsa", "gdn", "mamba2", "mamba2-hybrid", "gla-hybrid", "gsa-hybrid", "gdn-hybrid")
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny,
+    "tiny-random": lambda: drawn(tiny(), [0, 16, FULL]),
+    **{f"nha-{size}": partial(paper, size) for size in SIZES},
+    **{f"nha-{size}-random": lambda size=size: drawn(paper(size)) for size in SIZES},
+    **{f"{kind}-{size}": partial(baseline, kind, size) for size in SIZES for kind in BASELINES},
+    **{f"nha-340m-{name}": partial(ablation, name) for name in ABLATIONS},
+    **{f"recall-{kind}": partial(recall, kind) for kind in (*_RECALL, "gdn", "transformer")},
+    "recall-nha-random": lambda: drawn(recall("nha")),
+}

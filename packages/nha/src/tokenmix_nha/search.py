@@ -1,0 +1,214 @@
+"""Which layers should see everything: a search by windows at inference alone (section 4.7.1, Table 5)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tokenmix_core.evaluation.options import EvalOptions, Plot, SuiteResult
+from tokenmix_core.evaluation.report import format_rows, write_atomically, write_result
+from tokenmix_core.evaluation.suites import COMMONSENSE, RECALL, Suite, check_suites
+from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, nha_mixers, using_windows, windows_of
+
+CHOSEN = "chosen"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Windows that were tried.
+
+    Attributes:
+        pattern: the row of the table it belongs to.
+        place: of the full layer in its block, or the layer that was added.
+        windows: of each layer.
+        score: what it reached, more is better.
+    """
+
+    pattern: str
+    place: int | None
+    windows: tuple[Window, ...]
+    score: float
+
+    @property
+    def full(self) -> list[int]:
+        """The full layers."""
+        return [i for i, window in enumerate(self.windows) if window == FULL]
+
+
+def search_windows(
+    model: Any,
+    score: Callable[[Any], float],
+    *,
+    window: Window,
+    blocks: Sequence[int] = (8, 6, 4, 3, 2),
+    insert: int = 1,
+    max_full: int | None = None,
+    progress: bool = True,
+) -> tuple[list[Candidate], Candidate]:
+    """Try every pattern of Table 5 at every place, add layers greedily, and choose.
+
+    Args:
+        model: an NHA model; its windows are those of before afterwards.
+        score: what a model reaches, more is better; called with other windows each time.
+        window: of the layers that are not full.
+        blocks: one full layer in every so many, at each place of the block.
+        insert: full layers to add, one after the other, each the best of all layers, to the best pattern with the
+            fewest full layers.
+        max_full: the most full layers that the chosen one may have; None for those that the insertion ends with.
+        progress: show a progress bar.
+
+    Returns:
+        All candidates in the order they were tried, and the chosen one: of the best score, then of the fewest full
+        layers.
+
+    Raises:
+        ValueError: blocks of more layers than the model has, or no candidate that `max_full` allows.
+    """
+    layers = len(nha_mixers(model))
+    check_window(window)
+    if not blocks or any(not 1 < block <= layers for block in blocks):
+        raise ValueError(f"blocks must have from 2 to the model's {layers} layers, got {list(blocks)}")
+    if insert < 0:
+        raise ValueError(f"insert must be at least 0, got {insert}")
+    tried: dict[tuple[Window, ...], float] = {}
+    found: list[Candidate] = []
+    bar = tqdm(desc="search", unit="pattern", disable=not progress)
+
+    def attempt(pattern: str, place: int | None, windows: Sequence[Window]) -> Candidate:
+        key = tuple(windows)
+        if key not in tried:
+            with using_windows(model, list(key)):
+                tried[key] = score(model)
+            bar.update()
+        found.append(Candidate(pattern, place, key, tried[key]))
+        return found[-1]
+
+    attempt("pure linear", None, [window] * layers)
+    for block in sorted(blocks, reverse=True):
+        for place in range(block):
+            attempt(f"1:{block}", place, hybrid_windows(layers, window, range(place, layers, block)))
+    sparsest = [c for c in found if c.pattern == f"1:{max(blocks)}"]
+    # the places of a block that does not divide the layers differ by a layer
+    best = max(sparsest, key=lambda c: (c.score, -len(c.full)))
+    for added in range(1, insert + 1):
+        rest = [i for i in range(layers) if i not in best.full]
+        if not rest:
+            break
+        name = f"1:{max(blocks)} + {added}"
+        full = best.full
+        best = max((attempt(name, i, hybrid_windows(layers, window, [*full, i])) for i in rest), key=lambda c: c.score)
+    attempt("all full", None, [FULL] * layers)
+    bar.close()
+    most = len(best.full) if max_full is None else max_full
+    allowed = [c for c in found if len(c.full) <= most]
+    if not allowed:
+        raise ValueError(f"max_full must be at least 0, got {max_full}")
+    return found, max(allowed, key=lambda c: (c.score, -len(c.full)))
+
+
+def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best candidate of each pattern, in the order of the patterns: the rows of Table 5."""
+    best: dict[str, Candidate] = {}
+    for candidate in candidates:
+        kept = best.setdefault(candidate.pattern, candidate)
+        if candidate.score > kept.score:
+            best[candidate.pattern] = candidate
+    return list(best.values())
+
+
+def score_of(task: str, result: SuiteResult) -> float:
+    """One number of a suite's rows, more is better: mean accuracy, mean of the tasks' own metrics, or −loss.
+
+    Raises:
+        ValueError: a suite that has none.
+    """
+    rows, metrics = result["rows"], {**COMMONSENSE, **RECALL}
+    if values := [row["accuracy"] for row in rows if "accuracy" in row]:
+        return sum(values) / len(values)
+    counted = [r["value"] for r in rows if r.get("metric") == metrics.get(r.get("task", ""), "") and r["task"] != "wikitext"]
+    if counted:
+        return sum(counted) / len(counted)
+    if values := [row["loss"] for row in rows if "loss" in row]:
+        return -sum(values) / len(values)
+    raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")
+
+
+def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
+    """The table and the plot."""
+    rows = [
+        {
+            "pattern": c.pattern,
+            "place": c.place,
+            "full layers": len(c.full),
+            "which": ", ".join(map(str, c.full)) if len(c.full) < len(c.windows) else "all",
+            task: c.score,
+        }
+        for c in best_of_each(candidates)
+    ]
+    best = sorted(best_of_each(candidates), key=lambda c: len(c.full))
+    everything = sorted(candidates, key=lambda c: len(c.full))
+    plot: Plot = {
+        "title": "Hybrids of one model by windows at inference",
+        "x": "full layers",
+        "y": task,
+        "series": {
+            "best of each pattern": ([len(c.full) for c in best], [c.score for c in best]),
+            "all that were tried": ([len(c.full) for c in everything], [c.score for c in everything]),
+            CHOSEN: ([len(chosen.full)], [chosen.score]),
+        },
+    }
+    tried = [{"pattern": c.pattern, "place": c.place, "full": c.full, "score": c.score} for c in candidates]
+    chosen_row = {"full layers": chosen.full, "score": chosen.score}
+    return {
+        "suite": "search",
+        "settings": {**settings, CHOSEN: json.dumps(chosen_row), "tried": json.dumps(tried)},
+        "rows": rows,
+        "plots": [plot],
+    }
+
+
+def command(args: argparse.Namespace, context: Any) -> None:
+    """`tokenmix-nha search`: the table, the plot, and a configuration with the chosen windows."""
+    from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
+
+    name, _, tasks = args.task.partition(":")
+    check_suites([name], context.suites)
+    suite: Suite = context.suites[name]
+    names = ("limit", "batch_size", "lengths", "max_length", "text", "vocab_size", "seed")
+    chosen_tasks = tuple(part.strip() for part in tasks.split(",") if part.strip()) or None
+    options = EvalOptions(**{n: getattr(args, n) for n in names}, tasks=chosen_tasks, progress=False)
+    out = args.out or Path(args.checkpoint) / "search"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, expected a folder to write results to")
+    model = load_model(args.checkpoint, *device_and_dtype(args.device, args.dtype))
+    tokenizer = load_tokenizer(args.checkpoint)
+    finite = [w for w in windows_of(model) if w != FULL]
+    if args.window is None and not finite:
+        raise ValueError("--window is needed: all layers of this model are full")
+    window = min(finite) if args.window is None else args.window
+    layers = len(nha_mixers(model))
+    candidates, chosen = search_windows(
+        model,
+        lambda m: score_of(args.task, suite.run(m, tokenizer, options)),
+        window=window,
+        blocks=[block for block in args.blocks if block <= layers],
+        insert=args.insert,
+        max_full=args.max_full,
+    )
+    settings = {"checkpoint": str(args.checkpoint), "window": window, "layers": layers, "seed": args.seed}
+    result = result_of(args.task, candidates, chosen, settings)
+    print(f"\n{format_rows(result['rows'])}")
+    files = write_result(result, out)
+    config = model.config.to_dict() | {"window": list(chosen.windows)}
+    text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"
+    # where from_pretrained(..., config=...) and AutoConfig find it
+    write_atomically(out / CHOSEN / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    files.append(out / CHOSEN / "config.json")
+    print(f"chosen: full layers {chosen.full or 'none'}, {args.task} {chosen.score:.4g}")
+    print(f"written: {', '.join(map(str, files))}")

@@ -1,0 +1,226 @@
+"""Conversion: what is inherited, equality with the original, transformers' machinery on the result, for each family."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_nha.cli import main
+from tokenmix_nha.convert import convert
+from tokenmix_nha.windows import nha_mixers, set_windows, using_windows, windows_of
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+ORIGINALS = {
+    "llama3": (
+        LlamaForCausalLM,
+        lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32}),
+    ),
+    "llama with biases": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES, attention_bias=True)),
+    "qwen2.5": (Qwen2ForCausalLM, lambda: Qwen2Config(**SIZES)),
+    "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, lambda: Qwen3MoeConfig(**SIZES, head_dim=16, **EXPERTS)),
+}
+TOKENS = 19
+
+
+@pytest.fixture(scope="module", params=list(ORIGINALS))
+def original(request):
+    model_class, config = ORIGINALS[request.param]
+    torch.manual_seed(0)
+    model = model_class(config()).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            # biases and norms that start at 0 and 1 would hide a lost one
+            if name.endswith("bias") or "norm" in name:
+                p.add_(torch.randn_like(p) * 0.3)
+    return model
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 61, (3, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_full_windows_without_slots_are_the_original(original, ids):
+    converted = convert(original, "full", slots=0)
+    assert relative_error(converted(ids).logits, original(ids).logits) < 1e-5
+    mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    # the first token of a row would be predicted from padding
+    labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
+    got, exact = (model(ids, attention_mask=mask, labels=labels) for model in (converted, original))
+    for row, n, wanted in zip(got.logits, mask.sum(1).tolist(), exact.logits, strict=True):
+        assert relative_error(row[-n:], wanted[-n:]) < 1e-5
+    assert abs(got.loss - exact.loss) < 1e-4
+    said = converted.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(said, original.generate(ids, attention_mask=mask, **options))
+    beams = converted.generate(ids, attention_mask=mask, num_beams=3, **options)
+    assert torch.equal(beams, original.generate(ids, attention_mask=mask, num_beams=3, **options))
+
+
+def test_weights_are_inherited_and_gates_are_pooled_keys(original):
+    before = copy.deepcopy(original.state_dict())
+    slots = 4
+    converted = convert(original, [5, "full", 0], slots=slots)
+    after = converted.state_dict()
+    assert {name for name in after if name not in before} == {
+        f"model.layers.{i}.self_attn.f_proj.{part}"
+        for i in range(3)
+        for part in (["weight", "bias"] if original.model.layers[0].self_attn.k_proj.bias is not None else ["weight"])
+    }
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
+        assert torch.equal(original.state_dict()[name], weight), name
+    for i, layer in enumerate(original.model.layers):
+        k, gates = layer.self_attn.k_proj, converted.model.layers[i].self_attn.f_proj
+        dim = layer.self_attn.head_dim
+        for h in range(2):
+            for m in range(slots):
+                rows = slice(h * dim + m * dim // slots, h * dim + (m + 1) * dim // slots)
+                assert torch.allclose(gates.weight[h * slots + m], k.weight[rows].mean(0), atol=1e-6)
+                if k.bias is not None:
+                    assert torch.allclose(gates.bias[h * slots + m], k.bias[rows].mean(), atol=1e-6)
+    assert windows_of(converted) == converted.config.window == [5, "full", 0]
+    assert type(converted).__mro__[2] is type(original)
+
+
+@torch.no_grad()
+def test_a_converted_model_decodes_as_it_reads_and_ignores_padding(original, ids):
+    converted = convert(original, [4, "full", 0], slots=4)
+    whole = converted(ids, use_cache=False).logits
+    assert relative_error(whole, original(ids).logits) > 1e-3
+    mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
+    for pieces in ([TOKENS], [1] * TOKENS, [7, 1, 5, 6]):
+        assert relative_error(logits_in_pieces(converted, ids, pieces), whole) < 1e-4
+        padded = logits_in_pieces(converted, ids, pieces, mask)
+        for row, tokens, n in zip(padded, ids, mask.sum(1).tolist(), strict=True):
+            alone = converted(tokens[None, -n:], use_cache=False).logits[0]
+            assert relative_error(row[-n:], alone) < 1e-4
+    packed = converted(ids[:1], cu_seqlens=torch.tensor([0, 5, TOKENS], dtype=torch.int32)).logits
+    apart = [converted(part, use_cache=False).logits for part in ids[:1].split([5, TOKENS - 5], 1)]
+    assert relative_error(packed, torch.cat(apart, 1)) < 1e-4
+    cache = converted(ids, use_cache=True).past_key_values
+    assert cache.nbytes == converted.state_bytes(TOKENS, 3, torch.float32)
+    with using_windows(converted, [4, 3, 0]):
+        assert converted.state_bytes(100) == converted.state_bytes(10**6)
+
+
+def test_a_converted_model_is_saved_loaded_and_generates(original, ids, tmp_path):
+    converted = convert(original, [4, "full", 0], slots=4)
+    converted.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(converted)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(converted.config)
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(converted.model)
+    assert windows_of(again) == [4, "full", 0]
+    mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, converted(ids).logits)
+    outputs = []
+    for model, use_cache in ((converted, True), (again, True), (again, False)):
+        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache}
+        outputs.append(model.generate(ids, attention_mask=mask, **options))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_training_reaches_every_weight_with_and_without_checkpointing(original, ids):
+    converted = convert(copy.deepcopy(original), 4, slots=4).train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            converted.gradient_checkpointing_enable()
+        converted.zero_grad()
+        converted(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in converted.named_parameters() if p.grad is not None})
+    assert {name for name, _ in converted.named_parameters()} == set(gradients[0])
+    for name, exact in gradients[0].items():
+        assert "experts" in name or exact.any(), name
+        assert relative_error(gradients[1][name], exact) < 1e-5, name
+
+
+@torch.no_grad()
+def test_router_logits_and_hidden_states_keep_their_places_under_padding(ids):
+    model_class, config = ORIGINALS["qwen3-moe"]
+    torch.manual_seed(0)
+    original = model_class(config()).eval()
+    converted = convert(original, "full", slots=0)
+    mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
+    options = {"output_router_logits": True, "output_hidden_states": True, "attention_mask": mask, "labels": ids}
+    got, exact = (model(ids, **options) for model in (converted, original))
+    assert abs(got.aux_loss - exact.aux_loss) < 1e-5
+    real = mask.bool()
+    for a, b in zip(got.hidden_states, exact.hidden_states, strict=True):
+        assert relative_error(a[real], b[real]) < 1e-5
+
+
+def test_the_command_converts_a_folder(tmp_path, capsys):
+    torch.manual_seed(0)
+    original = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    original.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer_config.json").write_text("{}")
+    arguments = ["convert", str(tmp_path / "llama"), "--slots", "4", "--window", "5", "--out", str(tmp_path / "nha")]
+    assert main([*arguments, "--full-layers", "0,2"]) == 0
+    assert "2 of 3 layers full" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nha")
+    assert windows_of(model) == ["full", 5, "full"]
+    assert (tmp_path / "nha" / "tokenizer_config.json").exists()
+    set_windows(model, "full")
+    assert [mixer.slots for mixer in nha_mixers(model)] == [4] * 3
+    for wrong, message in (
+        ([*arguments], "is not empty"),
+        ([*arguments[:-1], str(tmp_path / "b"), "--full-layers", "3"], "full layers must lie from 0 to 2"),
+        ([*arguments[:-1], str(tmp_path / "b"), "--dtype", "int8"], "--dtype must be"),
+        ([*arguments[:-1], str(tmp_path / "b"), "--full-layers", "x"], "expected layers"),
+        (["convert", str(tmp_path / "nha"), "--out", str(tmp_path / "b")], "expected a model of type"),
+        (["convert", str(tmp_path / "none"), "--out", str(tmp_path / "b")], "holds no model"),
+    ):
+        assert main(wrong) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_converted_is_refused():
+    original = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="expected one for each of the 3 layers"):
+        convert(original, [1, 2], slots=4)
+    with pytest.raises(ValueError, match="output layer"):
+        convert(original.model, "full")
+    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with pytest.raises(ValueError, match="sliding windows have no counterpart"):
+        convert(Qwen2ForCausalLM(sliding), "full")
+    converted = convert(original, "full", slots=0)
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="output_attentions"):
+        converted(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="exactly one of"):
+        converted()

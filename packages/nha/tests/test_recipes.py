@@ -1,0 +1,115 @@
+"""Recipes: sizes as the paper compares them, runs that resume under the windows they would have had."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
+from tokenmix_core.training.trainer import METRICS, train
+from tokenmix_nha.recipes import ABLATIONS, BASELINES, RECIPES, drawn, tiny
+from tokenmix_nha.windows import windows_of
+
+
+def parameters(name: str) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(RECIPES[name]().model_config()).num_parameters()
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_recipe_is_complete(name):
+    recipe = RECIPES[name]()
+    assert recipe.name == name
+    recipe.model_config()
+    recipe.optimizer.split(recipe.data.seq_len, 1)
+    again = overridden(recipe, ["--seed", "7"])
+    assert again.run.seed == 7
+    assert again.values() == {**recipe.values(), "seed": 7}
+
+
+@pytest.mark.parametrize("size", ["340m", "1.3b"])
+def test_models_of_a_size_have_as_many_parameters(size):
+    transformer = parameters(f"transformer-{size}")
+    assert abs(transformer / (341e6 if size == "340m" else 1.3e9) - 1) < 0.06
+    for kind in (f"nha-{size}", *(f"{kind}-{size}" for kind in BASELINES)):
+        assert abs(parameters(kind) / transformer - 1) < 0.02, kind
+
+
+def test_recall_models_have_about_a_hundred_million_parameters():
+    for name in RECIPES:
+        if name.startswith("recall-"):
+            assert abs(parameters(name) / 91e6 - 1) < 0.05, name
+
+
+def test_full_layers_stand_where_the_paper_puts_them():
+    assert [i for i, w in enumerate(RECIPES["nha-340m"]().model_config().window) if w == "full"] == [6, 14, 22]
+    assert [i for i, w in enumerate(RECIPES["nha-1.3b"]().model_config().window) if w == "full"] == [0, 8, 16]
+    assert set(RECIPES["gsa-340m"]().model_config().window) == {0}
+    for kind in ("gsa", "gla", "gdn", "mamba2"):
+        config = RECIPES[f"{kind}-hybrid-1.3b"]().model_config()
+        layers = config.window if kind == "gsa" else config.mixers
+        assert [i for i, layer in enumerate(layers) if layer in ("full", "attention")] == [0, 8, 16]
+
+
+def test_settings_are_the_paper_s():
+    recipe = RECIPES["nha-340m"]()
+    optimizer = recipe.optimizer
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (3e-4, 0.01, 1.0)
+    assert (recipe.run.seed, recipe.data.seq_len, optimizer.total_tokens) == (42, 2048, 15 * 10**9)
+    assert recipe.data.sources == ["data/slimpajama-transformer-1.3B-100B"]
+    assert (recipe.model["slots"], recipe.model["window"][0]) == (64, 32)
+
+
+@pytest.mark.parametrize("name", list(ABLATIONS))
+def test_an_ablation_s_recipe_changes_the_fields_it_names_and_nothing_else(name):
+    paper, ablated = RECIPES["nha-340m"]().model_config(), RECIPES[f"nha-340m-{name}"]().model_config()
+    differ = {key for key, value in paper.to_dict().items() if ablated.to_dict()[key] != value}
+    assert differ == {key for key in ABLATIONS[name] if getattr(paper, key) != ablated.to_dict()[key]}
+    assert differ
+    assert [w for w in ablated.window if w == "full"] == ["full"] * 3
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after a step, with a checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def nano():
+    recipe = tiny()
+    return replace(
+        recipe,
+        model={**recipe.model, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "window": [4, "full"]},
+        data=DataRecipe(sources=["mqar"], seq_len=32, mqar_vocab_size=200, documents="joined"),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(128 * 6), batch_tokens=Tokens(128), micro_batch_tokens=Tokens(64), learning_rate=1e-2
+        ),
+        run=RunRecipe(logging_steps=1, save_steps=100),
+    )
+
+
+def losses(folder):
+    return [line["loss"] for line in read_metrics(folder / METRICS) if "loss" in line]
+
+
+def test_a_run_with_drawn_windows_goes_on_under_the_windows_it_would_have_had(tmp_path):
+    recipe = drawn(nano(), [0, 4, "full"])
+    train(recipe, tmp_path / "whole", progress=False)
+    stopped = replace(recipe, callbacks=(*recipe.callbacks, lambda _: StopAt(3)))
+    assert train(stopped, tmp_path / "parts", progress=False).interrupted
+    train(recipe, tmp_path / "parts", resume=True, progress=False)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 6
+    # other windows give other losses, and what is saved has its own windows
+    train(replace(recipe, callbacks=()), tmp_path / "fixed", progress=False)
+    assert losses(tmp_path / "fixed") != losses(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts")
+    assert windows_of(model) == model.config.window == [4, "full"]
+    assert model.config.random_windows == [0, 4, "full"]

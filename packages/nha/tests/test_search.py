@@ -1,0 +1,119 @@
+"""The search tries what Table 5 lists, finds what is best, and leaves a configuration that loads."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_nha.cli import main
+from tokenmix_nha.model import NhaConfig, NhaForCausalLM
+from tokenmix_nha.search import best_of_each, score_of, search_windows
+from tokenmix_nha.windows import windows_of
+
+LAYERS = 12
+
+
+def make(layers=LAYERS, **fields):
+    sizes = {"hidden_size": 16, "num_hidden_layers": layers, "intermediate_size": 16, "num_heads": 2, "slots": 4}
+    torch.manual_seed(0)
+    return NhaForCausalLM(NhaConfig(vocab_size=264, **sizes, **{"window": 4, **fields})).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make(window=[4, "full"])
+
+
+WORTH = {5: 3.0, 10: 2.0, 1: 1.0}
+
+
+def worth(model):
+    """As if some layers were worth more when full, and any other a little less than nothing."""
+    return sum(WORTH.get(i, -0.01) for i, window in enumerate(windows_of(model)) if window == "full")
+
+
+def test_patterns_places_and_insertions_are_all_tried_and_the_best_is_found(model):
+    found, chosen = search_windows(model, worth, window=4, blocks=(6, 3, 2), insert=1, progress=False)
+    patterns = [c.pattern for c in found]
+    counts = {p: patterns.count(p) for p in dict.fromkeys(patterns)}
+    assert counts == {"pure linear": 1, "1:6": 6, "1:3": 3, "1:2": 2, "1:6 + 1": LAYERS - 2, "all full": 1}
+    best = {c.pattern: c for c in best_of_each(found)}
+    assert best["pure linear"].full == []
+    assert (best["1:6"].place, best["1:6"].full) == (5, [5, 11])
+    # of all layers that could be added, the one worth most
+    assert best["1:6 + 1"].full == [5, 10, 11]
+    assert chosen == best["1:6 + 1"]
+    assert best["1:2"].full == [1, 3, 5, 7, 9, 11]
+    assert best["all full"].full == list(range(LAYERS))
+    for candidate in found:
+        assert abs(candidate.score - sum(WORTH.get(i, -0.01) for i in candidate.full)) < 1e-9
+    assert windows_of(model) == [4, "full"] * 6
+
+
+def test_the_chosen_one_keeps_within_what_is_allowed(model):
+    options = {"window": 4, "blocks": (6, 3), "progress": False}
+    assert search_windows(model, worth, max_full=2, **options)[1].full == [5, 11]
+    assert search_windows(model, worth, max_full=0, **options)[1].full == []
+    # one after the other: 10 first, then 1
+    assert search_windows(model, worth, insert=2, **options)[1].full == [1, 5, 10, 11]
+    # equal scores go to the fewest full layers
+    assert search_windows(model, lambda m: 1.0, **options)[1].full == []
+    calls = []
+    search_windows(model, lambda m: calls.append(tuple(windows_of(m))) or 0.0, **options)
+    assert len(calls) == len(set(calls))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": (13,)}, "blocks must have from 2"),
+        ({"blocks": ()}, "blocks must have from 2"),
+        ({"insert": -1}, "insert must be"),
+        ({"max_full": -1}, "max_full must be"),
+        ({"window": -1}, "a window must be"),
+    ],
+)
+def test_bad_options_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        search_windows(model, worth, **{"window": 4, "blocks": (6,), "progress": False, **options})
+
+
+def test_scores_come_from_the_rows_of_any_suite():
+    def score(rows):
+        return score_of("task", {"suite": "s", "settings": {}, "rows": rows, "plots": []})
+
+    assert score([{"accuracy": 0.5, "loss": 9.0}, {"accuracy": 1.0, "loss": 9.0}]) == 0.75
+    average = [{"task": "average", "metric": "2 tasks", "value": 9.0}]
+    recall = [{"task": "fda", "metric": "contains", "value": 0.2}, {"task": "swde", "metric": "contains", "value": 0.4}]
+    assert abs(score(recall + average) - 0.3) < 1e-12
+    assert score([{"position": "all", "loss": 2.0}]) == -2.0
+    with pytest.raises(ValueError, match="gives no accuracy"):
+        score([{"prompt": "a", "continuation": "b"}])
+
+
+def test_the_command_writes_table_plot_and_a_configuration_that_loads(tmp_path, capsys):
+    model = make(layers=4, window=[4, 4, "full", 4])
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    call = ["search", str(tmp_path / "model"), "--task", "mqar:mqar-64-4", "--lengths", "64", "--limit", "4"]
+    assert main([*call, "--vocab-size", "200", "--max-full", "1"]) == 0
+    out = tmp_path / "model" / "search"
+    assert {"search.json", "search.png", "report.md", "chosen"} <= {path.name for path in out.iterdir()}
+    result = json.loads((out / "search.json").read_text())
+    assert [row["pattern"] for row in result["rows"]] == ["pure linear", "1:4", "1:3", "1:2", "1:4 + 1", "all full"]
+    config = AutoConfig.from_pretrained(out / "chosen")
+    full = json.loads(result["settings"]["chosen"])["full layers"]
+    assert config.window == ["full" if i in full else 4 for i in range(4)]
+    assert len(full) <= 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", config=config)
+    assert windows_of(again) == config.window
+    assert "chosen: full layers" in capsys.readouterr().out
+    for wrong, message in (
+        ([*call[:3], "nothing"], "there is no suite 'nothing'"),
+        ([*call, "--window", "-2"], "a window must be"),
+        ([*call[:3], "mqar:none", "--lengths", "64"], "has no task 'none'"),
+    ):
+        assert main(wrong) == 2
+        assert message in capsys.readouterr().err
