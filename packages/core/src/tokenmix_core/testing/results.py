@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tokenmix_core.testing.benchmarking import table
 
 # the columns of a README's table, by key of a row
 _COLUMNS = {
@@ -55,6 +58,22 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def run_benchmark(path: Path, benchmark: Any, capsys: Any) -> None:
+    """Run the `rows` of one `bench_*.py` under pytest-benchmark, print them, and keep those of a GPU in `results/`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = benchmark.pedantic(module.rows, args=("cuda" if torch.cuda.is_available() else "cpu",), rounds=1)
+    assert rows, f"{path.name} measured nothing"
+    benchmark.extra_info["rows"] = rows
+    # a CPU's times are for the one who runs it; a GPU's are kept
+    if torch.cuda.is_available():
+        save(rows, path.parent / "results")
+    with capsys.disabled():
+        print("\n" + table(rows))
 
 
 def markdown(path: Path) -> str:
