@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 import re
+import runpy
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,11 +62,8 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
 
 def run_benchmark(path: Path, benchmark: Any, capsys: Any) -> None:
     """Run the `rows` of one `bench_*.py` under pytest-benchmark, print them, and keep those of a GPU in `results/`."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    rows = benchmark.pedantic(module.rows, args=("cuda" if torch.cuda.is_available() else "cpu",), rounds=1)
+    measure = runpy.run_path(str(path))["rows"]
+    rows = benchmark.pedantic(measure, args=("cuda" if torch.cuda.is_available() else "cpu",), rounds=1)
     assert rows, f"{path.name} measured nothing"
     benchmark.extra_info["rows"] = rows
     # a CPU's times are for the one who runs it; a GPU's are kept
