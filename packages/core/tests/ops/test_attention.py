@@ -171,6 +171,27 @@ def test_kernels_answer_to_the_reference(case, dtype, device, small_tiles):
         assert_within(name, a, e, b, floor=2 * torch.finfo(a.dtype).eps)
 
 
+@pytest.mark.parametrize("mask", [Mask(True, None, 0), Mask(True, 7, 3), Mask(False, None, 0)], ids=str)
+@pytest.mark.parametrize("cu", [None, [0, 9, 9, 60]], ids=["whole", "packed"])
+def test_kernels_answer_selected_queries_alone(mask, cu, device, small_tiles):
+    from tokenmix_core.ops.attention.backward import attention_backward
+    from tokenmix_core.ops.attention.forward import attention_forward
+
+    q, k, v = (x.detach().to(device, torch.float32) for x in inputs(TQ=60))
+    selected = (torch.arange(60, device=device) // 11 % 3 == 1)[None]
+    cu = cu and torch.tensor(cu, device=device, dtype=torch.int32)
+    o, lse = attention_forward(q, k, v, cu, mask, 0.25, selected)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    options = {"scale": 0.25, "cu_seqlens": cu, **mask._asdict()}
+    exact = attention_reference(*leaves, **options).o * selected[..., None, None]
+    assert (lse.isposinf() == ~selected[:, None]).all()
+    assert relative_error(o, exact) < 1e-6
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    grads = attention_backward(q, k, v, o, lse, do, None, cu, mask, 0.25, selected)
+    for name, got, wanted in zip("qkv", grads, torch.autograd.grad(exact, leaves, do.double()), strict=True):
+        assert relative_error(got, wanted) < 1e-6, name
+
+
 def test_kernels_take_views_of_one_projection(device, small_tiles):
     qkv = torch.randn(2, 40, 3, 2, 16, device=device, requires_grad=True)
     got, want = (attention(*qkv.unbind(2), window=9, impl=impl) for impl in ("triton", "reference"))

@@ -14,6 +14,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, query_tiles, store_tile
 from tokenmix_core.tile.masks import locate_tile, visible
 
@@ -37,7 +38,7 @@ def meet_keys(
 
 @triton.jit
 def _attention_backward_queries(
-    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens,
+    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -56,6 +57,14 @@ def _attention_backward_queries(
         _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BM)
         keys = queries
         if i_t * BM >= queries:
+            return
+    if selected is not None:
+        m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
+        if tl.max(m_s.to(tl.int32)) == 0:
+            p_dq = dq + (i_b * TQ + start) * HQ * K + i_h * K
+            store_tile(p_dq, tl.zeros([BM, BK], tl.float32), i_t * BM, queries, HQ * K, K, BM, BK)
+            p_delta = delta + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
+            tl.store(p_delta, tl.zeros([BM], tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
             return
     log2e: tl.constexpr = 1.4426950408889634
     p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
@@ -115,7 +124,7 @@ def meet_queries(
 
 @triton.jit
 def _attention_backward_keys(
-    q, k, v, do, lse, delta, dk, dv, cu_seqlens,
+    q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -127,10 +136,11 @@ def _attention_backward_keys(
     i_hk = (pid // tiles % H).to(tl.int64)
     i_b = (pid // tiles // H).to(tl.int64)
     start = i_b * 0
+    i_n = 0
     queries = TQ
     keys = TK
     if PACKED:
-        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BN)
+        i_n, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BN)
         keys = queries
         if i_t * BN >= keys:
             return
@@ -144,27 +154,36 @@ def _attention_backward_keys(
     b_dk = tl.zeros([BN, BK], tl.float32)
     b_dv = tl.zeros([BN, BV], tl.float32)
     near, full, end, stop = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
+    if order is not None:
+        # from here on tiles are counted along the list of those that hold a selected query
+        place = first_place(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
+        order += place
+        near = tl.load(ranks + place + near)
+        full = tl.load(ranks + place + full)
+        end = tl.load(ranks + place + end)
+        stop = tl.load(ranks + place + stop)
     for i_h in range(i_hk * (HQ // H), (i_hk + 1) * (HQ // H)):
         p_q = q + i_b * s_qb + start * s_qt + i_h * s_qh
         p_do = do + i_b * s_db + start * s_dt + i_h * s_dh
         o_row = (i_b * HQ + i_h) * TQ + start
         for i_q in range(full, end):
             b_dk, b_dv = meet_queries(
-                b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, i_q, o_k, queries, shift, keys,
-                window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+                b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, listed(order, i_q), o_k,
+                queries, shift, keys, window, sinks, scale * log2e,
+                K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
             )  # fmt: skip
         for i in range(0, full - near + stop - end):
             b_dk, b_dv = meet_queries(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt,
-                masked_tile(i, 0, near, full, end), o_k, queries, shift, keys,
+                listed(order, masked_tile(i, 0, near, full, end)), o_k, queries, shift, keys,
                 window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,
             )  # fmt: skip
     store_tile(dk + (i_b * TK + start) * H * K + i_hk * K, b_dk * scale, first, keys, H * K, K, BN, BK)
     store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
 
 
-def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
-    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero)."""
+def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None):
+    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` as it was forward."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -177,14 +196,16 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale)
     BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
     tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
     _attention_backward_queries[(tiles * HQ * B,)](
-        q, k, v, o, do, lse, None if dlse is None else dlse.contiguous(), delta, dq, cu_seqlens, *strides,
+        q, k, v, o, do, lse, None if dlse is None else dlse.contiguous(), delta, dq, cu_seqlens, selected,
+        *strides,
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
         K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
     tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N
+    ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
     _attention_backward_keys[(tiles * H * B,)](
-        q, k, v, do, lse, delta, dk, dv, cu_seqlens, *strides,
+        q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
         K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.attention.selection import selected_rows
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, store_tile
 from tokenmix_core.tile.masks import locate_tile, visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
@@ -35,7 +36,7 @@ def meet_keys(
 
 @triton.jit
 def _attention_forward(
-    q, k, v, o, lse, cu_seqlens,
+    q, k, v, o, lse, cu_seqlens, selected,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -54,6 +55,14 @@ def _attention_forward(
         _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BM)
         keys = queries
         if i_t * BM >= queries:
+            return
+    if selected is not None:
+        m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
+        if tl.max(m_s.to(tl.int32)) == 0:
+            p_o = o + (i_b * TQ + start) * HQ * V + i_h * V
+            store_tile(p_o, tl.zeros([BM, BV], tl.float32), i_t * BM, queries, HQ * V, V, BM, BV)
+            p_lse = lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
+            tl.store(p_lse, tl.full([BM], float("inf"), tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
             return
     p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
     p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
@@ -78,14 +87,21 @@ def _attention_forward(
         )  # fmt: skip
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
+    if selected is not None:
+        # probabilities recomputed from +∞ are 0: the rows drop out of every gradient
+        b_norm = tl.where(m_s, b_norm, 0.0)
+        b_lse = tl.where(m_s, b_lse, float("inf"))
     s_ot = HQ * V
     store_tile(o + (i_b * TQ + start) * s_ot + i_h * V, b_o * b_norm[:, None], i_t * BM, queries, s_ot, V, BM, BV)
     o_t = i_t * BM + tl.arange(0, BM)
     tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
 
 
-def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale):
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None):
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
+
+    `selected [B, TQ]` names the queries that are wanted: tiles without one are skipped, the others get 0 and +∞.
+    """
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
@@ -93,7 +109,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale):
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
     _attention_forward[(tiles * HQ * B,)](
-        q, k, v, o, lse, cu_seqlens,
+        q, k, v, o, lse, cu_seqlens, selected,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale * math.log2(math.e),
         K, V, BM, BN, block_size(K), block_size(V), mask.causal, mask.window is not None, cu_seqlens is not None,

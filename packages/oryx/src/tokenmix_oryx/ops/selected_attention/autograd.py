@@ -1,9 +1,13 @@
-"""Attention for chosen queries as torch custom ops."""
+"""Attention for chosen queries as torch custom ops, by core's attention kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tokenmix_core.ops.attention.backends import Mask
+
+CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 @torch.library.custom_op("tokenmix_oryx::selected_attention", mutates_args=())
@@ -11,9 +15,9 @@ def selected_attention_op(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
-    from tokenmix_oryx.ops.selected_attention.forward import selected_forward
+    from tokenmix_core.ops.attention.forward import attention_forward
 
-    return selected_forward(q, k, v, selected.contiguous(), cu_seqlens, scale)
+    return attention_forward(q, k, v, cu_seqlens, CAUSAL, scale, selected.contiguous())
 
 
 @selected_attention_op.register_fake
@@ -28,9 +32,9 @@ def selected_attention_backward_op(
     cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv."""
-    from tokenmix_oryx.ops.selected_attention.backward import selected_backward
+    from tokenmix_core.ops.attention.backward import attention_backward
 
-    return selected_backward(q, k, v, selected.contiguous(), o, lse, do, cu_seqlens, scale)
+    return attention_backward(q, k, v, o, lse, do, None, cu_seqlens, CAUSAL, scale, selected.contiguous())
 
 
 @selected_attention_backward_op.register_fake
