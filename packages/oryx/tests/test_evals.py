@@ -73,7 +73,7 @@ def test_perplexity_around_switches_is_that_of_the_schedule(model, text, tmp_pat
     options = EvalOptions(limit=3, lengths=(128,), text=text, progress=False)
     result = evaluate(model, byte_tokenizer(), ["switch-perplexity"], options, out=tmp_path, suites=evals.SUITES)
     result = result["switch-perplexity"]
-    assert len(list(tmp_path.glob("switch-perplexity*.png"))) == 3
+    assert len(list(tmp_path.glob("switch-perplexity*.png"))) == 4
     rows = {row["modes"]: row for row in result["rows"]}
     curves = result["plots"][0]["series"]
     assert set(curves) < set(rows)
@@ -84,6 +84,10 @@ def test_perplexity_around_switches_is_that_of_the_schedule(model, text, tmp_pat
     assert not np.allclose(at[1][66:], linear[66:])
     assert "excess, 0-16 tokens after" in rows["linear → attention at 64"]
     assert "excess, 0-16 tokens after" not in rows["linear alone"]
+    excess = result["plots"][1]["series"]
+    assert set(excess) == {"attention → linear", "linear → attention"}
+    # the last of the switches, at 96 of 127 predictions, leaves as many tokens
+    assert [len(y) for _, y in excess.values()] == [31, 31]
 
 
 def test_isolated_suites_run_in_each_mode(model, text, calls):

@@ -73,6 +73,8 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
             curves[name] = losses = _losses(model, sequences, schedule, options)
             rows.append({**_loss_row(name, losses), **_excess(losses, alone, schedule)})
         drawn.append(_switch_plot(plot, curves, length))
+        if plot == "one switch":
+            drawn.append(_excess_plot(curves, alone, schedules[plot]))
     settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
     return {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn}
 
@@ -113,6 +115,23 @@ def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot
         series[name] = (list(range(1, length)), curve.tolist())
     labels = {"title": f"Perplexity by position, {title}, smoothed", "x": "position (tokens)", "y": "perplexity"}
     return {**labels, "log_x": False, "log_y": True, "series": series}
+
+
+def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], schedules: dict[str, Schedule]) -> Plot:
+    """The excess by tokens since the switch: mean over sequences and places of the switch, smoothed over 8 tokens."""
+    series: Series = {}
+    for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
+        parts = [
+            (curves[name] - alone[second])[:, at:].mean(0)
+            for name, ((_, start), (at, _)) in ((n, s) for n, s in schedules.items() if len(s) == 2)
+            if start == first
+        ]
+        shortest = min(map(len, parts), default=0)
+        if shortest:
+            mean = smooth(np.mean([part[:shortest] for part in parts], 0), 8)
+            series[f"{first} → {second}"] = (list(range(shortest)), mean.tolist())
+    labels = {"title": "Loss above the new mode alone, after a switch", "x": "tokens since the switch", "y": "nats"}
+    return {**labels, "log_x": False, "log_y": False, "series": series}
 
 
 def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -> Suite:
