@@ -21,7 +21,8 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 RUN = "--sources mqar --mqar_vocab_size 200 --seq_len 32 --total_tokens 256 --warmup_tokens 0 --batch_tokens 64"
-RUN += " --micro_batch_tokens 64 --logging_steps 1 --precision fp32 --learning_rate 1e-2 --dataloader_num_workers 0"
+RUN += " --micro_batch_tokens 64 --logging_steps 1 --precision fp32 --learning_rate 1e-2 --weight_decay 0"
+RUN += " --dataloader_num_workers 0"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_stage_one_changes_the_attention_and_stage_two_everything(converted, tmp
     merged = weights(second / "merged")
     assert set(merged) == set(after)
     for name, weight in merged.items():
-        if "norm" in name or name == "lm_head.weight":
+        if "norm" in name:
             assert torch.equal(weight, after[name]), name
         elif "layers.1.self_attn.f_proj" not in name:
             assert not torch.equal(weight, after[name]), name
@@ -79,7 +80,7 @@ def test_lora_reaches_experts_that_are_kept_in_one_tensor():
     after = tuned.merge_and_unload().state_dict()
     assert set(after) == set(before)
     for name, weight in before.items():
-        assert torch.equal(after[name], weight) == ("norm" in name or name == "lm_head.weight"), name
+        assert torch.equal(after[name], weight) == ("norm" in name), name
 
 
 def test_only_attention_asks_for_gradients_in_stage_one(converted):

@@ -34,7 +34,7 @@ def test_models_of_a_size_have_as_many_parameters(size):
     transformer = parameters(f"transformer-{size}")
     assert abs(transformer / (341e6 if size == "340m" else 1.3e9) - 1) < 0.06
     for kind in (f"nha-{size}", *(f"{kind}-{size}" for kind in BASELINES)):
-        assert abs(parameters(kind) / transformer - 1) < 0.02, kind
+        assert abs(parameters(kind) / transformer - 1) < 0.025, kind
 
 
 def test_recall_models_have_about_a_hundred_million_parameters():
@@ -86,7 +86,13 @@ def nano():
     recipe = tiny()
     return replace(
         recipe,
-        model={**recipe.model, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "window": [4, "full"]},
+        model={
+            **recipe.model,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "intermediate_size": 48,
+            "window": [4, "full"],
+        },
         data=DataRecipe(sources=["mqar"], seq_len=32, mqar_vocab_size=200, documents="joined"),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens(128 * 6), batch_tokens=Tokens(128), micro_batch_tokens=Tokens(64), learning_rate=1e-2

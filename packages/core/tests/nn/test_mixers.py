@@ -5,9 +5,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core.nn.attention import Attention
+from tokenmix_core.modeling import HybridCache
+from tokenmix_core.nn.attention import Attention, cached_attention_lse
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2
+from tokenmix_core.nn.state import KVState, LayerState
+from tokenmix_core.ops import attention
 from tokenmix_core.testing.mixers import MixerContract
 
 
@@ -35,6 +38,32 @@ class TestMamba2(MixerContract):
         "plain": lambda: Mamba2(32, head_dim=16, state_size=16),
         "groups": lambda: Mamba2(32, head_dim=16, state_size=12, num_groups=2, conv_size=3),
     }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 3])
+def test_cached_attention_gives_the_log_sum_exp_in_any_split_and_under_padding(window):
+    q, k, v = (torch.randn(2, 9, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    whole = attention(q, k, v, window=window)
+    # sequence 1 begins two tokens later
+    whole_late = attention(q[1:, 2:], k[1:, 2:], v[1:, 2:], window=window)
+    for pieces in ([9], [1] * 9, [4, 1, 4]):
+        for mask in (None, torch.arange(9) >= torch.tensor([[0], [2]])):
+            cache, outputs, start = HybridCache([LayerState(kv=KVState(2, 8, 8, window=window))]), [], 0
+            for piece in pieces:
+                part = slice(start, start + piece)
+                real = None if mask is None or bool(mask[:, part].all()) else mask[:, part]
+                span = cache.begin(2, piece, q.device, real)
+                args = (span.pack(x[:, part]) for x in (q, k, v))
+                step = piece == 1 and real is None
+                out = cached_attention_lse(*args, cache.layers[0].kv, span, step=step)
+                outputs.append([span.unpack(x) for x in out])
+                cache.end()
+                start += piece
+            o, lse = (torch.cat(x, 1) for x in zip(*outputs, strict=True))
+            torch.testing.assert_close((o[0], lse[0]), (whole.o[0], whole.lse[0]))
+            late = (whole.o[1], whole.lse[1]) if mask is None else (whole_late.o[0], whole_late.lse[0])
+            torch.testing.assert_close((o[1, -len(late[0]) :], lse[1, -len(late[0]) :]), late)
 
 
 @pytest.mark.parametrize(

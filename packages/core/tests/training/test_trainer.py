@@ -143,6 +143,19 @@ def test_a_model_in_training_never_keeps_a_cache(corpus, tmp_path):
     assert seen == [False] * 8
 
 
+def test_a_recipe_may_bring_the_model_that_it_trains(corpus, tmp_path):
+    own = AutoModelForCausalLM.from_config(recipe(corpus).model_config())
+    asked = []
+
+    def make(given):
+        asked.append(given)
+        return own
+
+    brings = replace(recipe(corpus), make_model=make)
+    assert build_trainer(brings, tmp_path / "run", progress=False).model is own
+    assert asked == [brings]
+
+
 def test_vectors_do_not_decay(corpus, tmp_path):
     trainer = build_trainer(recipe(corpus), tmp_path, progress=False)
     decaying, steady = trainer.create_optimizer().param_groups

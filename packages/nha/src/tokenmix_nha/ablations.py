@@ -6,7 +6,7 @@ values' slots, so that other softmaxes and other tokens in the slots are possibl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -43,17 +43,16 @@ def delayed(
 ) -> Entering:
     """The token shift: at step t enters token t − W, W being the places of the state's ring, which holds the first."""
     window, tokens = state.window, k.shape[1]
-    joined_k, joined_v, joined_f, _, start = prepend(state, k, v, f, None, cu_seqlens)
-    *ring, length = (
-        x
-        for x in last_tokens(joined_k, joined_v, joined_f, None, window, window, start, cu_seqlens)
-        if x is not None
-    )
+    joined: tuple[Any, ...] = prepend(state, k, v, f, None, cu_seqlens)
+    *tensors, _, start = joined
+    joined_k, joined_v, joined_f = tensors
+    left: tuple[Any, ...] = tuple(last_tokens(joined_k, joined_v, joined_f, None, window, window, start, cu_seqlens))
+    ring_k, ring_v, ring_f, _, length = left
     index = torch.arange(tokens, device=k.device)
     if cu_seqlens is not None:
         index = index + window * sequence_ids(cu_seqlens, tokens)
-    entering = (x.index_select(1, index) for x in (joined_k, joined_v, joined_f))
-    return Entering(*entering, (*ring, length))
+    b_k, b_v, b_f = (x.index_select(1, index) for x in tensors)
+    return Entering(b_k, b_v, b_f, (ring_k, ring_v, ring_f, length))
 
 
 def attend_apart(

@@ -31,13 +31,15 @@ def _add_commands(add: cli.AddCommand) -> None:
     sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Qwen2, Qwen3 or Qwen3-MoE checkpoint")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     sub.add_argument(
-        "--full-layers", type=_indices, default=(), metavar="I,I", help="layers that see everything; `all` for every one"
+        "--full-layers",
+        type=_indices,
+        default=(),
+        metavar="I,I",
+        help="layers that see everything; `all` for every one",
     )
     sub.add_argument("--slots", type=int, default=64, metavar="M", help="slots of every key head; 0 for none")
     sub.add_argument("--window", type=int, default=32, metavar="W", help="tokens that other layers see exactly")
-    sub.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)"
-    )
+    sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)")
 
     sub = add(
         "finetune",
@@ -62,9 +64,15 @@ def _add_commands(add: cli.AddCommand) -> None:
     )
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of an NHA model, of drawn windows best")
     sub.add_argument("--task", required=True, metavar="SUITE[:A,B]", help="a suite, or some of its tasks, to score by")
-    sub.add_argument("--window", type=int, metavar="W", help="of the other layers (default: the smallest in the config)")
     sub.add_argument(
-        "--blocks", type=cli.numbers, default=(8, 6, 4, 3, 2), metavar="N,N", help="one full layer in every N, at each place"
+        "--window", type=int, metavar="W", help="of the other layers (default: the smallest in the config)"
+    )
+    sub.add_argument(
+        "--blocks",
+        type=cli.numbers,
+        default=(8, 6, 4, 3, 2),
+        metavar="N,N",
+        help="one full layer in every N, at each place",
     )
     sub.add_argument("--insert", type=int, default=1, metavar="N", help="full layers to add greedily to the sparsest")
     sub.add_argument(

@@ -11,7 +11,7 @@ from tokenmix_nha.windows import check_windows
 
 
 class NhaConfig(HybridConfig):
-    """Sizes and choices of a Native Hybrid Attention model; every layer's mixer is "nha". Fields of `HybridConfig`, and:
+    """Sizes and choices of an NHA model; every layer's mixer is "nha". Fields of `HybridConfig`, and:
 
     Args:
         window: of each layer: 0 (slots alone), a number of tokens, or "full"; one for all, or a list whose length

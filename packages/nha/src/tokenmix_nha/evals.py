@@ -55,7 +55,6 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
     width = max(1, -(-length // _BINS))
     binned = torch.stack([part.mean((1, 2)) for part in shares.split(width, 2)], 1)
     layers = [list(range(len(shares))), shares.mean((1, 2)).tolist()]
-    labels = {"y": "layer", "series": {}}
     plots: list[Plot] = [
         {
             "title": "Share of the slots",
@@ -63,12 +62,19 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
             "y": "mean over heads and positions",
             "series": {"share": (layers[0], layers[1])},
         },
-        {"title": "Share of the slots by head", "x": "head", "heatmap": shares.mean(2).tolist(), **labels},
+        {
+            "title": "Share of the slots by head",
+            "x": "head",
+            "y": "layer",
+            "series": {},
+            "heatmap": shares.mean(2).tolist(),
+        },
         {
             "title": "Share of the slots by position",
             "x": f"position ({width} tokens a column)",
+            "y": "layer",
+            "series": {},
             "heatmap": binned.tolist(),
-            **labels,
         },
     ]
     settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}

@@ -67,8 +67,7 @@ def _load(checkpoint: str) -> PreTrainedModel:
 
 
 def _attention_alone(checkpoint: str, recipe: Recipe) -> PreTrainedModel:
-    model = freeze_all_but_attention(_load(checkpoint))
-    return model
+    return freeze_all_but_attention(_load(checkpoint))
 
 
 def freeze_all_but_attention(model: Any) -> Any:
@@ -89,20 +88,26 @@ def _with_lora(checkpoint: str, rank: int, recipe: Recipe) -> Any:
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """The model with LoRA on every linear layer, the embedding, and experts that are kept in one tensor.
+    """The model with LoRA on every matrix: linear layers, embedding and output layer, routers and experts.
+
+    An embedding that is also the output layer stays as it is: its two uses would learn apart and be merged into one.
 
     Raises:
         ImportError: peft is not installed.
     """
     peft = require("peft", "peft")
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in n]
-    experts = [n for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3]
+    tied = {"embed_tokens", "lm_head"} if model.config.tie_word_embeddings else set()
+    modules = dict(model.named_modules())
+    wrapped = [
+        n for n, m in modules.items() if isinstance(m, nn.Linear | nn.Embedding) and n.rpartition(".")[2] not in tied
+    ]
+    others = [
+        n
+        for n, p in model.named_parameters()
+        if p.dim() >= 2 and not isinstance(modules[n.rpartition(".")[0]], nn.Linear | nn.Embedding)
+    ]
     settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=[*linear, "embed_tokens"],
-        target_parameters=experts or None,
-        task_type="CAUSAL_LM",
+        r=rank, lora_alpha=2 * rank, target_modules=wrapped, target_parameters=others or None, task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(model, settings)
 
@@ -112,7 +117,9 @@ def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
     peft = require("peft", "peft")
     from tokenmix_core.commands import load_tokenizer
 
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True), adapter)
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True), adapter
+    )
     merged = model.merge_and_unload()
     merged.save_pretrained(out)
     load_tokenizer(adapter).save_pretrained(out)

@@ -66,7 +66,7 @@ class HybridizedConfig:
 class HybridizedAttention(NhaMixer):
     """The layer's attention as transformers' decoder layers call it."""
 
-    def __init__(self, config: Any, layer_idx: int, attention: nn.Module):
+    def __init__(self, config: Any, layer_idx: int, attention: Any):
         biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "o_proj")}
         super().__init__(
             config.hidden_size,
@@ -91,14 +91,14 @@ class HybridizedAttention(NhaMixer):
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: HybridCache | None = None,
         cu_seqlens: Tensor | None = None,
-        **_: Any,
+        **given: Any,
     ) -> tuple[Tensor, None]:
         # transformers repeats the angles for both halves of a head
         cos, sin = (x[..., : self.head_dim // 2].float() for x in position_embeddings)
         state: LayerState | None = None
         if past_key_values is not None:
             state = past_key_values.fetch(self.layer_idx, hidden_states.device)
-        o, _ = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=Rotation(cos, sin))
+        o = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=Rotation(cos, sin))[0]
         if past_key_values is not None:
             past_key_values.release(self.layer_idx)
         return o, None
@@ -176,9 +176,11 @@ class HybridizedModel:
         if getattr(out, "hidden_states", None) is not None:
             out.hidden_states = tuple(span.unpack(x) for x in out.hidden_states)
         if getattr(out, "router_logits", None) is not None:
-            out.router_logits = tuple(span.unpack(x.unsqueeze(0)).flatten(0, 1) for x in out.router_logits) if (
-                span.mask is not None
-            ) else out.router_logits
+            out.router_logits = (
+                tuple(span.unpack(x.unsqueeze(0)).flatten(0, 1) for x in out.router_logits)
+                if (span.mask is not None)
+                else out.router_logits
+            )
         return out
 
 

@@ -136,21 +136,26 @@ class NhaMixer(Mixer):
         return cls(config.hidden_size, norm_eps=config.norm_eps, **fields | options)
 
     @property
+    def seen(self) -> int | None:
+        """Tokens of the window; None when it is full."""
+        return self.window if isinstance(self.window, int) else None
+
+    @property
     def joined(self) -> bool:
         """Whether slots and window are under one softmax in the paper's form, which the operation computes."""
         return self.window == 0 or (self.fusion == "softmax" and self.token_shift)
 
     def make_state(self) -> LayerState:
         heads, dim = self.num_kv_heads, self.head_dim
-        if self.window == FULL or not self.slots:
-            return LayerState(kv=KVState(heads, dim, dim, window=None if self.window == FULL else self.window))
-        own_keys = self.window > 0 and self.positions in ("window", "learned")
+        if self.seen is None or not self.slots:
+            return LayerState(kv=KVState(heads, dim, dim, window=self.seen))
+        own_keys = self.seen > 0 and self.positions in ("window", "learned")
         if self.joined:
-            slots = SlotWindowPart(heads, self.slots, dim, dim, self.window, own_slot_keys=own_keys)
+            slots = SlotWindowPart(heads, self.slots, dim, dim, self.seen, own_slot_keys=own_keys)
             return LayerState(slots=slots)
-        places = self.window if self.token_shift else 0
+        places = self.seen if self.token_shift else 0
         return LayerState(
-            kv=KVState(heads, dim, dim, window=self.window),
+            kv=KVState(heads, dim, dim, window=self.seen),
             slots=SlotWindowPart(heads, self.slots, dim, dim, places),
         )
 
@@ -180,8 +185,9 @@ class NhaMixer(Mixer):
         if self.window == FULL or f is None:
             o = self._attend_plainly(*turned, v, state, cu_seqlens, step)
         elif self.joined:
-            o = self._attend(*(slots_qk if slots_qk and self.window == 0 else turned), v, f, slots_qk, state,
-                             cu_seqlens, step)  # fmt: skip
+            # without a window nothing is turned but what the slots see turned, too
+            seen_qk = slots_qk if slots_qk and self.window == 0 else turned
+            o = self._attend(*seen_qk, v, f, slots_qk, state, cu_seqlens, step)
         else:
             weight = self._weight(hidden_states)
             o = self._attend_apart(*turned, v, f, slots_qk or turned, weight, state, cu_seqlens, step)
@@ -206,7 +212,8 @@ class NhaMixer(Mixer):
     def _with_positions(
         self, q: Tensor, k: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        assert self.q_positions is not None and self.k_positions is not None
+        assert self.q_positions is not None
+        assert self.k_positions is not None
         if state is not None:
             positions = state.span.positions.view(*q.shape[:2])
         elif cu_seqlens is not None:
@@ -214,9 +221,8 @@ class NhaMixer(Mixer):
         else:
             positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
         positions = positions % self.q_positions.num_embeddings
-        return q + self.q_positions(positions).view(*positions.shape, *q.shape[2:]), k + self.k_positions(
-            positions
-        ).view(*positions.shape, *k.shape[2:])
+        of_q, of_k = self.q_positions(positions), self.k_positions(positions)
+        return q + of_q.unflatten(-1, q.shape[2:]), k + of_k.unflatten(-1, k.shape[2:])
 
     def _attend(
         self,
@@ -233,8 +239,8 @@ class NhaMixer(Mixer):
         # without a window the queries and keys are those of the slots
         q_slots, k_slots = (None, None) if slots_qk is None or self.window == 0 else slots_qk
         if step and state is not None:
-            one = (None if x is None else x.squeeze(1) for x in (q, k, v, f, q_slots, k_slots))
-            b_q, b_k, b_v, b_f, b_qs, b_ks = one
+            b_q, b_k, b_v, b_f = (x.squeeze(1) for x in (q, k, v, f))
+            b_qs, b_ks = (None if x is None else x.squeeze(1) for x in (q_slots, k_slots))
             past = state.slots.get(len(q), q)
             o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, q_slots=b_qs, k_slots=b_ks, impl=self.impl)
             return o.unsqueeze(1)
@@ -243,7 +249,7 @@ class NhaMixer(Mixer):
             k,
             v,
             f,
-            window=self.window,
+            window=self.seen or 0,
             q_slots=q_slots,
             k_slots=k_slots,
             initial_state=None if state is None else state.slots.value,
@@ -272,8 +278,7 @@ class NhaMixer(Mixer):
         """Attention to the window alone."""
         if state is not None:
             return cached_attention_lse(q, k, v, state.kv, state.span, step=step, impl=self.impl)
-        window = None if self.window == FULL else self.window
-        return attention(q, k, v, window=window, cu_seqlens=cu_seqlens, impl=self.impl)
+        return attention(q, k, v, window=self.seen, cu_seqlens=cu_seqlens, impl=self.impl)
 
     def _attend_apart(
         self,
@@ -303,7 +308,7 @@ class NhaMixer(Mixer):
         if state is not None:
             before = state.slots.get(sequences, v)
         else:
-            places = self.window if self.token_shift else 0
+            places = (self.seen or 0) if self.token_shift else 0
             part = SlotWindowPart(self.num_kv_heads, self.slots, self.head_dim, self.head_dim, places)
             before = part.empty(sequences, v)
         return before, delayed(k, v, f, before, cu_seqlens)
@@ -338,21 +343,20 @@ class NhaMixer(Mixer):
         """
         if not (self.training and torch.is_grad_enabled()):
             return o
-        full = self.window == FULL or self.window >= o.shape[1]
-        unused = [self.f_proj] if full else []
+        full = self.seen is None or self.seen >= o.shape[1]
+        unused: list[nn.Module | None] = [self.f_proj] if full else []
         if self.joined or self.window == FULL:
             unused.append(self.weight_proj)
         if self.window == 0:
             unused += [self.q_positions, self.k_positions]
         # the sum of no element
         zeros = [p.flatten()[:0].sum() for module in unused if module is not None for p in module.parameters()]
-        return o + sum(zeros).to(o.dtype) if zeros else o
+        return o + torch.stack(zeros).sum().to(o.dtype) if zeros else o
 
     def mixing_flops(self, seq_len: int) -> float:
         # 4 K operations a visible key and query head; a slot is read as a key is, and updated with 2 (K + V)
-        full = self.window == FULL
-        keys = 0.0 if self.window == 0 else mean_visible(seq_len, None if full else self.window)
-        slots = 0 if full else self.slots
+        keys = 0.0 if self.window == 0 else mean_visible(seq_len, self.seen)
+        slots = 0 if self.seen is None else self.slots
         read = 4.0 * self.num_heads * self.head_dim * (keys + slots)
         return read + 4.0 * self.num_kv_heads * self.head_dim * slots
 

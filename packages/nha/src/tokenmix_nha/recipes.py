@@ -13,6 +13,7 @@ from typing import Any
 
 # register the families
 import tokenmix_nha.gla
+import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN, MAMBA2, paper_baseline

@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tokenmix_core.evaluation.options import EvalOptions, Plot, SuiteResult
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
 from tokenmix_core.evaluation.report import format_rows, write_atomically, write_result
-from tokenmix_core.evaluation.suites import COMMONSENSE, RECALL, Suite, check_suites
+from tokenmix_core.evaluation.suites import COMMONSENSE, RECALL, check_suites
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, nha_mixers, using_windows, windows_of
 
 CHOSEN = "chosen"
@@ -131,7 +131,9 @@ def score_of(task: str, result: SuiteResult) -> float:
     rows, metrics = result["rows"], {**COMMONSENSE, **RECALL}
     if values := [row["accuracy"] for row in rows if "accuracy" in row]:
         return sum(values) / len(values)
-    counted = [r["value"] for r in rows if r.get("metric") == metrics.get(r.get("task", ""), "") and r["task"] != "wikitext"]
+    counted = [
+        r["value"] for r in rows if r.get("metric") == metrics.get(r.get("task", ""), "") and r["task"] != "wikitext"
+    ]
     if counted:
         return sum(counted) / len(counted)
     if values := [row["loss"] for row in rows if "loss" in row]:

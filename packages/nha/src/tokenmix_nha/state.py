@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tokenmix_core.nn.state import StatePart
 from tokenmix_nha.ops import SlotWindowState
 
 
-class SlotWindowPart:
+class SlotWindowPart(StatePart):
     """A `SlotWindowState` whose ring has the window's places from the first token on: bytes do not grow.
 
     Args:
@@ -48,13 +49,13 @@ class SlotWindowPart:
 
     def set(self, state: SlotWindowState) -> None:
         """Keep what a call leaves; gradients do not cross calls."""
-        state = SlotWindowState(*(None if x is None else x.detach() for x in state))
+        state = SlotWindowState._make(None if x is None else x.detach() for x in state)
         self.value = state.reserve(self.window)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensors by a function of each."""
         if self.value is not None:
-            self.value = SlotWindowState(*(None if x is None else fn(x) for x in self.value))
+            self.value = SlotWindowState._make(None if x is None else fn(x) for x in self.value)
 
     def clear(self) -> None:
         """Forget everything."""

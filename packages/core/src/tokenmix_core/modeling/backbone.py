@@ -271,9 +271,7 @@ def real_tokens(
 ) -> Bool[Tensor, "B T"] | None:
     """Which tokens of the call are real; None when all are."""
     past = 0 if cache is None else cache.length
-    if mask is not None and (
-        mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)
-    ):
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)):
         raise ValueError(
             f"attention_mask must have shape [B, T] = {[batch, tokens]}"
             f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"

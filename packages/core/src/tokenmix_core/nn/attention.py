@@ -174,9 +174,7 @@ def cached_attention_lse(
     return out
 
 
-def _ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None
-) -> AttentionOutput:
+def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:
     """Several tokens of sequences of unequal lengths, as of a padded prompt in pieces; rare, so by a mask."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = (
@@ -191,9 +189,9 @@ def _ragged_attention(
     # a padding query would see nothing, which softmax answers with NaN
     visible |= ~real.unsqueeze(2)
     keys, values = torch.cat((kv.keys, k), 1), torch.cat((kv.values, v), 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     grouped = at_least_float32(q).unflatten(2, (k.shape[2], -1))
-    scores = scale * torch.einsum("nihgk,njhk->nhgij", grouped, at_least_float32(keys))
+    scores = factor * torch.einsum("nihgk,njhk->nhgij", grouped, at_least_float32(keys))
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     o = torch.einsum("nhgij,njhv->nihgv", scores.softmax(-1).to(v.dtype), values).flatten(2, 3)
     lse = scores.logsumexp(-1).flatten(1, 2).transpose(1, 2)

@@ -132,7 +132,32 @@ class Span:
         return self._written[key]
 
 
-class TensorState:
+class StatePart:
+    """What a layer's state is made of: `TensorState`, `KVState`, or a mixer's own, which the cache handles unseen."""
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor, `[N, ...]`, by a function of it."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget everything."""
+        raise NotImplementedError
+
+    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
+        """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+        raise NotImplementedError
+
+    def held(self, seq_len: int) -> int:
+        """Bytes of the state now held, of sequences of `seq_len` tokens; spare room does not count."""
+        raise NotImplementedError
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory taken."""
+        raise NotImplementedError
+
+
+class TensorState(StatePart):
     """One tensor of constant size, `[N, *shape]`.
 
     Args:
@@ -178,7 +203,7 @@ class TensorState:
         return self.held(0)
 
 
-class KVState:
+class KVState(StatePart):
     """Keys and values, `[N, places, H, K or V]`: all of them, or the first `sinks` and the last `window`.
 
     All of them: the place of a token is its position, and the room grows by half when it is full. A window: a ring,
@@ -331,7 +356,7 @@ class LayerState:
 
     span: Span
 
-    def __init__(self, **parts: TensorState | KVState):
+    def __init__(self, **parts: StatePart):
         self.parts = parts
 
     def __getattr__(self, name: str):

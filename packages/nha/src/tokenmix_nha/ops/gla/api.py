@@ -63,12 +63,12 @@ def chunk_gla(
     check_dtype(op, (wide,), initial_state=initial_state)
     if initial_state is None:
         initial_state = q.new_zeros(dims["N"], dims["H"], dims["K"], dims["V"], dtype=wide)
-    scale = dims["K"] ** -0.5 if scale is None else float(scale)
+    factor = dims["K"] ** -0.5 if scale is None else float(scale)
     parts = []
     for tokens, rows in sequences_of(cu_seqlens, dims["N"]):
         b_q, b_k, b_v, b_g = (x[:, tokens].to(wide) for x in (q, k, v, g))
         scan = GatedScan(b_k, b_v, b_g, initial_state[rows])
-        parts.append((scan.rows(scale * b_q), scan.final))
+        parts.append((scan.rows(factor * b_q), scan.final))
     o, states = zip(*parts, strict=True)
     return ScanOutput(torch.cat(o, 1).to(q.dtype), torch.cat(states))
 
