@@ -170,7 +170,7 @@ def demo(family: str, assignment: str) -> Recipe:
             logging_steps=20,
             evaluations=["switch-perplexity", "cross-mode-mqar", "cross-mode-niah"],
             evaluation_lengths=[2048],
-            evaluation_limit=64,
+            evaluation_limit=32,
         ),
         row_inputs=mode_rows,
     )
