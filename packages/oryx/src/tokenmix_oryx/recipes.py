@@ -16,6 +16,7 @@ from torch import Tensor
 # registers the family
 import tokenmix_oryx.model  # noqa: F401
 from tokenmix_core.recipes import BYTE_VOCAB, paper_baseline
+from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.data import RowInputs
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_oryx.config import GDN, MAMBA2
@@ -177,37 +178,17 @@ def demo(family: str, assignment: str) -> Recipe:
 
 
 def tiny(family: str = "tm") -> Recipe:
-    """Two heads, four layers, on Python's standard library: minutes on a laptop."""
-    return Recipe(
+    """Two heads, four layers, on Python's standard library: minutes on a laptop, in core's tiny setting."""
+    base = tiny_hybrid()
+    fields = {**model_fields(family, 128, 4), "head_dim": 64, "mode_chunk_size": 32}
+    return replace(
+        base,
         name="tiny" if family == "tm" else f"tiny-{family}",
         description=f"ORYX-{family.upper()} on the built-in corpus; minutes on a laptop",
-        model={
-            "vocab_size": BYTE_VOCAB,
-            **model_fields(family, 128, 4),
-            "head_dim": 64,
-            "mode_chunk_size": 32,
-            "max_position_embeddings": 256,
-        },
+        model={**fields, "vocab_size": BYTE_VOCAB, "max_position_embeddings": 256},
         model_type="tokenmix_oryx",
-        data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**11 * 500),
-            warmup_tokens=Tokens(2**11 * 50),
-            batch_tokens=Tokens(2**11),
-            micro_batch_tokens=Tokens(2**11),
-            learning_rate=4e-3,
-            min_learning_rate=2e-4,
-            adam_beta2=0.98,
-        ),
-        run=RunRecipe(
-            logging_steps=20,
-            save_steps=200,
-            save_total_limit=1,
-            evaluations=["switch-perplexity"],
-            evaluation_lengths=[256],
-            evaluation_limit=128,
-            sample_prompt="def ",
-        ),
+        optimizer=replace(base.optimizer, total_tokens=Tokens(2**11 * 500), warmup_tokens=Tokens(2**11 * 50)),
+        run=replace(base.run, evaluations=["switch-perplexity"], evaluation_lengths=[256], evaluation_limit=128),
         row_inputs=mode_rows,
     )
 
