@@ -193,8 +193,45 @@ def tiny(family: str = "tm") -> Recipe:
     )
 
 
+def recall() -> Recipe:
+    """Associative recall of more pairs than a small linear state keeps: what crossing modes is good for, on a CPU."""
+    base = tiny()
+    return replace(
+        base,
+        name="recall",
+        description="ORYX-TM on associative recall, 16 pairs in 96 tokens; some minutes on a laptop",
+        model={
+            **base.model,
+            "hidden_size": 64,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "intermediate_size": 0,
+            "mode_chunk_size": 16,
+            "attention_probability": 0.5,
+        },
+        data=DataRecipe(sources=["mqar"], seq_len=96, documents="joined", mqar_pairs=16, mqar_vocab_size=256),
+        optimizer=replace(
+            base.optimizer,
+            total_tokens=Tokens(6144 * 2000),
+            warmup_tokens=Tokens(6144 * 100),
+            batch_tokens=Tokens(6144),
+            micro_batch_tokens=Tokens(6144),
+            learning_rate=3e-3,
+        ),
+        run=replace(
+            base.run,
+            logging_steps=50,
+            save_steps=500,
+            evaluations=["cross-mode-mqar"],
+            evaluation_lengths=[96],
+            sample_prompt="",
+        ),
+    )
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny,
+    "recall": recall,
     "tiny-tg": partial(tiny, "tg"),
     **{
         f"demo-{family}{suffix}": partial(demo, family, assignment)
