@@ -10,10 +10,9 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model import NhaForCausalLM, NhaModel
+from tokenmix_nha.training import DrawWindows, draw_windows
 from tokenmix_nha.windows import (
-    DrawWindows,
     check_windows,
-    draw_windows,
     hybrid_windows,
     set_windows,
     using_windows,

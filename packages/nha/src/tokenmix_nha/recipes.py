@@ -18,7 +18,8 @@ import tokenmix_nha.model  # noqa: F401
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN, MAMBA2, paper_baseline
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
-from tokenmix_nha.windows import FULL, DrawWindows, Window, hybrid_windows
+from tokenmix_nha.training import DrawWindows
+from tokenmix_nha.windows import FULL, Window, hybrid_windows
 
 MODEL_TYPE, GLA = "tokenmix_nha", "gla"
 # width, layers, the full layer's place in every block of eight, inner width of the MLP beside gates

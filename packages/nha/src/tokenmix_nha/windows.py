@@ -1,4 +1,4 @@
-"""Windows of a model's layers: read, set and drawn, for our own models and for converted ones alike."""
+"""Windows of a model's layers: read and set, for our own models and for converted ones alike."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from torch import nn
-from transformers import TrainerCallback
 
 FULL = "full"
 # a number of tokens, 0 for slots alone, or "full"
@@ -98,39 +96,3 @@ def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Itera
         yield
     finally:
         set_windows(model, before)
-
-
-def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:
-    """A window for each layer, independent and uniform over `choices`: a function of the seed and the step alone."""
-    rng = np.random.default_rng((seed, step))
-    return [choices[i] for i in rng.integers(len(choices), size=layers)]
-
-
-class DrawWindows(TrainerCallback):
-    """Trains with a window drawn for every layer and optimizer step (Figure 4).
-
-    All micro-batches and processes of a step have the same windows, and a resumed run those that it would have had.
-    Afterwards the model has its own windows again.
-
-    Args:
-        choices: the windows to draw from.
-        seed: what the draws depend on, beside the step.
-
-    Raises:
-        ValueError: no or wrong choices.
-    """
-
-    def __init__(self, choices: Sequence[Window], seed: int):
-        if not choices:
-            raise ValueError("random_windows must name at least one window, got none")
-        self.choices, self.seed = [check_window(window) for window in choices], seed
-        self._own: list[Window] | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        if self._own is None:
-            self._own = windows_of(model)
-        set_windows(model, draw_windows(self.choices, len(self._own), seed=self.seed, step=state.global_step))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        if self._own is not None:
-            set_windows(model, self._own)
