@@ -113,8 +113,8 @@ def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot
     for name, losses in curves.items():
         curve = np.exp(smooth(losses.mean(0), max(1, length // 64)))
         series[name] = (list(range(1, length)), curve.tolist())
-    labels = {"title": f"Perplexity by position, {title}, smoothed", "x": "position (tokens)", "y": "perplexity"}
-    return {**labels, "log_x": False, "log_y": True, "series": series}
+    title = f"Perplexity by position, {title}, smoothed"
+    return Plot(title=title, x="position (tokens)", y="perplexity", log_y=True, series=series)
 
 
 def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], schedules: dict[str, Schedule]) -> Plot:
@@ -130,8 +130,8 @@ def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], sc
         if shortest:
             mean = smooth(np.mean([part[:shortest] for part in parts], 0), 8)
             series[f"{first} → {second}"] = (list(range(shortest)), mean.tolist())
-    labels = {"title": "Loss above the new mode alone, after a switch", "x": "tokens since the switch", "y": "nats"}
-    return {**labels, "log_x": False, "log_y": False, "series": series}
+    title = "Loss above the new mode alone, after a switch"
+    return Plot(title=title, x="tokens since the switch", y="nats", series=series)
 
 
 def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -> Suite:

@@ -27,7 +27,7 @@ from tokenmix_core.ops import (
     gated_delta_rule_step,
     ssd_step,
 )
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.common import Impl, ScanOutput
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
 from tokenmix_oryx.ops import selected_attention
 from tokenmix_oryx.state import DroppableKV
@@ -87,7 +87,7 @@ class OryxMixer(Mixer):
         linear_query_activation: str,
         attention_probability: float = 0.25,
         norm_eps: float = 1e-6,
-        impl: str | None = None,
+        impl: Impl | None = None,
     ):
         super().__init__()
         self.num_heads, self.head_dim, self.rotary_dim = num_heads, head_dim, head_dim
@@ -129,7 +129,7 @@ class OryxMixer(Mixer):
     def make_state(self) -> LayerState:
         shape = (self.num_heads, self.head_dim, self.head_dim)
         parts: dict[str, Any] = {"kv": DroppableKV(*shape), "recurrent": TensorState(*shape, dtype=torch.float32)}
-        if self.k_conv is not None:
+        if self.k_conv is not None and self.v_conv is not None:
             parts |= {"k_conv": self.k_conv.make_state(), "v_conv": self.v_conv.make_state()}
         return LayerState(**parts)
 
@@ -148,6 +148,7 @@ class OryxMixer(Mixer):
         v = self._shared(hidden_states, "v", state, cu_seqlens, step)
         turned = (q, k)
         if self.rope_both or mode.may_attend or state is not None:
+            assert rotary is not None, "the model turns every call's positions"
             turned = (apply_rotary(q, rotary), apply_rotary(k, rotary))
         o = self._attend(*turned, v, mode, state, cu_seqlens, step)
         # without a cache nobody will read the state that attention leaves behind
@@ -157,6 +158,7 @@ class OryxMixer(Mixer):
             )
             # each is 0 where the other answers
             o = linear if o is None else o if mode.uniform == ATTENTION else o + linear
+        assert o is not None, "a mode has one mixer at least"
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
         return self.o_proj(self.norm(o.flatten(-2), gate)), None
 

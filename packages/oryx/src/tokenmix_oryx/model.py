@@ -57,6 +57,7 @@ class OryxForCausalLM(HybridForCausalLM):
     """The language model; `forward` takes `mode` as `OryxModel` does, `generate` a mode for the prompt and the rest."""
 
     config: OryxConfig
+    model: OryxModel
     config_class = OryxConfig
     model_class: ClassVar[type[HybridModel]] = OryxModel
 
@@ -113,11 +114,12 @@ class OryxForCausalLM(HybridForCausalLM):
             own = self.default_generation_mode if named is None else None
             generation_mode = _last(prefill) if own is None else own
         plan = ModePlan(prefill, generation_mode, _prompt_tokens(inputs, kwargs), keep_kv)
-        return super().generate(inputs, *args, mode=plan, **kwargs)
+        return super().generate(inputs, *args, mode=plan, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         plan = kwargs.pop("mode", None)
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = prepare(input_ids, *args, **kwargs)
         return inputs if plan is None else {**inputs, "mode": plan.for_call(inputs, input_ids)}
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
@@ -125,6 +127,7 @@ class OryxForCausalLM(HybridForCausalLM):
         if not linear_only:
             return super().state_bytes(seq_len, batch_size, dtype)
         cache = self.make_cache()
+        assert isinstance(cache, OryxCache)
         cache.promise_linear()
         dtype = self.dtype if dtype is None else dtype
         return sum(part.nbytes(seq_len, batch_size, dtype) for layer in cache.layers for part in layer.parts.values())

@@ -40,7 +40,7 @@ class OryxCache(HybridCache):
     def begin(self, *args: Any, **kwargs: Any) -> Span:
         span = super().begin(*args, **kwargs)
         # the model refuses attention where no keys are kept
-        span.linear_only = self.linear_only
+        span.linear_only = self.linear_only  # pyright: ignore[reportAttributeAccessIssue]
         return span
 
     def promise_linear(self) -> None:
