@@ -7,7 +7,7 @@ import platform
 import re
 import runpy
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 
 from tokenmix_core.testing.benchmarking import table
 
-# the columns of a README's table, by key of a row
+OURS = "tokenmix"
+
+# the columns of a README's table, by key of a row: of a measurement alone, and beside its peers
 _COLUMNS = {
     "op": "operation",
     "shape": "shape",
@@ -25,6 +27,7 @@ _COLUMNS = {
     "peak_mb": "peak, MiB",
     "first_call_s": "first call, s",
 }
+_TIMES = ("fwd_ms", "fwdbwd_ms")
 
 
 def environment() -> dict[str, Any]:
@@ -73,16 +76,80 @@ def run_benchmark(path: Path, benchmark: Any, capsys: Any) -> None:
         print("\n" + table(rows))
 
 
-def markdown(path: Path) -> str:
-    """The rows of a results file as a markdown table, under a line that says where they were measured."""
-    rows = json.loads(path.read_text())
+def beside(rows: Iterable[dict]) -> list[dict]:
+    """One row an operation and shape that `tokenmix` and a peer ran: our row with the best peer of each number.
+
+    The peer stands under `<key>_peer` as a pair of its number and its name; None where no peer has that number.
+    """
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["shape"]), []).append(row)
+    out = []
+    for group in groups.values():
+        ours = next((row for row in group if row["impl"] == OURS), None)
+        peers = [row for row in group if row["impl"] != OURS]
+        if ours is not None and peers:
+            best = {}
+            for key in (*_TIMES, "peak_mb", "first_call_s"):
+                known = [(row[key], row["impl"]) for row in peers if row.get(key) is not None]
+                best[f"{key}_peer"] = min(known, default=None)
+            out.append({**ours, **best})
+    return out
+
+
+def markdown(rows: Sequence[dict]) -> str:
+    """Rows as markdown tables, under a line that says where they were measured: ours beside the best peer, then others."""
+    pairs = beside(rows)
+    paired = {(row["op"], row["shape"]) for row in pairs}
+    others = [row for row in rows if (row["op"], row["shape"]) not in paired]
     places = sorted({_place(row["environment"]) for row in rows})
-    columns = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
-    lines = ["Measured on " + "; ".join(places) + ".", ""]
-    lines.append("| " + " | ".join(_COLUMNS[key] for key in columns) + " |")
-    lines.append("|" + "---|" * len(columns))
-    lines += ["| " + " | ".join(_cell(row.get(key)) for key in columns) + " |" for row in rows]
-    return "\n".join(lines)
+    blocks = ["Measured on " + "; ".join(places) + "."]
+    if pairs:
+        columns = {key: _COLUMNS[key] for key in ("op", "shape")}
+        for key in (*_TIMES, "peak_mb", "first_call_s"):
+            if any(row.get(key) is not None for row in pairs):
+                columns[key] = _COLUMNS[key]
+            if any(row[f"{key}_peer"] for row in pairs):
+                columns[f"{key}_peer"] = "best peer"
+        blocks.append(_markdown_table(columns, pairs))
+    if others:
+        columns = {key: name for key, name in _COLUMNS.items() if any(row.get(key) is not None for row in others)}
+        blocks.append(_markdown_table(columns, others))
+    return "\n\n".join(blocks)
+
+
+def headlines(rows: Sequence[dict]) -> list[dict]:
+    """The rows of the first shape of every operation that ran beside a peer."""
+    first: dict[str, str] = {}
+    for row in beside(rows):
+        first.setdefault(row["op"], row["shape"])
+    return [row for row in rows if first.get(row["op"]) == row["shape"]]
+
+
+def plot(rows: Sequence[dict], path: Path) -> None:
+    """Draw our times as shares of the best peer's, a line a shape: left of 1 is faster."""
+    from matplotlib.figure import Figure
+
+    pairs = beside(rows)
+    figure = Figure(figsize=(9, 1.2 + 0.24 * len(pairs)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1.0, color="black", linewidth=1)
+    for key, marker, label in zip(_TIMES, ("o", "s"), ("forward", "forward + backward"), strict=True):
+        known = [(i, row) for i, row in enumerate(pairs) if row.get(key) is not None and row[f"{key}_peer"]]
+        shares = [row[key] / row[f"{key}_peer"][0] for _, row in known]
+        axes.plot(shares, [i for i, _ in known], marker, label=label)
+    axes.set_yticks(range(len(pairs)), [f"{row['op']} · {row['shape']}" for row in pairs], fontsize=7)
+    axes.set_xscale("log")
+    ticks = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("time, as a share of the best peer's in the same run")
+    axes.set_title("; ".join(sorted({_place(row["environment"]) for row in pairs})), fontsize=8)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def fill(readme: Path, table: str) -> bool:
@@ -104,9 +171,17 @@ def _place(where: dict) -> str:
     return f"one {where['device']}, torch {where['torch']}, Triton {where['triton']}, commit {where['commit']}"
 
 
+def _markdown_table(columns: dict[str, str], rows: Iterable[dict]) -> str:
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(key)) for key in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "–"
+    if isinstance(value, tuple):
+        return f"{_cell(value[0])} ({value[1]})"
     return (
         f"{value:.3f}"
         if isinstance(value, float) and value < 100
