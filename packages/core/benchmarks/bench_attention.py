@@ -18,9 +18,14 @@ from tokenmix_core.testing.benchmarking import captured, first_call_seconds, int
 SHAPES = [
     (8, 4096, 16, 16, 128, None),
     (1, 32768, 16, 16, 128, None),
+    (8, 4096, 32, 8, 128, None),
+    (8, 4096, 32, 32, 64, None),
+    (1, 1024, 16, 16, 128, None),
     (8, 4096, 16, 16, 128, 1024),
     (1, 32768, 16, 16, 128, 1024),
+    (8, 4096, 32, 8, 128, 1024),
     (8, 4096, 32, 32, 64, 1024),
+    (8, 4096, 16, 16, 128, 128),
 ]
 CPU_SHAPES = [(2, 256, 4, 2, 32, None), (2, 256, 4, 2, 32, 64)]
 # batch, places in the cache, query heads, key heads, head size

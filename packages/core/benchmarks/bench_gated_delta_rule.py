@@ -1,4 +1,4 @@
-"""The gated delta rule beside flash-linear-attention's, where that is installed."""
+"""The gated delta rule beside flash-linear-attention's and FlashQLA's, where they are installed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ SHAPES = [
     (8, 4096, 16, 16, 128, 128, False),
     (1, 32768, 16, 16, 128, 128, False),
     (1, 32768, 2, 8, 128, 128, False),
-    (8, 4096, 6, 6, 256, 256, False),
-    (8, 4096, 32, 32, 64, 64, False),
     (1, 65536, 16, 16, 128, 128, True),
+    (1, 4096, 16, 16, 128, 128, False),
+    (1, 512, 16, 16, 128, 128, False),
+    (16, 1024, 16, 16, 128, 128, False),
+    (8, 4096, 32, 32, 64, 64, False),
+    (8, 4096, 6, 6, 256, 256, False),
 ]
+# FLA tunes itself for minutes at every new number of heads and head size, so it meets only these (heads, head size)
+FLA_SIZES = {(16, 128), (32, 64)}
 CPU_SHAPES = [(2, 256, 2, 2, 64, 64, False)]
 # batch, heads, key size, value size
 DECODE_SHAPES = [(1, 16, 128, 128), (32, 16, 128, 128), (128, 16, 128, 128)]
@@ -57,12 +62,17 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: ours().o}
     first = None
     if device != "cpu":
-        # its first call, some two minutes of tuning, is not measured anew
-        if importlib.util.find_spec("fla") is not None and H == HV:
+        # their first calls, minutes of tuning and compiling, are not measured anew
+        if importlib.util.find_spec("fla") is not None and (HV, V) in FLA_SIZES and H == HV:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
 
             peer = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
             forwards["flash-linear-attention"] = lambda: peer()[0]
+        if importlib.util.find_spec("flash_qla") is not None and K == V == 128:
+            from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
+
+            borders = None if cu_seqlens is None else cu_seqlens.long()
+            forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, cu_seqlens=borders)[0]
         if shape == SHAPES[0]:
             call = "torch.autograd.grad(run().sum(), x)\ntorch.cuda.synchronize()"
             setup = _FIRST_CALL.format(function=_OURS)
@@ -97,8 +107,10 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
 
 def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> list[Tensor]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    qkv = [torch.randn(B, T, heads, size, device=device, dtype=dtype) for heads, size in ((H, K), (H, K), (HV, V))]
-    return [*qkv, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]
+    q, k, v = (torch.randn(B, T, heads, size, device=device, dtype=dtype) for heads, size in ((H, K), (H, K), (HV, V)))
+    # of length one already, for peers that leave the norm out
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return [q, k, v, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]
 
 
 def _borders(tokens: int, device: str) -> Tensor:
