@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Impl = Literal["triton", "reference"]
 
@@ -44,6 +46,58 @@ def interpreting() -> bool:
 def is_plain(x: Tensor) -> bool:
     """Whether x is an ordinary tensor in eager mode, not one that torch traces with."""
     return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def direct_when_eager(op: Callable, run: Callable) -> Callable:
+    """`op`, a torch custom op, where torch traces; `run`, the function behind it, in eager mode.
+
+    A custom op's way through torch's dispatcher takes more host time than the launch of a kernel. The first argument of
+    both is a tensor.
+    """
+
+    def call(*inputs):
+        return (run if is_plain(inputs[0]) else op)(*inputs)
+
+    return call
+
+
+def differentiable(
+    op: Callable, run: Callable, save: Callable, gradients: Callable, *, outputs: int | None = None
+) -> Callable:
+    """The same, with gradients by one pair of functions: the op's, and those of an autograd function around `run`.
+
+    Args:
+        op: a torch custom op; its gradient is registered here.
+        run: what it runs. The first argument of both is a tensor.
+        save: `(ctx, inputs, output)`, keeps what `gradients` needs.
+        gradients: `(ctx, *output_gradients)`, a gradient or None for each input.
+        outputs: how many of the outputs are results, passed on and differentiated; None for all. The others are kept
+            for the backward pass alone.
+    """
+    op.register_autograd(gradients, setup_context=save)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            return output if outputs is None else output[:outputs]
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, *output_gradients):
+            return gradients(ctx, *output_gradients)
+
+    def call(*inputs):
+        if not is_plain(inputs[0]):
+            output = op(*inputs)
+        elif torch.is_grad_enabled():
+            return Eager.apply(*inputs)
+        else:
+            output = run(*inputs)
+        return output if outputs is None else output[:outputs]
+
+    return call
 
 
 def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] = ("triton", "reference")) -> str:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.attention.autograd import attention_decode_op, attention_op
+from tokenmix_core.ops.attention import autograd
 from tokenmix_core.ops.attention.backends import IMPLS, Call, Mask, choose_impl, limit
 from tokenmix_core.ops.common import (
     AttentionOutput,
@@ -71,7 +71,7 @@ def attention(
             raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, cu_seqlens is not None)
     impl = _resolve(op, impl, call)
-    o, lse = attention_op(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
+    o, lse = autograd.attention(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 
@@ -154,7 +154,7 @@ def attention_decode(
         raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
     elif (why := limit(impl, call)) is not None:
         raise ValueError(f"{op}: impl={impl!r} {why}")
-    o, lse = attention_decode_op(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
+    o, lse = autograd.attention_decode(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
     return AttentionOutput(o, lse)
 
 

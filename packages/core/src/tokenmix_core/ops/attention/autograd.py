@@ -1,4 +1,6 @@
-"""Attention as torch custom ops: which backend runs forward and which one answers for the gradient.
+"""Attention forward and backward: directly in eager mode, as torch custom ops where torch traces.
+
+Also which backend runs forward and which one answers for the gradient.
 
 Any backward can be paired with any forward, since all it needs are q, k, v, o and the log-sum-exp. The fast libraries'
 own backwards know no gradient of the log-sum-exp; where one arrives, the kernels of this package take over.
@@ -10,20 +12,13 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.attention import backends
+from tokenmix_core.ops.common import differentiable, direct_when_eager
 
 
-@torch.library.custom_op("tokenmix_core::attention", mutates_args=())
-def attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    sinks: int,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None,
+    causal: bool, window: int | None, sinks: int, scale: float, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`: heads before time, as every backend keeps it."""
     if q.numel() == 0 or k.numel() == 0:
         o, lse = _empty_outputs(q, v)
@@ -32,27 +27,18 @@ def attention_op(
     return o.contiguous(), lse.contiguous()
 
 
+attention_op = torch.library.custom_op("tokenmix_core::attention", _forward, mutates_args=())
+
+
 @attention_op.register_fake
 def _(q, k, v, cu_seqlens, causal, window, sinks, scale, impl):
     return _empty_outputs(q, v)
 
 
-@torch.library.custom_op("tokenmix_core::attention_backward", mutates_args=())
-def attention_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    sinks: int,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None,
+    cu_seqlens: Tensor | None, causal: bool, window: int | None, sinks: int, scale: float, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, contiguous, from the gradients of o and of the log-sum-exp (None: zero)."""
     if q.numel() == 0 or k.numel() == 0:
         return _zeros(q), _zeros(k), _zeros(v)
@@ -62,47 +48,47 @@ def attention_backward_op(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
+attention_backward_op = torch.library.custom_op("tokenmix_core::attention_backward", _backward, mutates_args=())
+attention_backward = direct_when_eager(attention_backward_op, _backward)
+
+
 @attention_backward_op.register_fake
 def _(q, k, v, o, lse, do, dlse, cu_seqlens, causal, window, sinks, scale, impl):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, output):
     q, k, v, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
     # an output that nobody used then shows as None, and a library's own backward serves
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dlse):
+def _gradients(ctx, do, dlse):
     q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
     if do is None and dlse is None:
         return (None,) * 9
-    grads = attention_backward_op(q, k, v, o, lse, do, dlse, cu_seqlens, *ctx.options)
+    grads = attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, *ctx.options)
     return *grads, None, None, None, None, None, None
 
 
-attention_op.register_autograd(_backward, setup_context=_setup_context)
+attention = differentiable(attention_op, _forward, _save, _gradients)
 
 
-@torch.library.custom_op("tokenmix_core::attention_decode", mutates_args=())
-def attention_decode_op(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    window: int | None,
-    sinks: int,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor,
+    window: int | None, sinks: int, scale: float, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
     if q.numel() == 0 or k_cache.numel() == 0:
         o, lse = _empty_decode_outputs(q, v_cache)
         return o.zero_(), lse.fill_(float("-inf"))
     decode = backends.load_decode(impl)
-    o, lse = decode(q, k_cache, v_cache, cache_seqlens, window=window, sinks=sinks, scale=scale)
-    return o, lse
+    return decode(q, k_cache, v_cache, cache_seqlens, window=window, sinks=sinks, scale=scale)
+
+
+attention_decode_op = torch.library.custom_op("tokenmix_core::attention_decode", _decode, mutates_args=())
+attention_decode = direct_when_eager(attention_decode_op, _decode)
 
 
 @attention_decode_op.register_fake

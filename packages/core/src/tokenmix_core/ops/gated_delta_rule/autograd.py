@@ -1,12 +1,9 @@
-"""The Triton forms as torch custom ops and as an autograd function.
-
-Compiled code calls the custom ops. Eager code calls the autograd function, which launches the same kernels: passing
-through the dispatcher twice would cost more host time than the launches.
-"""
+"""The Triton forms as differentiable functions: directly in eager mode, as torch custom ops where torch traces."""
 
 import torch
 from torch import Tensor
 
+from tokenmix_core.ops.common import differentiable, direct_when_eager, is_plain
 from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.forward import forward
@@ -78,58 +75,6 @@ def step_op(
     return _step(q, k, v, g, beta, state, scale, qk_l2norm)
 
 
-def chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout) -> tuple[Tensor, Tensor]:
-    """Chunkwise outputs and final states."""
-    run = chunk_op if torch.compiler.is_compiling() else Chunk.apply
-    return run(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout)[:2]
-
-
-def recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm) -> tuple[Tensor, Tensor]:
-    """Token-by-token outputs and final states."""
-    run = recurrent_op if torch.compiler.is_compiling() else Recurrent.apply
-    return run(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
-
-
-def step(q, k, v, g, beta, state, scale, qk_l2norm) -> Tensor:
-    """One token; updates the state in place."""
-    run = step_op if torch.compiler.is_compiling() else _step
-    return run(q, k, v, g, beta, state, scale, qk_l2norm)
-
-
-class Chunk(torch.autograd.Function):
-    """Chunkwise, for eager code."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _chunk_forward(*inputs)
-        _save_chunk(ctx, inputs, output)
-        ctx.mark_non_differentiable(*output[2:])
-        return output
-
-    @staticmethod
-    def backward(ctx, do, dfinal_state, *_):
-        *saved, readout = ctx.saved_tensors
-        do = _wanted(do, readout)
-        return *_gradients(ctx, *_chunk_backward(do, dfinal_state, *saved, ctx.scale, ctx.qk_l2norm)), None
-
-
-class Recurrent(torch.autograd.Function):
-    """Token by token, for eager code; its gradient is the chunkwise one."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = recurrent_forward(*inputs)
-        _save_recurrent(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, do, dfinal_state):
-        q, k, v, g, beta, *rest = ctx.saved_tensors
-        chunk_terms = prepare(k, g, beta, rest[-1], ctx.qk_l2norm)
-        arguments = (do, dfinal_state, q, k, v, g, beta, *chunk_terms, *rest, ctx.scale, ctx.qk_l2norm)
-        return _gradients(ctx, *_chunk_backward(*arguments))
-
-
 def _wanted(do: Tensor | None, readout: Tensor | None) -> Tensor | None:
     """The gradient of the outputs that are read out."""
     return do if do is None or readout is None else do.masked_fill(~readout[..., None, None], 0.0)
@@ -175,26 +120,30 @@ def _save_recurrent(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens)
 
 
-def _gradients(ctx, dq, dk, dv, dg, dbeta, dinitial_state):
+def _gradients(ctx, do, dfinal_state, q, *saved):
     """Gradients in the order of the forward arguments."""
-    return dq, dk, dv, dg, dbeta, dinitial_state if ctx.needs_input_grad[5] else None, None, None, None
+    run = _chunk_backward if is_plain(q) else backward_op
+    *grads, dinitial_state = run(do, dfinal_state, q, *saved, ctx.scale, ctx.qk_l2norm)
+    return *grads, dinitial_state if ctx.needs_input_grad[5] else None, None, None, None
 
 
-def _chunk_op_backward(ctx, do, dfinal_state, *_):
+def _backward_of_chunk(ctx, do, dfinal_state, *_):
     *saved, readout = ctx.saved_tensors
-    do = _wanted(do, readout)
-    return *_gradients(ctx, *backward_op(do, dfinal_state, *saved, ctx.scale, ctx.qk_l2norm)), None
+    return *_gradients(ctx, _wanted(do, readout), dfinal_state, *saved), None
 
 
-def _recurrent_op_backward(ctx, do, dfinal_state):
+def _backward_of_recurrent(ctx, do, dfinal_state):
     q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
-    terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, None)[2:]
-    arguments = (do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm)
-    return _gradients(ctx, *backward_op(*arguments))
+    if is_plain(q):
+        terms = prepare(k, g, beta, cu_seqlens, ctx.qk_l2norm)
+    else:
+        terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, None)[2:]
+    return _gradients(ctx, do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens)
 
 
-chunk_op.register_autograd(_chunk_op_backward, setup_context=_save_chunk)
-recurrent_op.register_autograd(_recurrent_op_backward, setup_context=_save_recurrent)
+chunk = differentiable(chunk_op, _chunk_forward, _save_chunk, _backward_of_chunk, outputs=2)
+recurrent = differentiable(recurrent_op, recurrent_forward, _save_recurrent, _backward_of_recurrent)
+step = direct_when_eager(step_op, _step)
 
 
 @recurrent_op.register_fake

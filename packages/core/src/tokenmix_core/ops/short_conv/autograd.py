@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.common import ScanOutput, is_plain
+from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -91,6 +90,9 @@ def _(x, weight, bias, state, activation):
     return x.new_empty(x.shape)
 
 
+backward = direct_when_eager(short_conv_backward_op, run_backward)
+
+
 def _save(ctx, inputs, output) -> None:
     x, weight, bias, ctx.activation, initial_state, cu_seqlens = inputs
     ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens)
@@ -101,35 +103,19 @@ def _gradients(ctx, do, final_gradient):
     x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(x)
-    backward = run_backward if is_plain(do) else short_conv_backward_op
     grads = iter(backward(x, weight, bias, ctx.activation, initial_state, cu_seqlens, do, final_gradient))
     dx, dweight, *rest = (grad for grad in grads if grad is not None)
     dbias = None if bias is None else rest.pop(0)
     return dx, dweight, dbias, None, None if initial_state is None else rest.pop(0), None
 
 
-short_conv_forward_op.register_autograd(_gradients, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """The same function without the dispatcher in between, which costs more than a launch."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, final_gradient):
-        return _gradients(ctx, do, final_gradient)
+convolution = differentiable(short_conv_forward_op, run_forward, _save, _gradients)
+step = direct_when_eager(short_conv_step_op, run_step)
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
-    function = _Eager.apply if is_plain(x) else short_conv_forward_op
-    return ScanOutput(*function(x, weight, bias, activation, initial_state, cu_seqlens))
+    return ScanOutput(*convolution(x, weight, bias, activation, initial_state, cu_seqlens))
 
 
 def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
-    return (run_step if is_plain(x) else short_conv_step_op)(x, weight, bias, state, activation)
+    return step(x, weight, bias, state, activation)

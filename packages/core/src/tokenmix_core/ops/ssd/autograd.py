@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.common import ScanOutput, is_plain
+from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -155,6 +154,9 @@ def _(q, k, v, g, state, scale):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
+backward = direct_when_eager(ssd_backward_op, run_backward)
+
+
 def _save(ctx, inputs, output) -> None:
     """What backward needs; the recurrent form has no third result and its backward makes the segments' states anew."""
     q, k, v, g, scale, initial_state, cu_seqlens, *readout = inputs
@@ -170,41 +172,22 @@ def _gradients(ctx, do, final_gradient, _before=None):
         do = torch.zeros_like(v)
     elif readout and readout[0] is not None:
         do = do.masked_fill(~readout[0][..., None, None], 0.0)
-    backward = run_backward if is_plain(do) else ssd_backward_op
     *grads, initial_gradient = backward(q, k, v, g, ctx.scale, initial_state, cu_seqlens, before, do, final_gradient)
     return *grads, None, initial_gradient if initial_state is not None else None, None, *(None for _ in readout)
 
 
-ssd_forward_op.register_autograd(_gradients, setup_context=_save)
-ssd_recurrent_op.register_autograd(_gradients, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """The same functions without the dispatcher between them, which costs more than a launch."""
-
-    @staticmethod
-    def forward(ctx, run, *inputs):
-        output = run(*inputs)
-        _save(ctx, inputs, output)
-        return output[:2]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, final_gradient):
-        return None, *_gradients(ctx, do, final_gradient)
+chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
+recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
+step = direct_when_eager(ssd_step_op, run_step)
 
 
 def chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens, readout) -> ScanOutput:
-    if is_plain(v):
-        return ScanOutput(*_Eager.apply(run_forward, q, k, v, g, scale, initial_state, cu_seqlens, readout))
-    return ScanOutput(*ssd_forward_op(q, k, v, g, scale, initial_state, cu_seqlens, readout)[:2])
+    return ScanOutput(*chunk(q, k, v, g, scale, initial_state, cu_seqlens, readout))
 
 
 def recurrent_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:
-    if is_plain(v):
-        return ScanOutput(*_Eager.apply(run_recurrent, q, k, v, g, scale, initial_state, cu_seqlens))
-    return ScanOutput(*ssd_recurrent_op(q, k, v, g, scale, initial_state, cu_seqlens))
+    return ScanOutput(*recurrent(q, k, v, g, scale, initial_state, cu_seqlens))
 
 
 def ssd_step_triton(q, k, v, g, state, scale) -> Tensor:
-    return (run_step if is_plain(v) else ssd_step_op)(q, k, v, g, state, scale)
+    return step(q, k, v, g, state, scale)
