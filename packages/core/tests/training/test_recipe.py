@@ -71,7 +71,7 @@ def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
         (["--total_tokens", "many"], "total_tokens.*'many'"),
         (["--total_tokens", "0"], "total_tokens must be at least 1"),
         (["--warmup_tokens", "1B"], "warmup_tokens must be below total_tokens"),
-        (["--weights", "1", "2"], "weights must be one for each"),
+        (["--weights", "1", "2"], "weights must be positive numbers, one for each"),
         (["--torch_compile", "perhaps"], "Truthy value expected"),
         (["--seed", "-1"], "seed must be from 0"),
         (["extra"], "unexpected argument 'extra'"),

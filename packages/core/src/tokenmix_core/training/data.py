@@ -86,19 +86,39 @@ class ChunkRows(Dataset):
 class MQARRows(Dataset):
     """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`.
 
-    A row has 4, 8, 16, ... or at most `max_pairs` pairs, each number as often: few pairs are where recall is learnt,
-    many are where memory ends.
+    A row has 2, 4, 8, ... or at most `max_pairs` pairs, each number as often. Recall is learnt from few pairs and many
+    questions, and then holds for more: over the first `ramp_rows` rows the larger numbers join one by one, and `dense`
+    of the rows ask for every key again and again.
+
+    Args:
+        seq_len: T.
+        max_pairs: the most pairs in a row.
+        vocab_size: of keys, values and filler.
+        seed: rows are a function of the seed and their index.
+        dense: the share of rows with dense questions, from 0 to 1.
+        ramp_rows: rows until all numbers of pairs occur; 0 for at once.
+
+    Raises:
+        ValueError: sizes that leave no room.
     """
 
-    def __init__(self, seq_len: int, max_pairs: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, seq_len: int, max_pairs: int, vocab_size: int, seed: int, *, dense: float = 0.0, ramp_rows: int = 0
+    ) -> None:
         self.options: dict[str, Any] = {"seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
-        self.pairs = [max_pairs >> i for i in range(max_pairs.bit_length()) if max_pairs >> i >= 4] or [max_pairs]
+        self.pairs = [max_pairs >> i for i in range(max_pairs.bit_length()) if max_pairs >> i >= 2] or [max_pairs]
+        self.pairs.sort()
+        self.dense, self.ramp_rows = dense, ramp_rows
         # bad sizes are told before training begins
         synthetic.mqar(1, num_pairs=max_pairs, **self.options)
 
     def __getitem__(self, index: int) -> Row:
-        pairs = int(np.random.default_rng((self.options["seed"], index, 3)).choice(self.pairs))
-        example = synthetic.mqar(1, num_pairs=pairs, first=index, **self.options)
+        rng = np.random.default_rng((self.options["seed"], index, 3))
+        joined = len(self.pairs)
+        if index < self.ramp_rows:
+            joined = 1 + index * joined // self.ramp_rows
+        pairs, dense = int(rng.choice(self.pairs[:joined])), bool(rng.random() < self.dense)
+        example = synthetic.mqar(1, num_pairs=pairs, first=index, dense=dense, **self.options)
         borders = np.zeros(0, dtype=np.int64)
         return {"input_ids": example.input_ids[0], "labels": example.labels[0], "borders": borders}
 

@@ -69,6 +69,8 @@ class DataRecipe:
         documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
             documents of a row see each other.
         mqar_pairs, mqar_vocab_size: the most pairs in a row, and the vocabulary, of the source "mqar".
+        mqar_dense: the share of its rows in which every key is asked for again and again, instead of once.
+        mqar_ramp: the share of training over which its rows grow from two pairs to `mqar_pairs`.
         data_seed: the seed of the order of rows and of synthetic rows.
     """
 
@@ -79,14 +81,19 @@ class DataRecipe:
     documents: Literal["separate", "joined"] = "separate"
     mqar_pairs: int = 8
     mqar_vocab_size: int = 8192
+    mqar_dense: float = 0.0
+    mqar_ramp: float = 0.0
     data_seed: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf))
+        _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf), mqar_dense=(0, 1), mqar_ramp=(0, 1))
         if not self.sources:
             raise ValueError("sources must name at least one source of data, got none")
-        if self.weights and len(self.weights) != len(self.sources):
-            raise ValueError(f"weights must be one for each of the sources {self.sources}, got {self.weights}")
+        positive = all(w > 0 and math.isfinite(w) for w in self.weights)
+        if self.weights and not (positive and len(self.weights) == len(self.sources)):
+            raise ValueError(
+                f"weights must be positive numbers, one for each of the sources {self.sources}, got {self.weights}"
+            )
         if self.documents not in ("separate", "joined"):
             raise ValueError(f"documents must be 'separate' or 'joined', got {self.documents!r}")
 

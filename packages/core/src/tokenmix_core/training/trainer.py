@@ -66,11 +66,15 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
     """
     data, optimizer = recipe.data, recipe.optimizer
     fingerprint = tokenizer_fingerprint(tokenizer)
+    length = optimizer.steps * optimizer.batch_tokens // data.seq_len
+    weights = data.weights or [1.0] * len(data.sources)
     datasets, names = [], {}
     for position, source in enumerate(data.sources):
         seed = data.data_seed + 1000 * position
         if source == MQAR:
-            datasets.append(MQARRows(data.seq_len, data.mqar_pairs, data.mqar_vocab_size, seed))
+            ramp = round(data.mqar_ramp * length * weights[position] / sum(weights))
+            sizes = (data.seq_len, data.mqar_pairs, data.mqar_vocab_size, seed)
+            datasets.append(MQARRows(*sizes, dense=data.mqar_dense, ramp_rows=ramp))
             names[source] = f"pairs {data.mqar_pairs}, vocabulary {data.mqar_vocab_size}"
         elif source in NIAH_TASKS:
             text = None
@@ -83,8 +87,6 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
             file = TokenFile(path, fingerprint=fingerprint)
             datasets.append(ChunkRows(file, data.seq_len, seed))
             names[source if source == STDLIB else f"tokens-{position}"] = file.meta.sha256["tokens.bin"]
-    length = optimizer.steps * optimizer.batch_tokens // data.seq_len
-    weights = data.weights or [1.0] * len(datasets)
     inputs = None if recipe.row_inputs is None else recipe.row_inputs(recipe)
     return MixedRows(datasets, weights, length, data.data_seed, inputs), names
 
