@@ -11,6 +11,7 @@ from tokenmix_oryx.config import FAMILIES, OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.model import OryxForCausalLM
 from tokenmix_oryx.modes import Modes, draw_modes
+from tokenmix_oryx.projection import project_by_mode, token_order
 
 pytestmark = pytest.mark.gpu
 SIZES = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256, "head_dim": 128}
@@ -19,11 +20,12 @@ SIZES = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermed
 def modes(kind, batch, tokens):
     if kind in ("linear", "attention"):
         return Modes(kind)
-    if kind == "chunks":
+    if kind in ("chunks", "sorted"):
         drawn = [draw_modes(tokens, seed=0, index=i, attention_probability=0.4) for i in range(batch)]
     else:
         drawn = [torch.rand(tokens, generator=torch.Generator().manual_seed(i)) < 0.3 for i in range(batch)]
-    return Modes(None, torch.stack(drawn).cuda())
+    found = Modes(None, torch.stack(drawn).cuda())
+    return found.ordered() if kind == "sorted" else found
 
 
 def gradients(mixer, x, upstream, mode):
@@ -36,7 +38,7 @@ def gradients(mixer, x, upstream, mode):
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("kind", ["linear", "attention", "chunks", "tokens"])
+@pytest.mark.parametrize("kind", ["linear", "attention", "chunks", "sorted", "tokens"])
 def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind):
     torch.manual_seed(0)
     mixers = {}
@@ -59,6 +61,37 @@ def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind
     for name, exact in found["exact"].items():
         # gradients of weights sum the rounding of all tokens, in another order
         assert_within(name, found["ours"][name], exact, found["eager"][name], factor=2.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_grouped_projection_takes_any_share_of_tokens_and_waits_for_nothing(share):
+    torch.manual_seed(0)
+    x, linear, attention, upstream = (torch.randn(*s, 256, device="cuda") for s in ((2, 700), (256,), (256,), (2, 700)))
+    attends = (torch.arange(1400, device="cuda").view(2, 700) % 10 < 10 * share).contiguous()
+
+    def both(x, linear, attention):
+        return torch.where(attends[..., None], x @ attention.T, x @ linear.T)
+
+    def grouped(x, linear, attention):
+        return project_by_mode(x, linear, attention, token_order(attends))
+
+    def run(function, dtype):
+        leaves = [t.bfloat16().to(dtype).requires_grad_() for t in (x, linear, attention)]
+        y = function(*leaves)
+        return y, *torch.autograd.grad(y, leaves, upstream.bfloat16().to(dtype))
+
+    exact, eager = run(both, torch.float64), run(both, torch.bfloat16)
+    run(grouped, torch.bfloat16)
+    # memory that an untouched gradient would show
+    poison = torch.full((4, 256, 256), float("nan"), device="cuda", dtype=torch.bfloat16)
+    del poison
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = run(grouped, torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, a, b, c in zip(("y", "dx", "dlinear", "dattention"), got, exact, eager, strict=True):
+        assert_within(name, a, b, c)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from tokenmix_core.ops import (
 from tokenmix_core.ops.common import Impl, ScanOutput
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
 from tokenmix_oryx.ops import selected_attention
+from tokenmix_oryx.projection import can_group, project_by_mode
 from tokenmix_oryx.state import DroppableKV
 
 # fields of the configuration that the layer is made of
@@ -165,17 +166,28 @@ class OryxMixer(Mixer):
     def _query(self, x: Tensor, mode: Modes) -> Float[Tensor, "B T H K"]:
         """Each token's query for the mixer of its mode: the other mixer's output of that token is never used."""
 
-        def of(name: str) -> Tensor:
-            proj = self.attention_q_proj
-            if name == LINEAR and self.linear_q_proj is not None:
-                proj = self.linear_q_proj
-            q = proj(x)
+        def project(name: str) -> Tensor:
+            shared = name == ATTENTION or self.linear_q_proj is None
+            return (self.attention_q_proj if shared else self.linear_q_proj)(x)
+
+        def activated(q: Tensor, name: str) -> Tensor:
             return F.silu(q) if self.activations[name] == "silu" else q
 
-        if mode.attention is not None:
-            q = torch.where(mode.attention[..., None], of(ATTENTION), of(LINEAR))
+        if mode.attention is None:
+            name = LINEAR if mode.uniform == LINEAR else ATTENTION
+            q = activated(project(name), name)
         else:
-            q = of(LINEAR if mode.uniform == LINEAR else ATTENTION)
+            attends = mode.attention[..., None]
+            if self.linear_q_proj is None:
+                q = project(ATTENTION)
+            elif mode.order is not None and can_group(x, self.linear_q_proj, self.attention_q_proj):
+                q = project_by_mode(x, self.linear_q_proj.weight, self.attention_q_proj.weight, mode.order)
+            else:
+                q = torch.where(attends, project(ATTENTION), project(LINEAR))
+            if self.activations[ATTENTION] == self.activations[LINEAR]:
+                q = activated(q, LINEAR)
+            else:
+                q = torch.where(attends, activated(q, ATTENTION), activated(q, LINEAR))
         return q.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _shared(self, x: Tensor, name: str, state: LayerState | None, cu_seqlens: Tensor | None, step: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, packed_positions
 from tokenmix_core.nn.state import Span
+from tokenmix_oryx.projection import TokenOrder, token_order
 
 LINEAR, ATTENTION = "linear", "attention"
 MODES = (LINEAR, ATTENTION)
@@ -27,15 +28,21 @@ class Modes(NamedTuple):
     Attributes:
         uniform: the one mode of all tokens, when the host knows that it is one; else None.
         attention: `[B, T]`, True for attention, in the layout of the layers; None with `uniform`.
+        order: the tokens in order of their modes, for layers that work so; None where nobody made it.
     """
 
     uniform: str | None
     attention: Bool[Tensor, "B T"] | None = None
+    order: TokenOrder | None = None
 
     @property
     def may_attend(self) -> bool:
         """Whether some token may be in attention mode, as far as the host knows."""
         return self.uniform != LINEAR
+
+    def ordered(self) -> Modes:
+        """These with the order of the tokens, made once for all layers."""
+        return self if self.attention is None else self._replace(order=token_order(self.attention))
 
     def linear(self, x: Tensor) -> Bool[Tensor, "B T"] | None:
         """True for tokens `x [B, T, ...]` in linear mode; None when all are."""
