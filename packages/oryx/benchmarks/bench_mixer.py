@@ -2,7 +2,7 @@
 
 "mixer" is the layer of the 1.4B model, its projections included; "mixing" leaves the six large ones out. Both are
 compiled, as training with `torch_compile` runs them. Share 1 is attention alone, which advances no linear state; other
-shares spread chunks of 128 evenly.
+shares spread chunks of 128 evenly. The order of tokens, which a model makes once for all layers, is given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def modes(share: float, batch: int, tokens: int, device: str) -> Modes:
         return Modes("attention" if share else "linear")
     chunks = torch.arange(tokens // CHUNK, device=device)
     attends = ((chunks + 1) * share).floor() > (chunks * share).floor()
-    return Modes(None, attends.repeat_interleave(CHUNK).expand(batch, -1).contiguous())
+    return Modes(None, attends.repeat_interleave(CHUNK).expand(batch, -1).contiguous()).ordered()
 
 
 def prepare(

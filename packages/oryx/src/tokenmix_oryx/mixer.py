@@ -157,8 +157,11 @@ class OryxMixer(Mixer):
             linear = self._recur(
                 hidden_states, *(turned if self.rope_both else (q, k)), v, mode, state, cu_seqlens, step
             )
-            # each is 0 where the other answers
-            o = linear if o is None else o if mode.uniform == ATTENTION else o + linear
+            if o is None:
+                o = linear
+            elif mode.attention is not None:
+                # attention is 0 where it does not answer, and looks at no gradient there
+                o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "a mode has one mixer at least"
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
         return self.o_proj(self.norm(o.flatten(-2), gate)), None
@@ -167,8 +170,8 @@ class OryxMixer(Mixer):
         """Each token's query for the mixer of its mode: the other mixer's output of that token is never used."""
 
         def project(name: str) -> Tensor:
-            shared = name == ATTENTION or self.linear_q_proj is None
-            return (self.attention_q_proj if shared else self.linear_q_proj)(x)
+            own = self.linear_q_proj if name == LINEAR else None
+            return (self.attention_q_proj if own is None else own)(x)
 
         def activated(q: Tensor, name: str) -> Tensor:
             return F.silu(q) if self.activations[name] == "silu" else q
@@ -262,7 +265,7 @@ class OryxMixer(Mixer):
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
-        """The linear mixer's outputs, 0 for tokens in attention mode; its state advances over all tokens."""
+        """The linear mixer's outputs, of any value for tokens in attention mode; its state advances over all tokens."""
         dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
         g = -self.A_log.exp() * dt
         options: dict[str, Any] = {"impl": self.impl}
@@ -272,21 +275,17 @@ class OryxMixer(Mixer):
         if self.beta_proj is not None:
             chunked, stepped, options["qk_l2norm"] = chunk_gated_delta_rule, gated_delta_rule_step, True
             inputs = (q, k, v, g, at_least_float32(self.beta_proj(x)).sigmoid())
-        readout = mode.linear(x)
         if state is not None and step:
             recurrent = state.recurrent.get(x.shape[0], x)
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
-            if readout is not None:
-                o = o.masked_fill(~readout[..., None, None], 0.0)
         else:
+            # skipped where no token wants an output; skipping some chunks costs more than it saves
+            readout = x.new_zeros(x.shape[:2], dtype=torch.bool) if mode.uniform == ATTENTION else None
             before = None if state is None else state.recurrent.value
             o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, readout=readout, **options)
             if state is not None:
                 state.recurrent.set(after)
-        if self.D is None:
-            return o
-        skip = self.D if readout is None else self.D * readout.unsqueeze(-1)
-        return (o + v * skip.unsqueeze(-1)).to(v.dtype)
+        return o if self.D is None else (o + v * self.D.unsqueeze(-1)).to(v.dtype)
 
     def mixing_flops(self, seq_len: int) -> float:
         # as trained: the state for every token (the delta rule also reads it with k), then the read-out or the visible

@@ -14,6 +14,9 @@ from tokenmix_oryx.generation import GenerationMode, ModePlan
 from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 
+# so many tokens make up for putting them in order
+GROUPED_TOKENS = 512
+
 
 class OryxModel(HybridModel):
     """The backbone; `mode` says which mixer answers where.
@@ -41,7 +44,9 @@ class OryxModel(HybridModel):
         modes = resolve(self.default_mode if mode is None else mode, span, cu_seqlens)
         if getattr(span, "linear_only", False):
             modes = _kept_promise(modes)
-        return {"mode": modes}
+        attention = modes.attention
+        grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
+        return {"mode": modes.ordered() if grouped else modes}
 
 
 def _kept_promise(modes: Modes) -> Modes:

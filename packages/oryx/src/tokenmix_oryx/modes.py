@@ -44,12 +44,6 @@ class Modes(NamedTuple):
         """These with the order of the tokens, made once for all layers."""
         return self if self.attention is None else self._replace(order=token_order(self.attention))
 
-    def linear(self, x: Tensor) -> Bool[Tensor, "B T"] | None:
-        """True for tokens `x [B, T, ...]` in linear mode; None when all are."""
-        if self.attention is not None:
-            return ~self.attention
-        return None if self.uniform == LINEAR else x.new_zeros(x.shape[:2], dtype=torch.bool)
-
 
 def check_mode(mode: Any) -> None:
     """Raise a ValueError for something that is no mode in any of its forms."""
