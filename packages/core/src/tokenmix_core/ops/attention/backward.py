@@ -16,6 +16,7 @@ from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, query_tiles, store_tile
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import locate_tile, visible
 
 
@@ -36,6 +37,7 @@ def meet_keys(
     return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
 
 
+@cached_launch
 @triton.jit
 def _attention_backward_queries(
     q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
@@ -122,6 +124,7 @@ def meet_queries(
     return b_dk, b_dv
 
 
+@cached_launch
 @triton.jit
 def _attention_backward_keys(
     q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order,

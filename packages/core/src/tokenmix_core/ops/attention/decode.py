@@ -16,10 +16,12 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
 
+@cached_launch
 @triton.jit
 def _attention_decode(
     q, k, v, o, lse, cache_seqlens,
@@ -71,6 +73,7 @@ def _attention_decode(
     tl.store(lse + o_row, b_lse, mask=m_r)
 
 
+@cached_launch
 @triton.jit
 def _merge_splits(
     o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr

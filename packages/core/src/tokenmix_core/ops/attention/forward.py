@@ -13,6 +13,7 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.selection import selected_rows
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, store_tile
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import locate_tile, visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
@@ -34,6 +35,7 @@ def meet_keys(
     return b_o, b_m, b_l
 
 
+@cached_launch
 @triton.jit
 def _attention_forward(
     q, k, v, o, lse, cu_seqlens, selected,

@@ -43,8 +43,8 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     assert dlse is None
     if not q.is_cuda:
         return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
-    # the state of a generator that only dropout reads
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    # the state of a generator that only dropout would read
+    seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
     if _takes_cudnn(q, k, cu_seqlens, mask):
         q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
         grads = _aten._scaled_dot_product_cudnn_attention_backward(

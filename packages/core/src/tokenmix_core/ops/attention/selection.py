@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 
 
@@ -34,6 +35,7 @@ def first_place(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
         return i_b * (tiles + 1)
 
 
+@cached_launch
 @triton.jit
 def _list_tiles(
     selected, ranks, order, cu_seqlens, TQ, tiles, BM: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr

@@ -6,10 +6,12 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.ops.short_conv.forward import convolve, load_inputs
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvTile
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N"])
 def sum_gradient_kernel(
     x, weight, bias, initial_state, do, dz, dsums, cu_seqlens, stride_x, stride_do, T, N, D,
@@ -54,6 +56,7 @@ def input_gradient(p_dz, p_final, weight, first, o_r, length, o_d, m_d, stride_d
     return b_dx
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N"])
 def input_gradient_kernel(
     dz, weight, final_gradient, dx, initial_gradient, cu_seqlens, stride_dz, T, N, D,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvTile
 
@@ -39,6 +40,7 @@ def convolve(p_x, p_initial, weight, bias, first, o_r, length, o_d, m_d, stride_
     return b_z
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N"])
 def short_conv_forward_kernel(
     x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, D,
@@ -84,6 +86,7 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
     return o, final_state
 
 
+@cached_launch
 @triton.jit
 def short_conv_step_kernel(
     x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
