@@ -77,32 +77,64 @@ def test_weights_that_make_no_mixture_are_refused(weights):
         MixedRows([_Counted("a"), _Counted("b")], weights, 10, 0)
 
 
+def examples(row):
+    """The examples of a row, and the pairs and the scored positions of each."""
+    borders = [0, *row["borders"].tolist(), len(row["input_ids"])]
+    parts = [slice(a, b) for a, b in pairwise(borders)]
+    return [(row["input_ids"][part], int((row["labels"][part] != IGNORE_INDEX).sum())) for part in parts]
+
+
 def test_recall_rows_depend_on_their_index_alone():
     a, b = (MQARRows(64, 4, 100, seed=2) for _ in range(2))
     assert torch.equal(a[7]["input_ids"], b[7]["input_ids"])
     assert not torch.equal(a[7]["input_ids"], a[8]["input_ids"])
-    assert (a[7]["labels"] != IGNORE_INDEX).sum() in (2, 4)
-    many = MQARRows(512, 64, 1000, seed=2)
-    assert {int((many[i]["labels"] != IGNORE_INDEX).sum()) for i in range(60)} == {2, 4, 8, 16, 32, 64}
     with pytest.raises(ValueError, match="num_pairs"):
         MQARRows(8, 4, 100, seed=2)
 
 
-def test_recall_rows_grow_to_all_numbers_of_pairs():
-    rows = MQARRows(256, 32, 1000, seed=2, ramp_rows=500)
+def test_a_row_is_filled_with_recall_examples_of_one_size():
+    rows = MQARRows(500, 64, 1000, seed=2)
+    sizes, seen = set(), set()
+    for i in range(300):
+        *first, (last, pairs) = examples(rows[i])
+        assert all(count == pairs and len(ids) <= len(last) < 2 * len(ids) for ids, count in first)
+        sizes.add((pairs, len(first[0][0]) if first else 500))
+        seen |= {tuple(ids.tolist()) for ids, _ in first}
+        # each key comes again, so an example can be answered from itself
+        assert {*last[: 2 * pairs : 2].tolist()} <= {*last[2 * pairs :].tolist()}
+    lengths = {p: {size for count, size in sizes if count == p} for p, _ in sizes}
+    # of 256 tokens there is one example, which takes the rest of the row
+    assert lengths.keys() == {2, 4, 8, 16, 32, 64}
+    assert lengths[2] == {8, 16, 32, 64, 128, 500}
+    assert lengths[32] == {128, 500}
+    assert lengths[64] == {500}
+    assert len(seen) > 1000
 
-    def pairs(first, last):
-        return {int((rows[i]["labels"] != IGNORE_INDEX).sum()) for i in range(first, last)}
 
-    assert pairs(0, 100) == {2}
-    assert pairs(100, 200) == {2, 4}
-    assert pairs(400, 500) == pairs(500, 600) == pairs(10**6, 10**6 + 100) == {2, 4, 8, 16, 32}
+def test_recall_examples_of_joined_documents_have_rows_of_their_own():
+    rows = MQARRows(512, 64, 1000, seed=2, packed=False)
+    scored = [examples(rows[i]) for i in range(60)]
+    assert all(len(row) == 1 for row in scored)
+    assert {row[0][1] for row in scored} == {2, 4, 8, 16, 32, 64}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recall_examples_grow_to_all_sizes(packed):
+    rows = MQARRows(256, 32, 1000, seed=2, packed=packed, ramp_rows=500)
+
+    def sizes(first, last):
+        found = [example for i in range(first, last) for example in examples(rows[i])]
+        return {count for _, count in found}, max(len(ids) for ids, _ in found)
+
+    assert sizes(0, 100) == ({2}, 32 if packed else 256)
+    assert sizes(100, 200) == ({2, 4}, 64 if packed else 256)
+    assert sizes(400, 500) == sizes(500, 600) == sizes(10**6, 10**6 + 100) == ({2, 4, 8, 16, 32}, 256)
 
 
 def test_a_share_of_recall_rows_asks_densely():
-    rows = MQARRows(256, 8, 1000, seed=2, dense=0.75)
+    rows = MQARRows(256, 8, 1000, seed=2, packed=False, dense=0.75)
     # a dense row of 2, 4 or 8 pairs scores half of what follows them
-    dense = sum(int((rows[i]["labels"] != IGNORE_INDEX).sum()) >= 120 for i in range(400))
+    dense = sum(examples(rows[i])[0][1] >= 120 for i in range(400))
     assert 270 < dense < 330
 
 

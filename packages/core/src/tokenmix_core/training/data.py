@@ -86,41 +86,61 @@ class ChunkRows(Dataset):
 class MQARRows(Dataset):
     """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`.
 
-    A row has 2, 4, 8, ... or at most `max_pairs` pairs, each number as often. Recall is learnt from few pairs and many
-    questions, and then holds for more: over the first `ramp_rows` rows the larger numbers join one by one, and `dense`
-    of the rows ask for every key again and again.
+    An example has P = 2, 4, 8, ... or at most `max_pairs` pairs, each number as often, and 4P, 8P, 16P, ... or at most T
+    tokens. Recall is learnt from few pairs in short examples and then holds for more: over the first `ramp_rows` rows
+    the larger numbers join one by one, and no example is longer than 16 times the largest.
 
     Args:
-        seq_len: T.
-        max_pairs: the most pairs in a row.
+        seq_len: T, the tokens of a row.
+        max_pairs: the most pairs in an example.
         vocab_size: of keys, values and filler.
         seed: rows are a function of the seed and their index.
-        dense: the share of rows with dense questions, from 0 to 1.
-        ramp_rows: rows until all numbers of pairs occur; 0 for at once.
+        packed: fill a row with examples of one size, with borders between them; else each has T tokens and a row of
+            its own.
+        dense: the share of rows that ask for every key again and again, from 0 to 1.
+        ramp_rows: rows until all sizes occur; 0 for at once.
 
     Raises:
         ValueError: sizes that leave no room.
     """
 
     def __init__(
-        self, seq_len: int, max_pairs: int, vocab_size: int, seed: int, *, dense: float = 0.0, ramp_rows: int = 0
+        self,
+        seq_len: int,
+        max_pairs: int,
+        vocab_size: int,
+        seed: int,
+        *,
+        packed: bool = True,
+        dense: float = 0.0,
+        ramp_rows: int = 0,
     ) -> None:
-        self.options: dict[str, Any] = {"seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
+        self.seq_len, self.packed, self.dense, self.ramp_rows = seq_len, packed, dense, ramp_rows
+        self.options: dict[str, Any] = {"vocab_size": vocab_size, "seed": seed}
         self.pairs = [max_pairs >> i for i in range(max_pairs.bit_length()) if max_pairs >> i >= 2] or [max_pairs]
         self.pairs.sort()
-        self.dense, self.ramp_rows = dense, ramp_rows
         # bad sizes are told before training begins
-        synthetic.mqar(1, num_pairs=max_pairs, **self.options)
+        synthetic.mqar(1, seq_len=seq_len, num_pairs=max_pairs, **self.options)
 
     def __getitem__(self, index: int) -> Row:
         rng = np.random.default_rng((self.options["seed"], index, 3))
-        joined = len(self.pairs)
+        joined, longest = self.pairs, self.seq_len
         if index < self.ramp_rows:
-            joined = 1 + index * joined // self.ramp_rows
-        pairs, dense = int(rng.choice(self.pairs[:joined])), bool(rng.random() < self.dense)
-        example = synthetic.mqar(1, num_pairs=pairs, first=index, dense=dense, **self.options)
-        borders = np.zeros(0, dtype=np.int64)
-        return {"input_ids": example.input_ids[0], "labels": example.labels[0], "borders": borders}
+            joined = joined[: 1 + index * len(joined) // self.ramp_rows]
+            longest = min(longest, 16 * joined[-1])
+        pairs, dense = int(rng.choice(joined)), bool(rng.random() < self.dense)
+        length = self.seq_len
+        if self.packed:
+            length = 4 * pairs << int(rng.integers((longest // (4 * pairs)).bit_length()))
+        count, rest = divmod(self.seq_len, length)
+        first, options = index * self.seq_len, {"num_pairs": pairs, "dense": dense, **self.options}
+        # the last example takes what is left of the row
+        parts = (
+            synthetic.mqar(count - 1, seq_len=length, first=first, **options),
+            synthetic.mqar(1, seq_len=length + rest, first=first + count - 1, **options),
+        )
+        input_ids, labels = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
+        return {"input_ids": input_ids, "labels": labels, "borders": np.arange(1, count, dtype=np.int64) * length}
 
 
 class NiahRows(Dataset):

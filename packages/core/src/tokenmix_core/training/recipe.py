@@ -68,9 +68,10 @@ class DataRecipe:
         seq_len: tokens in a row.
         documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
             documents of a row see each other.
-        mqar_pairs, mqar_vocab_size: the most pairs in a row, and the vocabulary, of the source "mqar".
+        mqar_pairs, mqar_vocab_size: the most pairs in an example, and the vocabulary, of the source "mqar". Where
+            documents are kept apart, several short examples fill a row.
+        mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`.
         mqar_dense: the share of its rows in which every key is asked for again and again, instead of once.
-        mqar_ramp: the share of training over which its rows grow from two pairs to `mqar_pairs`.
         data_seed: the seed of the order of rows and of synthetic rows.
     """
 
