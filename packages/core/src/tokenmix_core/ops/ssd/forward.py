@@ -59,19 +59,26 @@ def ssd_forward_kernel(
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
         b_total = tl.sum(b_g, 0)
-        b_q = tl.load(q + o_t * stride_q + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
-        b_k = tl.load(k + o_t * stride_k + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
-        b_v = tl.load(v + o_t * stride_v + o_i[:, None] * stride_v + o_v[None, :], mask=m_t[:, None], other=0.0)
+        p_q = q + o_t * stride_q + o_i[:, None] * stride_q + o_k[None, :]
+        p_k = k + o_t * stride_k + o_i[:, None] * stride_k + o_k[None, :]
+        p_v = v + o_t * stride_v + o_i[:, None] * stride_v + o_v[None, :]
+        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)
+        b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
 
         p_o = o + o_t * HV * V + o_i[:, None] * (HV * V) + o_v[None, :]
         if readout is None:
+            b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)
             b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
             tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
         else:
             # outputs are zero unless written
             m_o = tl.load(readout + o_t + o_i, mask=m_t, other=0) != 0
             if tl.max(m_o.to(tl.int32)) > 0:
-                b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
+                # loads of its own: Triton's pipeliner fetches the next chunk over b_v before it comes to this branch
+                b_qo = tl.load(p_q, mask=m_t[:, None], other=0.0)
+                b_ko = tl.load(p_k, mask=m_t[:, None], other=0.0)
+                b_vo = tl.load(p_v, mask=m_t[:, None], other=0.0)
+                b_o = read_out(b_qo, b_ko, b_vo, b_s, b_b, o_i)
                 tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_o[:, None])
 
         b_w = (b_v * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
