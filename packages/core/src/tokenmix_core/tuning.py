@@ -160,11 +160,19 @@ _GATED_DELTA_RULE_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (4, 128): (ScanTile(32, 4, 1),),
     (4, 256): (ScanTile(32, 4, 1),),
 }
+# the same where the state is held transposed: 64 columns are the rows of one warp group
+_GATED_DELTA_RULE_TRANSPOSED = _GATED_DELTA_RULE_SEQUENCE | {
+    (2, 64): (ScanTile(64, 4, 3),),
+    (2, 128): (ScanTile(128, 8, 3), ScanTile(64, 4, 3)),
+    (2, 256): (ScanTile(64, 4, 2),),
+}
 _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
     # here the tile runs along K
     "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
-    "forward": _GATED_DELTA_RULE_SEQUENCE,
-    "states": _GATED_DELTA_RULE_SEQUENCE,
+    "forward": _GATED_DELTA_RULE_TRANSPOSED | {(2, size): (ScanTile(64, 4, 2),) for size in (64, 128)},
+    "states": _GATED_DELTA_RULE_TRANSPOSED,
+    "segment": _GATED_DELTA_RULE_TRANSPOSED,
+    "entering": {(size, K): (ScanTile(16, 8, 1),) for size in (2, 4) for K in (64, 128, 256)},
     "backward_state": _GATED_DELTA_RULE_SEQUENCE,
     "backward_chunk": {
         (2, 64): (ScanTile(32, 4, 2),),
@@ -182,6 +190,14 @@ def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -
     """The tile of a step for `heads` sequence-heads: the widest that still makes a program for every multiprocessor."""
     tiles = _GATED_DELTA_RULE[step][element_size, K]
     return next((tile for tile in tiles if heads * (V // tile.BV) >= 128), tiles[-1])
+
+
+def gated_delta_rule_segment(sequences: int, HV: int, tokens: int) -> int:
+    """Tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences."""
+    length = cdiv(tokens, sequences)
+    pieces = _PROGRAMS // (sequences * HV)
+    segment = max(512, cdiv(cdiv(length, pieces), 64) * 64) if pieces > 1 else length
+    return segment if segment < length else 0
 
 
 def gated_delta_rule_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
@@ -165,6 +166,24 @@ def test_kernels_agree_for_extreme_gates(device):
     x["beta"][:, 5:9] = 0
     x["beta"][:, 20:30] = 2
     check(x)
+
+
+# decays that are forgotten within a segment, that are not, and the first followed by the second
+@pytest.mark.parametrize("slow", [slice(0), slice(None), slice(130, None)], ids=["fast", "slow", "mixed"])
+def test_sequences_split_into_segments_agree(slow, device, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
+    x = inputs(B=1, T=200, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
+    x["g"] *= 4
+    x["g"][:, slow] *= 0.01
+    check(x)
+
+
+def test_segments_follow_the_borders_of_packed_sequences(device, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 128)
+    x = inputs(B=1, T=270, HV=1, K=64, V=64, dtype=torch.float32, device=device)
+    x["g"] *= 0.1
+    x["initial_state"] = torch.randn(4, 1, 64, 64, device=device)
+    check(x, cu_seqlens=borders([0, 0, 2, 2, 270], device))
 
 
 def test_recurrent_kernel_agrees_with_its_gradients(device):

@@ -20,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [64, 128, 256]
 PACKED = [0, 0, 1, 64, 129, 129, 300]
 SEQUENCES = len(PACKED) - 1
-STEPS = ["prepare", "forward", "states", "backward_state", "backward_chunk"]
+STEPS = ["prepare", "forward", "states", "segment", "entering", "backward_state", "backward_chunk"]
 
 
 def inputs(B, T, H, HV, K, V, N=None, dtype=torch.bfloat16, kind="mild", seed=0):
@@ -83,6 +83,9 @@ def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES, dtype=dtype)
     check(x, cu_seqlens=borders())
     check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=borders())
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
+    x["g"] *= 0.3
+    check(x, cu_seqlens=borders())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,8 +132,20 @@ def test_decoding_updates_the_state_in_place(batch, K, V):
     assert relative_error(got_state, expected_state) < 1e-6
 
 
-def test_131072_tokens():
-    check(inputs(1, 131_072, 1, 1, 64, 64, N=1))
+@pytest.mark.parametrize("decay", [1.0, 0.01])
+def test_131072_tokens(decay):
+    x = inputs(1, 131_072, 1, 1, 64, 64, N=1)
+    x["g"] *= decay
+    assert tuning.gated_delta_rule_segment(1, 1, 131_072) > 0
+    check(x)
+
+
+@pytest.mark.parametrize("T", [1000, 1024, 1025])
+def test_segments_of_every_length(T, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 256)
+    x = inputs(2, T, 2, 4, 128, 128, N=2)
+    x["g"][1] *= 0.01
+    check(x)
 
 
 def test_more_than_two_to_the_31_elements():
@@ -186,6 +201,7 @@ def test_forward_and_backward_replay_from_a_graph():
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 2, 4, 128, 128, N=1).items()}
     upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl="triton")]
     assert_replays(partial(train_step, x, upstream))
+
 
 # Triton's pipeliner moves loads across branches: what is read out lies between what is not
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ from tokenmix_core.ops.gated_delta_rule.forward import forward
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
+from tokenmix_core.ops.gated_delta_rule.segments import segment_slots, segment_states
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule", mutates_args=())
@@ -24,8 +25,8 @@ def chunk_op(
     scale: float,
     qk_l2norm: bool,
     readout: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final states, and what the backward pass needs: Ã and the gates, as `prepare` gives them."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, final states, and what the backward pass needs: Ã and the gates, and the states that enter segments."""
     return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout)
 
 
@@ -40,6 +41,7 @@ def backward_op(
     beta: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    entering: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -47,7 +49,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
     return _chunk_backward(
-        do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm
+        do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm
     )
 
 
@@ -83,22 +85,30 @@ def _wanted(do: Tensor | None, readout: Tensor | None) -> Tensor | None:
 def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
-    terms = prepare(k, g, beta, cu_seqlens, qk_l2norm)
+    inverse, gates, entering = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm)
     readout = None if readout is None else readout.contiguous()
-    o, final_state = forward(q, k, v, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=False, readout=readout)
-    return o, final_state, *terms
+    out = forward(q, k, v, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm, readout=readout)
+    return out.o, out.final_state, inverse, gates, entering
 
 
-def _chunk_backward(do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm):
+def _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm):
+    """Ã, the gates and the states that enter segments: what forward and backward share."""
+    terms = prepare(k, g, beta, cu_seqlens, qk_l2norm)
+    return *terms, segment_states(k, v, *terms, initial_state, cu_seqlens, qk_l2norm)
+
+
+def _chunk_backward(
+    do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm
+):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
     terms = (inverse, gates)
     dv, dstates, dinitial_state = backward_state(
         q, k, *terms, do, dfinal_state, cu_seqlens, scale, qk_l2norm, v, initial_state is not None
     )
-    residual, states = forward(q, k, v, *terms, initial_state, cu_seqlens, scale, qk_l2norm, save=True)
+    saved = forward(q, k, v, *terms, entering, initial_state, cu_seqlens, scale, qk_l2norm, output=False, save=True)
     dq, dk, dg, dbeta = backward_chunk(
-        q, k, g, beta, gates, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm
+        q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, cu_seqlens, scale, qk_l2norm
     )
     return dq, dk, dv, dg, dbeta, dinitial_state
 
@@ -135,7 +145,8 @@ def _backward_of_chunk(ctx, do, dfinal_state, *_):
 def _backward_of_recurrent(ctx, do, dfinal_state):
     q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
     if is_plain(q):
-        terms = prepare(k, g, beta, cu_seqlens, ctx.qk_l2norm)
+        k, v, g, beta = (x.contiguous() for x in (k, v, g, beta))
+        terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, ctx.qk_l2norm)
     else:
         terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, None)[2:]
     return _gradients(ctx, do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens)
@@ -161,11 +172,12 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout):
         q.new_empty(sequences(q, cu_seqlens), HV, K, V, dtype=torch.float32),
         k.new_empty(B, T, HV, CHUNK),
         k.new_empty(HV, B * T, 4, dtype=torch.float32),
+        k.new_empty(segment_slots(k, v, cu_seqlens), HV, K, V, dtype=torch.float32),
     )
 
 
 @backward_op.register_fake
-def _(do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm):
+def _(do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm):
     dinitial_state = q.new_empty(
         0 if initial_state is None else sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1],
         dtype=torch.float32,

@@ -1,4 +1,10 @@
-"""States and outputs: sequential over a sequence's chunks, parallel over sequences, value heads and tiles of V."""
+"""States and outputs: sequential over chunks, parallel over sequences or their segments, value heads and tiles of V.
+
+The state is held transposed, `[BV, K]`: every matrix that is computed is then the left operand of the next product, which
+Hopper's matrix units take from registers, and nothing on the way from one state to the next goes through shared memory.
+"""
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -7,90 +13,117 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
-from tokenmix_core.tile.decay import causal_decay
+from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
-from tokenmix_core.tile.sequences import first_chunk, sequence_span
+from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
 
 @triton.jit
-def add_chunk(b_o, b_q, b_k, b_r, b_b, b_w, o_t, L2NORM: tl.constexpr, DOT: tl.constexpr):
-    """Outputs before the scale, from what the state before the chunk gave: + P' R with P' = tril(Q Kᵀ ⊙ Γ) diag(β)."""
-    b_p = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
-    b_p *= causal_decay(b_b, b_b, o_t, o_t) * b_w[None, :]
-    b_o = tl.dot(b_p.to(b_k.dtype), b_r.to(b_k.dtype), b_o, input_precision=DOT)
+def chunk_gates(p_gates, rows, BT: tl.constexpr):
+    """b, β r and r of a chunk's tokens, and the last b, which b keeps past the end: no difference is ever positive."""
+    b_gates = load_rows(p_gates, 4, rows, BT, 4)
+    b_b = column(b_gates, 0)
+    b_last = last_of(b_b, rows, BT)
+    return tl.where(tl.arange(0, BT) < rows, b_b, b_last), column(b_gates, 1), column(b_gates, 2), b_last
+
+
+@triton.jit
+def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
+    """Rᵀ = (V − γ ⊙ K S)ᵀ Ãᵀ from a state in the operands' dtype; the part of V does not wait for the state."""
+    b_y = tl.dot(b_s, tl.trans(b_k), input_precision=DOT) * -(tl.exp2(b_b) * r_k)[None, :]
+    b_r = tl.dot(tl.trans(b_v), tl.trans(b_a), input_precision=DOT)
+    return tl.dot(b_y.to(b_k.dtype), tl.trans(b_a), b_r, input_precision=DOT)
+
+
+@triton.jit
+def next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT: tl.constexpr):
+    """S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K."""
+    b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[None, :]).to(b_k.dtype)
+    return tl.dot(b_r, b_k, b_s * tl.exp2(b_last), input_precision=DOT)
+
+
+@triton.jit
+def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT: tl.constexpr):
+    """Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ) with P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ), from Sᵀ Qᵀ."""
+    b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
+    b_p = (b_p * causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None]).to(b_k.dtype)
+    b_o = tl.dot(b_r.to(b_k.dtype), b_p, b_o * tl.exp2(b_b)[None, :], input_precision=DOT)
     if L2NORM:
-        b_o *= inverse_norm(b_q, DOT)[:, None]
-    return b_o
+        return b_o * (inverse_norm(b_q, DOT) * scale)[None, :]
+    return b_o * scale
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
-    q, k, v, inverse, gates, initial_state, cu_seqlens, readout, o, final_state, states, residual,
-    scale, T, H, group, tokens,
+    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, readout, o, final_state, residual, states,
+    scale, T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk."""
-    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
-    HV = H * group
-    i_n, i_hv = i_nh // HV, i_nh % HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
-    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
-    p_tile = o_k[:, None] * V + i_v * BV + o_v[None, :]
+    """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk.
 
-    p_q, p_k = q + (begin * H + i_hv // group) * K, k + (begin * H + i_hv // group) * K
-    p_v, p_o = v + (begin * HV + i_hv) * V + i_v * BV, o + (begin * HV + i_hv) * V + i_v * BV
-    p_r = residual + (begin * HV + i_hv) * V + i_v * BV
-    p_a = inverse + (begin * HV + i_hv) * BT
-    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
-    p_s = states + (slot.to(tl.int64) * HV + i_hv) * K * V
+    With SPLIT a program runs through one segment of a sequence, from the state that enters it.
+    """
+    i_v, i_sh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    HV = H * group
+    i_s, i_hv = i_sh // HV, i_sh % HV
+    if SPLIT:
+        i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        # an empty sequence has a segment too, which hands its state on
+        if first > 0 and first >= length:
+            return
+        end = tl.minimum(first + segment, length)
+    else:
+        i_n, first = i_s, 0
+        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        end = length
+    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
+    p_tile = o_k[None, :] * V + i_v * BV + o_v[:, None]
+    o_state = (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
+    row = begin + first
+    p_q, p_k = q + (row * H + i_hv // group) * K, k + (row * H + i_hv // group) * K
+    o_vo = (row * HV + i_hv) * V + i_v * BV
+    p_v, p_o, p_r = v + o_vo, o + o_vo, residual + o_vo
+    p_a = inverse + (row * HV + i_hv) * BT
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + row) * 4
+    slot = first_chunk(i_n, begin, T, BT, PACKED) + first // BT
+    p_s = states + (slot.to(tl.int64) * HV + i_hv) * K * V + p_tile
 
     if INITIAL:
-        b_s = tl.load(initial_state + i_nh.to(tl.int64) * K * V + p_tile).to(tl.float32)
+        b_s = tl.load(initial_state + o_state).to(tl.float32)
     else:
-        b_s = tl.zeros([K, BV], tl.float32)
+        b_s = tl.zeros([BV, K], tl.float32)
+    if SPLIT:
+        if first > 0:
+            b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile)
 
-    for start in range(0, length, BT):
+    for start in range(first, end, BT):
         rows = length - start
         b_k = load_rows(p_k, H * K, rows, BT, K)
         b_v = load_rows(p_v, HV * V, rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, rows, BT, BT)
-        # past the end b stays at its last value, so that no difference is positive
-        b_gates = load_rows(p_gates, 4, rows, BT, 4)
-        b_b = column(b_gates, 0)
-        b_last = last_of(b_b, rows, BT)
-        b_b = tl.where(o_t < rows, b_b, b_last)
-        b_w, r_k = column(b_gates, 1), column(b_gates, 2)
-        b_h = b_s.to(k.dtype.element_ty)
-        if SAVE:
-            tl.store(p_s + p_tile, b_h)
-
-        # R = Ã (V − γ ⊙ K S)
-        b_y = tl.dot(b_k, b_h, input_precision=DOT) * -(tl.exp2(b_b) * r_k)[:, None] + b_v.to(tl.float32)
+        b_b, b_w, r_k, b_last = chunk_gates(p_gates, rows, BT)
         if OUTPUT and readout is None:
             b_q = load_rows(p_q, H * K, rows, BT, K)
-            b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
-        b_r = tl.dot(b_a, b_y.to(k.dtype.element_ty), input_precision=DOT)
-        if SAVE:
-            store_rows(p_r, b_r, HV * V, rows, BT, BV)
-
-        # O = scale (γ ⊙ Q S + P' R)
+        b_h = b_s.to(k.dtype.element_ty)
         if OUTPUT and readout is None:
-            b_o = add_chunk(b_o, b_q, b_k, b_r, b_b, b_w, o_t, L2NORM, DOT)
-            store_rows(p_o, b_o * scale, HV * V, rows, BT, BV)
+            b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
+        b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
+        b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        if SAVE:
+            tl.store(p_s, b_h)
+            store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, rows, BT, BV)
+        if OUTPUT and readout is None:
+            b_o = outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM, DOT)
+            store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, rows, BT, BV)
         elif OUTPUT:
             # outputs are zero unless written
             m_o = tl.load(readout + begin + start + o_t, mask=o_t < rows, other=0) != 0
             if tl.max(m_o.to(tl.int32)) > 0:
                 b_q = load_rows(p_q, H * K, rows, BT, K)
-                b_o = tl.dot(b_q, b_h, input_precision=DOT) * tl.exp2(b_b)[:, None]
-                b_o = add_chunk(b_o, b_q, b_k, b_r, b_b, b_w, o_t, L2NORM, DOT)
-                store_rows(p_o, tl.where(m_o[:, None], b_o, 0.0) * scale, HV * V, rows, BT, BV)
-
-        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
-        b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[:, None]).to(k.dtype.element_ty)
-        b_s = tl.dot(tl.trans(b_k), b_r, b_s * tl.exp2(b_last), input_precision=DOT)
+                b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
+                b_o = tl.where(m_o[None, :], outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM, DOT), 0.0)
+                store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, rows, BT, BV)
 
         p_q += BT * H * K
         p_k += BT * H * K
@@ -102,7 +135,17 @@ def forward_kernel(
         p_s += HV * K * V
 
     if OUTPUT:
-        tl.store(final_state + i_nh.to(tl.int64) * K * V + p_tile, b_s)
+        if end >= length:
+            tl.store(final_state + o_state, b_s)
+
+
+class Forward(NamedTuple):
+    """Outputs (0 where they are not read out) and final states; what is saved: R, like v, and the state of each chunk."""
+
+    o: Tensor
+    final_state: Tensor
+    residual: Tensor
+    states: Tensor
 
 
 def forward(
@@ -111,32 +154,36 @@ def forward(
     v: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    entering: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     *,
-    save: bool,
+    output: bool = True,
+    save: bool = False,
     readout: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Outputs (0 where `readout` is False) and final states.
+) -> Forward:
+    """Run along the sequences, or along the segments that `entering` (see `segments.py`) holds the states of.
 
-    With `save` R, like v, and the state entering each chunk, in v's dtype.
+    What `output` or `save` do not ask for is empty.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = sequences(q, cu_seqlens)
-    out = torch.empty_like(v) if readout is None else torch.zeros_like(v)
-    if save:
-        states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
-    else:
-        states = v.new_empty(N, HV, K, V, dtype=torch.float32)
-    launch = tuning.gated_delta_rule("states" if save else "forward", K, V, q.element_size(), N * HV)
+    none = v.new_empty(0)
+    out = none if not output else torch.empty_like(v) if readout is None else torch.zeros_like(v)
+    final_state = v.new_empty(N, HV, K, V, dtype=torch.float32) if output else none
+    residual = torch.empty_like(v) if save else none
+    states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
+    programs, segment = len(entering) or N, tuning.gated_delta_rule_segment(N, HV, B * T) if len(entering) else 0
+    launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
     # pointers that a flag leaves unused still need a tensor to point at
-    forward_kernel[(N * HV * (V // launch.BV),)](
-        q, k, v, inverse, gates, gates if initial_state is None else initial_state, cu_seqlens, readout, out, states,
-        states, out, scale, T, H, HV // H, B * T,
-        K, V, CHUNK, launch.BV, not save, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
-        dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+    BV = min(V, launch.BV)
+    forward_kernel[(programs * HV * (V // BV),)](
+        q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens, readout,
+        out, final_state, residual, states, scale, T, N, H, HV // H, B * T, segment,
+        K, V, CHUNK, BV, output, save, segment > 0, initial_state is not None, qk_l2norm,
+        cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    return out, states
+    return Forward(out, final_state, residual, states)

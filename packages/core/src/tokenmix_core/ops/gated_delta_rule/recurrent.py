@@ -34,10 +34,13 @@ def recurrent_kernel(
         if L2NORM:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        b_s *= tl.exp(tl.load(g + o_g).to(tl.float32))
-        b_u = tl.load(v + o_vo + o_v).to(tl.float32) - tl.sum(b_s * b_k[:, None], 0)
-        b_s += b_k[:, None] * (b_u * tl.load(beta + o_g).to(tl.float32))[None, :]
-        tl.store(o + o_vo + o_v, (scale * tl.sum(b_s * b_q[:, None], 0)).to(o.dtype.element_ty))
+        decay, beta_t = tl.exp(tl.load(g + o_g).to(tl.float32)), tl.load(beta + o_g).to(tl.float32)
+        # both read-outs of the old state at once; the output's part of the update is (k · q) u
+        b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
+        b_u = (tl.load(v + o_vo + o_v).to(tl.float32) - decay * b_sk) * beta_t
+        b_s = b_s * decay + b_k[:, None] * b_u[None, :]
+        b_o = scale * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
+        tl.store(o + o_vo + o_v, b_o.to(o.dtype.element_ty))
         o_qk += H * K
         o_vo += HV * V
         o_g += HV

@@ -1,0 +1,172 @@
+"""Sequences split into segments, so that few heads keep many multiprocessors busy.
+
+A segment takes the state S that enters it to M S + L. `segment_states` finds L and M of all segments at once, then runs
+along a sequence's segments to find what enters each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.forward import chunk_gates, next_state, residual_of
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, sequences
+from tokenmix_core.tile.memory import load_rows
+from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
+
+# base-2 logarithm of a decay that leaves nothing of a state
+FORGOTTEN = tl.constexpr(-64.0)
+
+
+@triton.jit
+def forgotten(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr):
+    """How many of a segment's chunks need not be run: what comes before the rest is forgotten by the segment's end.
+
+    With keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound what is left of it. 0 means
+    that the state entering the segment is not forgotten.
+    """
+    BC: tl.constexpr = 128
+    chunks = segment // BT
+    if not L2NORM:
+        return 0
+    # the last chunks decide, as more than BC of them are hardly needed to forget
+    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
+    b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < chunks, other=0.0)
+    b_left = tl.cumsum(b_b, 0, reverse=True)
+    return tl.max(tl.where((b_left < FORGOTTEN) & (o_c < chunks), o_c, 0), 0)
+
+
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
+def segment_kernel(
+    k, v, inverse, gates, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """L, which for a sequence's first segment is the state it leaves, and M: a tile of BV columns of either a program.
+
+    M's columns follow the recurrence from those of the identity, with values of 0. All chunks but the last segment's,
+    whose L and M nothing needs, are full.
+    """
+    i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
+    HV = H * group
+    i_s, i_hv = i_sh // HV, i_sh % HV
+    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+    i_m = i_tile - V // BV
+    if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
+        return
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin + first) * 4
+    skipped = forgotten(p_gates, segment, BT, L2NORM)
+    if (i_m >= 0) & (skipped > 0):
+        return
+    o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
+    p_tile = o_k[None, :] * V + i_tile * BV + o_v[:, None]
+    if INITIAL:
+        p_initial = initial_state + (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
+        b_s = tl.load(p_initial, mask=(o_v[:, None] >= 0) & (first == 0) & (skipped == 0), other=0.0).to(tl.float32)
+    else:
+        b_s = tl.zeros([BV, K], tl.float32)
+    # a value's row is read for no token where the values are 0
+    b_s = tl.where((i_m >= 0) & (i_m * BV + o_v[:, None] == o_k[None, :]), 1.0, b_s)
+    value_rows = tl.where(i_m >= 0, 0, BT)
+
+    row = begin + first + skipped * BT
+    p_k = k + (row * H + i_hv // group) * K
+    p_v = v + (row * HV + i_hv) * V + i_tile * BV
+    p_a = inverse + (row * HV + i_hv) * BT
+    p_gates += skipped * BT * 4
+    for _ in range(skipped, segment // BT):
+        b_k = load_rows(p_k, H * K, BT, BT, K)
+        b_v = load_rows(p_v, HV * V, value_rows, BT, BV)
+        b_a = load_rows(p_a, HV * BT, BT, BT, BT)
+        b_b, b_w, r_k, b_last = chunk_gates(p_gates, BT, BT)
+        b_r = residual_of(b_s.to(k.dtype.element_ty), b_k, b_v, b_a, b_b, r_k, DOT)
+        b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        p_k += BT * H * K
+        p_v += BT * HV * V
+        p_a += BT * HV * BT
+        p_gates += BT * 4
+
+    if i_m >= 0:
+        p_out = transitions + i_sh.to(tl.int64) * K * K + o_k[None, :] * K + i_m * BV + o_v[:, None]
+    else:
+        p_out = states + i_sh.to(tl.int64) * K * V + p_tile
+    tl.store(p_out, b_s)
+
+
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
+def entering_kernel(
+    gates, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """The state that enters each segment but a sequence's first, from L and M of those before it."""
+    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    HV = H * group
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    segments = tl.cdiv(length, segment)
+    if segments < 2:
+        return
+    i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
+    o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
+    p_tile = i_sh * K * V + o_k[:, None] * V + i_v * BV + o_v[None, :]
+    p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_k[None, :]
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    b_s = tl.load(states + p_tile)
+    for i in range(1, segments):
+        p_tile += HV * K * V
+        p_m += HV * K * K
+        p_gates += segment * 4
+        tl.store(entering + p_tile, b_s)
+        if i + 1 < segments:
+            b_l = tl.load(states + p_tile)
+            if forgotten(p_gates, segment, BT, L2NORM) == 0:
+                b_l = tl.dot(tl.load(p_m), b_s, b_l, input_precision=DOT)
+            b_s = b_l
+
+
+def segment_slots(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """How many slots the segments of k `[B, T, ...]` take; 0 if sequences are not split."""
+    B, T = k.shape[:2]
+    segment = tuning.gated_delta_rule_segment(sequences(k, cu_seqlens), v.shape[2], B * T)
+    return chunk_slots(B, T, segment, cu_seqlens) if segment else 0
+
+
+def segment_states(
+    k: Tensor,
+    v: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+) -> Tensor:
+    """The state that enters each segment, float32 `[slots, HV, K, V]`, numbered as `tile.sequences` numbers chunks.
+
+    Empty where sequences are not split. A sequence's first segment has none: it starts from the initial state.
+    """
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    N = sequences(k, cu_seqlens)
+    segment = tuning.gated_delta_rule_segment(N, HV, B * T)
+    slots = segment_slots(k, v, cu_seqlens)
+    entering = k.new_empty(slots, HV, K, V, dtype=torch.float32)
+    if not segment:
+        return entering
+    states = torch.empty_like(entering)
+    transitions = k.new_empty(slots, HV, K, K, dtype=torch.float32)
+    launch = tuning.gated_delta_rule("segment", K, V, k.element_size(), slots * HV)
+    BV = min(K, V, launch.BV)
+    segment_kernel[(slots * HV * ((K + V) // BV),)](
+        k, v, inverse, gates, gates if initial_state is None else initial_state, cu_seqlens, states, transitions,
+        T, N, H, HV // H, B * T, segment, K, V, CHUNK, BV, initial_state is not None, qk_l2norm,
+        cu_seqlens is not None, dot_precision(k), num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    launch = tuning.gated_delta_rule("entering", K, V, k.element_size(), N * HV)
+    entering_kernel[(N * HV * (V // launch.BV),)](
+        gates, cu_seqlens, states, transitions, entering, T, H, HV // H, B * T, segment, K, V, CHUNK, launch.BV, qk_l2norm,
+        cu_seqlens is not None, "tf32x3", num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return entering
