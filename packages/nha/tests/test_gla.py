@@ -1,5 +1,6 @@
 """Gated linear attention against its recurrence, and the mixer's contract."""
 
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -31,7 +32,7 @@ def by_the_recurrence(q, k, v, g, state):
 
 
 @pytest.mark.parametrize("gate", [0.1, 1.0, 300.0])
-@pytest.mark.parametrize("tokens", [1, 15, 16, 37])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 37, 300])
 def test_chunks_give_what_the_recurrence_gives_in_value_and_gradient(tokens, gate):
     given, state = inputs(tokens, gate=gate)
     results = []
@@ -61,6 +62,29 @@ def test_packed_sequences_are_taken_apart():
         alone = chunk_gla(*(x[:, span] for x in packed), initial_state=state[n : n + 1])
         assert relative_error(out.o[:, span], alone.o) < 1e-12
         assert relative_error(out.final_state[n : n + 1], alone.final_state) < 1e-12
+
+
+@pytest.mark.parametrize("gate", [0.1, 300.0])
+def test_packed_sequences_without_states_equal_the_sequences_in_value_and_gradient(gate):
+    """More chunks than are taken one after the other, borders within and at their ends, and empty sequences."""
+    borders = [0, 3, 3, 32, 50, 500, 600, 600]
+    (q, k, v, g), _ = inputs(600, gate=gate)
+    results = []
+    for packed in (True, False):
+        tensors = [x[:1].clone().requires_grad_() for x in (q, k, v, g)]
+        if packed:
+            o, states = chunk_gla(*tensors, cu_seqlens=torch.tensor(borders))
+        else:
+            spans = [slice(a, b) for a, b in pairwise(borders)]
+            parts = [chunk_gla(*(x[:, span] for x in tensors)) for span in spans if span.start < span.stop]
+            o = torch.cat([part.o for part in parts], 1)
+            finals = iter(part.final_state for part in parts)
+            states = torch.cat([next(finals) if s.start < s.stop else torch.zeros(1, 2, 5, 7) for s in spans])
+        weight = torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view_as(o)
+        ((o * weight).sum() + states.square().sum()).backward()
+        results.append([o, states, *(x.grad for x in tensors)])
+    for got, exact in zip(*results, strict=True):
+        assert relative_error(got, exact) < 1e-10
 
 
 def test_what_does_not_fit_is_refused():

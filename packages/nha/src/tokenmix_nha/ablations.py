@@ -1,7 +1,8 @@
-"""The ablations of Table 6 and the share of the slots, in two passes with the logits of the slots in the open.
+"""The ablations of Table 6 and the share of the slots.
 
-What the operation computes in one kernel is here a recurrence for the keys' slots, a softmax, and a recurrence for the
-values' slots, so that other softmaxes and other tokens in the slots are possible. Plain PyTorch on every device.
+A sum of what slots and window give alone takes the operation without a window for the slots. Where one softmax is to
+reach tokens that slots and window both hold, and for the share, what the operation computes in one kernel is a
+recurrence for the keys' slots, a softmax, and a recurrence for the values' slots, in plain PyTorch on every device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
-from tokenmix_core.ops.common import AttentionOutput
-from tokenmix_nha.ops import SlotWindowState
-from tokenmix_nha.ops.gla.api import sequences_of
+from tokenmix_core.ops.common import AttentionOutput, Impl
+from tokenmix_nha.ops import SlotWindowState, slot_window_attention
+from tokenmix_nha.ops.gla.api import scanned_at_once
 from tokenmix_nha.ops.gla.scan import GatedScan
 from tokenmix_nha.ops.slot_window_attention.state import last_tokens, prepend
 
@@ -55,15 +56,33 @@ def delayed(
     return Entering(b_k, b_v, b_f, (ring_k, ring_v, ring_f, length))
 
 
-def attend_apart(
+def attend_to_slots(
+    q: Float[Tensor, "B T HQ K"],
+    entering: Entering,
+    state: SlotWindowState,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None,
+    impl: Impl | None,
+) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
+    """What a softmax over the slots alone gives, and the state after: the operation without a window."""
+    k, v, f, ring = entering
+    before = SlotWindowState(
+        state.slots_k, state.slots_v, *(x[:, :0] for x in (state.k, state.v, state.f)), None, state.length
+    )
+    o, after = slot_window_attention(q, k, v, f, window=0, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
+    k, v, f, length = ring
+    return o, SlotWindowState(after.slots_k, after.slots_v, k, v, f, None, length)
+
+
+def attend_jointly(
     q: Float[Tensor, "B T HQ K"],
     entering: Entering,
     state: SlotWindowState,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     window: AttentionOutput,
-    weight: Float[Tensor, "B T HQ"] | float | None,
-) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
-    """Slots and window, attended to apart.
+    *,
+    carried: bool,
+) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState | None]:
+    """One softmax over the window and over slots that may hold the window's tokens, too.
 
     Args:
         q: the queries as the slots see them.
@@ -71,51 +90,39 @@ def attend_apart(
         state: the slots before.
         cu_seqlens: borders of packed sequences.
         window: what attention to the window alone gives.
-        weight: of the slots' output in the sum with the window's, each after a softmax of its own; None for one softmax
-            over both.
+        carried: whether `state` may hold something and the state after is wanted.
 
     Returns:
-        The outputs and the state after the last token.
+        The outputs, and the state after the last token where `carried`.
     """
-    scale, wide = q.shape[-1] ** -0.5, state.slots_k.dtype
-    outputs, slots_k, slots_v = [], [], []
-    for tokens, rows in sequences_of(cu_seqlens, len(state.slots_k)):
+    wide = state.slots_k.dtype
+    outputs, lse, slots_k, slots_v = [], [], [], []
+    for tokens, rows, borders in scanned_at_once(cu_seqlens, carried=carried):
         b_q, b_k, b_v, b_f = (x[:, tokens].to(wide) for x in (q, entering.k, entering.v, entering.f))
-        enter = -b_f.expm1()
-        keys = GatedScan(enter, b_k, b_f, state.slots_k[rows])
-        values = GatedScan(enter, b_v, b_f, state.slots_v[rows])
-        logits = scale * keys.columns(b_q)
-        if weight is None:
-            total = torch.logaddexp(logits.logsumexp(-1), window.lse[:, tokens].to(wide))
-            share = (logits - total.unsqueeze(-1)).exp()
-        else:
-            share = logits.softmax(-1)
-        outputs.append((values.rows(share), logits.logsumexp(-1)))
-        slots_k.append(keys.final)
-        slots_v.append(values.final)
-    long, lse = (torch.cat(x, 1) for x in zip(*outputs, strict=True))
-    if weight is None:
-        lse_window = window.lse.to(wide)
-        o = long + (lse_window - torch.logaddexp(lse, lse_window)).exp().unsqueeze(-1) * window.o
-    else:
-        weight = weight.unsqueeze(-1) if isinstance(weight, Tensor) else weight
-        o = weight * long + (1 - weight) * window.o
+        enter, (old_k, old_v) = -b_f.expm1(), (x[rows] if carried else None for x in (state.slots_k, state.slots_v))
+        keys, values = GatedScan(enter, b_k, b_f, old_k, borders), GatedScan(enter, b_v, b_f, old_v, borders)
+        logits = q.shape[-1] ** -0.5 * keys.columns(b_q)
+        outputs.append(values.rows(logits.softmax(-1)))
+        lse.append(logits.logsumexp(-1))
+        if carried:
+            slots_k.append(keys.final)
+            slots_v.append(values.final)
+    share = (torch.cat(lse, 1) - window.lse.to(wide)).sigmoid().unsqueeze(-1)
+    o = (share * torch.cat(outputs, 1) + (1 - share) * window.o).to(q.dtype)
+    if not carried:
+        return o, None
     k, v, f, length = entering.ring
-    after = SlotWindowState(torch.cat(slots_k), torch.cat(slots_v), k, v, f, None, length)
-    return o.to(q.dtype), after
+    return o, SlotWindowState(torch.cat(slots_k), torch.cat(slots_v), k, v, f, None, length)
 
 
 def slot_share(
     q: Float[Tensor, "B T HQ K"],
     entering: Entering,
-    state: SlotWindowState,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     lse_window: Float[Tensor, "B T HQ"],
 ) -> Float[Tensor, "B T HQ"]:
     """ω_L: the share of attention that one softmax over slots and window gives to the slots (equation 5)."""
-    wide, parts = state.slots_k.dtype, []
-    for tokens, rows in sequences_of(cu_seqlens, len(state.slots_k)):
-        b_q, b_k, b_f = (x[:, tokens].to(wide) for x in (q, entering.k, entering.f))
-        keys = GatedScan(-b_f.expm1(), b_k, b_f, state.slots_k[rows])
-        parts.append((q.shape[-1] ** -0.5 * keys.columns(b_q)).logsumexp(-1))
-    return (torch.cat(parts, 1) - lse_window.to(wide)).sigmoid()
+    wide = torch.promote_types(q.dtype, torch.float32)
+    b_q, b_k, b_f = (x.to(wide) for x in (q, entering.k, entering.f))
+    logits = q.shape[-1] ** -0.5 * GatedScan(-b_f.expm1(), b_k, b_f, None, cu_seqlens).columns(b_q)
+    return (logits.logsumexp(-1) - lse_window.to(wide)).sigmoid()

@@ -20,7 +20,7 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl
-from tokenmix_nha.ablations import Entering, attend_apart, delayed, slot_share
+from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed, slot_share
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.state import SlotWindowPart
 from tokenmix_nha.windows import FULL, Window, check_window
@@ -295,8 +295,15 @@ class NhaMixer(Mixer):
         """The ablated forms."""
         window = self._window(q, k, v, state, cu_seqlens, step)
         before, entering = self._entering(slots_qk[1], v, f, state, cu_seqlens)
-        o, after = attend_apart(slots_qk[0], entering, before, cu_seqlens, window, weight)
+        q_slots, carried = slots_qk[0], state is not None
+        if weight is None:
+            o, after = attend_jointly(q_slots, entering, before, cu_seqlens, window, carried=carried)
+        else:
+            long, after = attend_to_slots(q_slots, entering, before, cu_seqlens, self.impl)
+            share = weight.unsqueeze(-1) if isinstance(weight, Tensor) else weight
+            o = (share * long + (1 - share) * window.o).to(v.dtype)
         if state is not None:
+            assert after is not None
             state.slots.set(after)
         return o
 
@@ -333,8 +340,8 @@ class NhaMixer(Mixer):
         lse = self._window(q, k, v, None, cu_seqlens, False).lse
         if f is None:
             return (_log_slots(lse, self.slots) - lse).sigmoid()
-        before, entering = self._entering(slots_qk[1], v, f, None, cu_seqlens)
-        return slot_share(slots_qk[0], entering, before, cu_seqlens, lse)
+        _, entering = self._entering(slots_qk[1], v, f, None, cu_seqlens)
+        return slot_share(slots_qk[0], entering, cu_seqlens, lse)
 
     def _keep_in_graph(self, o: Tensor) -> Tensor:
         """o, with gradients of zero for parameters that this window does not use: distributed training waits for all.

@@ -125,54 +125,76 @@ def ablation(name: str, size: str = "340m") -> Recipe:
     return replace(paper(size, **changes), name=f"nha-{size}-{name}", description=f"ablation of NHA: {name}")
 
 
-# mixers of the recall models of about 100M parameters
-_RECALL: dict[str, dict[str, Any]] = {
-    "nha": {"window": one_in_eight(12, 32, 6)},
-    "gsa": {"window": one_in_eight(12, 0, 6)},
-    "nha-pure": {"window": 32},
-    **{f"nha-{name}": ABLATIONS[name] for name in ("no-slots", "no-shift", "fixed-sum", "learned-sum")},
+# windows and ablations of the recall models that are NHA's, and the mixers of the others
+_NHA_KINDS: dict[str, dict[str, Any]] = {"nha": {}, "gsa": {"window": 0}}
+_NHA_KINDS |= {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
+_CORE_KINDS = {"transformer": ATTENTION, "gdn": GDN}
+# width, layers, heads of 128, inner width of the MLP (beside gates), vocabulary, tokens in a row, pairs
+_RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 2048, 512, 128)}
+RECALL = {
+    "100m": ("nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer", *(k for k in _NHA_KINDS if k != "gsa")),
+    "small": (*_CORE_KINDS, *(k for k in _NHA_KINDS if k != "gsa")),
 }
 
 
-def recall(kind: str) -> Recipe:
-    """About 100M parameters on associative recall, up to 256 pairs in 1,024 tokens: minutes on one GPU."""
-    shared: dict[str, Any] = {
-        "vocab_size": 8192,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "max_position_embeddings": 1024,
+def recall(kind: str, size: str) -> Recipe:
+    """Multi-query associative recall from scratch: minutes on one GPU.
+
+    The "100m" models have the shape of language models; the seventh of their twelve layers is full, except in "-pure"
+    ones and in baselines without "-hybrid". The "small" ones are Zoology's: two layers without MLP, so that mixing
+    along time is all they can do, and none is full. Linear layers of a size hold as many numbers, whatever their kind.
+    """
+    width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
+    small = size == "small"
+    base = kind.removesuffix("-hybrid").removesuffix("-pure")
+    full_layers = () if small or kind.endswith("-pure") or kind in ("gsa", "gdn") else (6,)
+    model: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": length,
     }
-    if kind in _RECALL:
-        model = shared | {"intermediate_size": 1920, "num_heads": 6, "window": one_in_eight(12, 32, 6)} | _RECALL[kind]
+    if base in _NHA_KINDS:
+        changes = dict(_NHA_KINDS[base])
+        model |= {"intermediate_size": mlp_beside_gates, "num_heads": heads, "slots": 64}
+        model |= {**changes, "window": hybrid_windows(layers, changes.get("window", 32), full_layers)}
     else:
-        linear = {"transformer": ATTENTION, "gdn": GDN}[kind]
-        mixers = [ATTENTION if i % 8 == 6 else linear for i in range(12)]
-        options = {ATTENTION: {"num_heads": 12}, GDN: {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}}
-        model = shared | {"intermediate_size": 2048, "mixers": mixers}
+        mixers = [ATTENTION if i in full_layers else _CORE_KINDS[base] for i in range(layers)]
+        options = {ATTENTION: {"num_heads": heads}, GDN: {"num_heads": heads, "head_dim": 128, "expand_v": 1.0}}
+        if not small:
+            options = {ATTENTION: {"num_heads": 12}, GDN: {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}}
+        model |= {"intermediate_size": mlp, "mixers": mixers}
         model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
+    batch = 2**13 if small else 2**14
     return Recipe(
-        name=f"recall-{kind}",
-        description=f"associative recall, {kind}, about 100M; minutes on one GPU",
+        name=f"recall-{kind}-{size}",
+        description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
         model=model,
-        model_type=MODEL_TYPE if kind in _RECALL else "tokenmix_hybrid",
+        model_type=MODEL_TYPE if base in _NHA_KINDS else "tokenmix_hybrid",
         data=DataRecipe(
-            sources=["mqar"], seq_len=1024, documents="joined", mqar_pairs=256, mqar_vocab_size=8192, data_seed=42
+            sources=["mqar"],
+            seq_len=length,
+            documents="separate",
+            mqar_pairs=pairs,
+            mqar_vocab_size=vocab,
+            mqar_ramp=0.6,
+            data_seed=42,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**16 * 1000),
-            warmup_tokens=Tokens(2**16 * 100),
-            batch_tokens=Tokens(2**16),
-            micro_batch_tokens=Tokens(2**15),
-            learning_rate=1e-3,
-            min_learning_rate=1e-4,
+            total_tokens=Tokens(batch * 1500),
+            warmup_tokens=Tokens(batch * 100),
+            batch_tokens=Tokens(batch),
+            micro_batch_tokens=Tokens(batch),
+            learning_rate=3e-3 if small else 1e-3,
+            min_learning_rate=3e-4 if small else 1e-4,
         ),
         run=RunRecipe(
             seed=42,
-            dataloader_num_workers=8,
-            save_steps=500,
+            dataloader_num_workers=2,
+            save_steps=10_000,
             save_total_limit=1,
             evaluations=["mqar"],
-            evaluation_lengths=[1024],
+            evaluation_lengths=[length],
             evaluation_limit=128,
         ),
     )
@@ -225,6 +247,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"nha-{size}-random": lambda size=size: drawn(paper(size)) for size in SIZES},
     **{f"{kind}-{size}": partial(baseline, kind, size) for size in SIZES for kind in BASELINES},
     **{f"nha-340m-{name}": partial(ablation, name) for name in ABLATIONS},
-    **{f"recall-{kind}": partial(recall, kind) for kind in (*_RECALL, "gdn", "transformer")},
-    "recall-nha-random": lambda: drawn(recall("nha")),
+    **{f"recall-{kind}-{size}": partial(recall, kind, size) for size, kinds in RECALL.items() for kind in kinds},
+    "recall-nha-100m-random": lambda: drawn(recall("nha", "100m")),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -34,8 +36,8 @@ def chunk_gla(
     .. math:: S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
     Plain PyTorch on every device, with no kernel behind it: a baseline, not a fast path. Differentiable in every tensor
-    argument and through both results. Packed sequences are taken one after the other, for which a call waits for the
-    device.
+    argument and through both results. Packed sequences with initial states are taken one after the other, for which a
+    call waits for the device.
 
     Args:
         q: `[B, T, HQ, K]`; HQ is a multiple of H, and query head h reads head h // (HQ / H).
@@ -61,21 +63,21 @@ def chunk_gla(
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     wide = torch.promote_types(q.dtype, torch.float32)
     check_dtype(op, (wide,), initial_state=initial_state)
-    if initial_state is None:
-        initial_state = q.new_zeros(dims["N"], dims["H"], dims["K"], dims["V"], dtype=wide)
     factor = dims["K"] ** -0.5 if scale is None else float(scale)
     parts = []
-    for tokens, rows in sequences_of(cu_seqlens, dims["N"]):
+    for tokens, rows, borders in scanned_at_once(cu_seqlens, carried=initial_state is not None):
         b_q, b_k, b_v, b_g = (x[:, tokens].to(wide) for x in (q, k, v, g))
-        scan = GatedScan(b_k, b_v, b_g, initial_state[rows])
+        scan = GatedScan(b_k, b_v, b_g, None if initial_state is None else initial_state[rows], borders)
         parts.append((scan.rows(factor * b_q), scan.final))
     o, states = zip(*parts, strict=True)
     return ScanOutput(torch.cat(o, 1).to(q.dtype), torch.cat(states))
 
 
-def sequences_of(cu_seqlens: Int[Tensor, "N_plus_1"] | None, sequences: int) -> list[tuple[slice, slice]]:
-    """The tokens and the rows of the state of each packed sequence; all at once for an unpacked batch."""
-    if cu_seqlens is None:
-        return [(slice(None), slice(None))]
+def scanned_at_once(
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None, *, carried: bool
+) -> list[tuple[slice, slice, Int[Tensor, "N_plus_1"] | None]]:
+    """The tokens, the rows of the state and the borders of each scan: one, but for packed sequences with states."""
+    if cu_seqlens is None or not carried:
+        return [(slice(None), slice(None), cu_seqlens)]
     borders = cu_seqlens.tolist()
-    return [(slice(borders[n], borders[n + 1]), slice(n, n + 1)) for n in range(sequences)]
+    return [(slice(a, b), slice(n, n + 1), None) for n, (a, b) in enumerate(pairwise(borders))]

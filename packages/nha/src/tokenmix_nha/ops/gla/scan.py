@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from tokenmix_core.chunking import packed_positions
 
 # tokens of a chunk: weights between its tokens are formed for every row, [C, C, M]
 CHUNK = 16
+# the log of a gate that lets nothing pass
+CLOSED = -1e4
 
 
 class GatedScan:
@@ -20,10 +24,9 @@ class GatedScan:
         w: `[N, T, H, M]`, what enters the rows.
         x: `[N, T, H, D]`.
         g: `[N, T, H, M]`, natural log of the gates, ≤ 0.
-        state: `[N, H, M, D]`, S before the first token.
-
-    Attributes:
-        final: S after the last token.
+        state: `[N, H, M, D]`, S before the first token; None is zero.
+        cu_seqlens: borders of sequences packed into one row, each of which begins with S = 0: a carried `state` and
+            borders exclude each other.
     """
 
     def __init__(
@@ -31,26 +34,37 @@ class GatedScan:
         w: Float[Tensor, "N T H M"],
         x: Float[Tensor, "N T H D"],
         g: Float[Tensor, "N T H M"],
-        state: Float[Tensor, "N H M D"],
+        state: Float[Tensor, "N H M D"] | None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     ):
-        self.tokens = w.shape[1]
+        if state is None:
+            state = x.new_zeros(w.shape[0], w.shape[2], w.shape[3], x.shape[3])
+        elif cu_seqlens is not None:
+            raise ValueError("a carried state belongs to one sequence a row, got cu_seqlens, too")
+        self.tokens, self.cu_seqlens = w.shape[1], cu_seqlens
         self.chunk = min(CHUNK, max(self.tokens, 1))
-        self.x = self._chunks(x)
-        w, g = self._chunks(w), self._chunks(g)
+        if cu_seqlens is not None:
+            first = packed_positions(cu_seqlens, self.tokens) == 0
+            g = g.masked_fill(first.view(1, -1, 1, 1), CLOSED)
+        self.x = _chunks(x, self.chunk)
+        w, g = _chunks(w, self.chunk), _chunks(g, self.chunk)
         self.decay = g.cumsum(2).exp()
-        order = torch.arange(self.chunk, device=w.device)
-        # the gates after token j up to token t; a sum, not a difference of sums: no digits lost
-        between = torch.where((order[:, None] > order)[..., None, None], g[:, :, :, None], 0).cumsum(2)
-        between = between.masked_fill((order[:, None] < order)[..., None, None], -torch.inf)
         # [N, chunks, t, j, H, M]
-        self.weight = between.exp() * w[:, :, None]
+        self.weight = _between(g) * w[:, :, None]
         added = torch.einsum("ncjhm,ncjhd->nchmd", self.weight[:, :, -1], self.x)
-        states = []
-        for c in range(w.shape[1]):
-            states.append(state)
-            state = self.decay[:, c, -1, :, :, None] * state + added[:, c]
-        self.before = torch.stack(states, 1) if states else state.unsqueeze(1)[:, :0]
-        self.final = state
+        self.before, self._last = _states(g.sum(2), added, state)
+
+    @property
+    def final(self) -> Float[Tensor, "N H M D"]:
+        """S after the last token, of every packed sequence."""
+        if self.cu_seqlens is None:
+            return self._last
+        empty = self.cu_seqlens.diff() == 0
+        end = (self.cu_seqlens[1:].long() - 1).clamp(min=0)
+        chunk, place = end // self.chunk, end % self.chunk
+        within = torch.einsum("njhm,njhd->nhmd", self.weight[0, chunk, place], self.x[0, chunk])
+        final = self.decay[0, chunk, place].unsqueeze(-1) * self.before[0, chunk] + within
+        return final.masked_fill(empty.view(-1, 1, 1, 1), 0)
 
     def rows(self, q: Float[Tensor, "N T HQ M"]) -> Float[Tensor, "N T HQ D"]:
         """S_tᵀ q_t; query head h reads head h // (HQ / H)."""
@@ -66,12 +80,40 @@ class GatedScan:
         scores = torch.einsum("ncthgd,ncjhd->ncthgj", q, self.x)
         return self._joined(z + torch.einsum("ncthgj,nctjhm->ncthgm", scores, self.weight))
 
-    def _chunks(self, x: Tensor) -> Tensor:
-        padding = [0, 0] * (x.dim() - 2) + [0, -x.shape[1] % self.chunk]
-        return torch.nn.functional.pad(x, padding).unflatten(1, (-1, self.chunk))
-
     def _queries(self, q: Tensor) -> Tensor:
-        return self._chunks(q).unflatten(3, (self.x.shape[3], -1))
+        return _chunks(q, self.chunk).unflatten(3, (self.x.shape[3], -1))
 
     def _joined(self, x: Tensor) -> Tensor:
         return x.flatten(3, 4).flatten(1, 2)[:, : self.tokens]
+
+
+def _chunks(x: Float[Tensor, "N T *rest"], size: int) -> Float[Tensor, "N chunks size *rest"]:
+    padding = [0, 0] * (x.dim() - 2) + [0, -x.shape[1] % size]
+    return torch.nn.functional.pad(x, padding).unflatten(1, (-1, size))
+
+
+def _between(g: Float[Tensor, "N chunks C H M"]) -> Float[Tensor, "N chunks C C H M"]:
+    """The gates after token j up to token t, `[t, j]`; 0 for j > t."""
+    order = torch.arange(g.shape[2], device=g.device)
+    # a sum, not a difference of sums: no digits lost
+    between = torch.where((order[:, None] > order)[..., None, None], g[:, :, :, None], 0).cumsum(2)
+    return between.masked_fill((order[:, None] < order)[..., None, None], -torch.inf).exp()
+
+
+def _states(
+    g: Float[Tensor, "N T H M"], added: Float[Tensor, "N T H M D"], state: Float[Tensor, "N H M D"]
+) -> tuple[Float[Tensor, "N T H M D"], Float[Tensor, "N H M D"]]:
+    """S before each of T steps S ← Diag(e^{g_t}) S + added_t, and after the last; of many steps in chunks again."""
+    steps = g.shape[1]
+    if steps <= CHUNK:
+        states = []
+        for t in range(steps):
+            states.append(state)
+            state = g[:, t].exp().unsqueeze(-1) * state + added[:, t]
+        return (torch.stack(states, 1) if states else added), state
+    g, added = _chunks(g, CHUNK), _chunks(added, CHUNK)
+    within = torch.einsum("nctjhm,ncjhmd->ncthmd", _between(g), added)
+    before, last = _states(g.sum(2), within[:, :, -1], state)
+    after = within + g.cumsum(2).exp().unsqueeze(-1) * before.unsqueeze(2)
+    joined = torch.cat([before.unsqueeze(2), after[:, :, :-1]], 2).flatten(1, 2)
+    return joined[:, :steps], last
