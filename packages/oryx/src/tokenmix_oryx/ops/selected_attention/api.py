@@ -76,7 +76,7 @@ def selected_attention(
         )
     scale = float(dims["K"] ** -0.5 if scale is None else scale)
     if chosen == "triton":
-        from tokenmix_oryx.ops.selected_attention.autograd import selected_attention_op
+        from tokenmix_oryx.ops.selected_attention import autograd
 
-        return selected_attention_op(q, k, v, selected, cu_seqlens, scale)[0]
+        return autograd.selected_attention(q, k, v, selected, cu_seqlens, scale)[0]
     return selected_attention_by_runs(q, k, v, selected, scale=scale, cu_seqlens=cu_seqlens, impl=impl)

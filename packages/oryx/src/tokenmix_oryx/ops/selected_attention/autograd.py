@@ -1,4 +1,4 @@
-"""Attention for chosen queries as torch custom ops, by core's attention kernels."""
+"""Attention for chosen queries, by core's kernels: directly in eager mode, as torch custom ops where torch traces."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.common import differentiable, direct_when_eager
 
 CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
-@torch.library.custom_op("tokenmix_oryx::selected_attention", mutates_args=())
-def selected_attention_op(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
@@ -20,14 +20,16 @@ def selected_attention_op(
     return attention_forward(q, k, v, cu_seqlens, CAUSAL, scale, selected.contiguous())
 
 
+selected_attention_op = torch.library.custom_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
+
+
 @selected_attention_op.register_fake
 def _(q, k, v, selected, cu_seqlens, scale):
     B, TQ, HQ, _ = q.shape
     return q.new_empty(B, TQ, HQ, v.shape[-1]), q.new_empty(B, HQ, TQ, dtype=torch.float32)
 
 
-@torch.library.custom_op("tokenmix_oryx::selected_attention_backward", mutates_args=())
-def selected_attention_backward_op(
+def _backward(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -37,20 +39,26 @@ def selected_attention_backward_op(
     return attention_backward(q, k, v, o, lse, do, None, cu_seqlens, CAUSAL, scale, selected.contiguous())
 
 
+selected_attention_backward_op = torch.library.custom_op(
+    "tokenmix_oryx::selected_attention_backward", _backward, mutates_args=()
+)
+selected_attention_backward = direct_when_eager(selected_attention_backward_op, _backward)
+
+
 @selected_attention_backward_op.register_fake
 def _(q, k, v, selected, o, lse, do, cu_seqlens, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, output):
     q, k, v, selected, cu_seqlens, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, selected, *output, cu_seqlens)
 
 
-def _backward(ctx, do, dlse):
+def _gradients(ctx, do, dlse):
     q, k, v, selected, o, lse, cu_seqlens = ctx.saved_tensors
-    grads = selected_attention_backward_op(q, k, v, selected, o, lse, do, cu_seqlens, ctx.scale)
+    grads = selected_attention_backward(q, k, v, selected, o, lse, do, cu_seqlens, ctx.scale)
     return *grads, None, None, None
 
 
-selected_attention_op.register_autograd(_backward, setup_context=_setup_context)
+selected_attention = differentiable(selected_attention_op, _forward, _save, _gradients)
