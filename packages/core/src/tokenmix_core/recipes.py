@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
@@ -81,11 +81,30 @@ def tiny_mamba2() -> Recipe:
     return _tiny_variant("tiny-mamba2", MAMBA2, expand=1.0, head_dim=64, state_size=64)
 
 
-# by size: width, layers, inner width of the MLP, attention heads, GDN heads and their head size
+class _RecallSize(NamedTuple):
+    """Sizes of the recall models: of the vocabulary, the rows, the model, its heads, and the steps of training."""
+
+    vocab: int
+    seq_len: int
+    width: int
+    layers: int
+    mlp: int
+    heads: int
+    gdn: dict[str, Any]
+    steps: int
+    learning_rate: float
+
+
 _RECALL_SIZES = {
-    "small": (128, 2, 0, 2, 1, 64),
-    "100m": (768, 12, 2048, 12, 6, 128),
-    "340m": (1024, 24, 2816, 16, 8, 128),
+    "small": _RecallSize(
+        1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, steps=2000, learning_rate=3e-3
+    ),
+    "100m": _RecallSize(
+        8192, 1024, 768, 12, 2048, 12, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 1000, learning_rate=1e-3
+    ),
+    "340m": _RecallSize(
+        8192, 2048, 1024, 24, 2816, 16, {"num_heads": 4, "head_dim": 128, "expand_v": 2.0}, 1000, learning_rate=1e-3
+    ),
 }
 _RECALL_MIXERS = {
     "transformer": [ATTENTION],
@@ -95,43 +114,50 @@ _RECALL_MIXERS = {
 
 
 def recall(kind: str, size: str) -> Recipe:
-    """Multi-query associative recall from scratch: up to 128 pairs in 512 tokens.
+    """Multi-query associative recall from scratch, with as many pairs as a row can ask for.
 
     The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
-    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models.
+    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models. Steps count for more
+    than tokens, so batches are small; examples begin with two pairs and grow over the first part of training.
     """
-    width, layers, mlp, heads, gdn_heads, head_dim = _RECALL_SIZES[size]
+    sizes = _RECALL_SIZES[size]
     small = size == "small"
     mixers = [GDN, ATTENTION] if small and kind == "hybrid" else _RECALL_MIXERS[kind]
-    options = {ATTENTION: {"num_heads": heads}, GDN: {"num_heads": gdn_heads, "head_dim": head_dim, "expand_v": 1.0}}
-    vocab = 1024 if small else 8192
+    options = {ATTENTION: {"num_heads": sizes.heads}, GDN: sizes.gdn}
+    batch = 2**14
     return Recipe(
         name=f"recall-{kind}-{size}",
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
         model={
-            "vocab_size": vocab,
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "intermediate_size": mlp,
+            "vocab_size": sizes.vocab,
+            "hidden_size": sizes.width,
+            "num_hidden_layers": sizes.layers,
+            "intermediate_size": sizes.mlp,
             "mixers": mixers,
             "mixer_options": {mixer: options[mixer] for mixer in dict.fromkeys(mixers)},
-            "max_position_embeddings": 512,
+            "max_position_embeddings": sizes.seq_len,
         },
-        data=DataRecipe(sources=["mqar"], seq_len=512, documents="joined", mqar_pairs=128, mqar_vocab_size=vocab),
+        data=DataRecipe(
+            sources=["mqar"],
+            seq_len=sizes.seq_len,
+            mqar_pairs=sizes.seq_len // 4,
+            mqar_vocab_size=sizes.vocab,
+            mqar_ramp=0.6,
+        ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**27 if small else 2**25),
-            warmup_tokens=Tokens(2**22),
-            batch_tokens=Tokens(2**16),
-            micro_batch_tokens=Tokens(2**16 if small else 2**15),
-            learning_rate=3e-3 if small else 5e-4,
-            min_learning_rate=1e-4 if small else 5e-5,
+            total_tokens=Tokens(sizes.steps * batch),
+            warmup_tokens=Tokens(50 * batch),
+            batch_tokens=Tokens(batch),
+            micro_batch_tokens=Tokens(batch),
+            learning_rate=sizes.learning_rate,
+            min_learning_rate=sizes.learning_rate / 20,
         ),
         run=RunRecipe(
             dataloader_num_workers=8,
-            save_steps=500,
+            save_steps=5000,
             save_total_limit=1,
             evaluations=["mqar"],
-            evaluation_lengths=[512],
+            evaluation_lengths=[sizes.seq_len],
             evaluation_limit=128,
         ),
     )

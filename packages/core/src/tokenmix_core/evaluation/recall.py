@@ -16,7 +16,7 @@ from tokenmix_core.evaluation.text import BUILT_IN
 from tokenmix_core.synthetic import IGNORE_INDEX, NIAH_TASKS, NiahExample, RecallExamples, mqar, niah
 
 MQAR_LENGTHS = (64, 128, 256, 512)
-MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256)
+MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256, 512)
 # sequences whose index begins here are never trained on
 MQAR_HELD_OUT = 2**40
 NIAH_LENGTHS = (1024, 2048, 4096)

@@ -86,7 +86,7 @@ class ChunkRows(Dataset):
 class MQARRows(Dataset):
     """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`.
 
-    An example has P = 2, 4, 8, ... or at most `max_pairs` pairs, each number as often, and 4P, 8P, 16P, ... or at most T
+    An example has P = 2, 4, 8, ... or `max_pairs` pairs, each number as often, and 4P, 8P, 16P, ... or at most T
     tokens. Recall is learnt from few pairs in short examples and then holds for more: over the first `ramp_rows` rows
     the larger numbers join one by one, and no example is longer than 16 times the largest.
 
