@@ -38,6 +38,9 @@ def interleaved_medians(
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(x) for name, x in times.items()}
+    # at least a millisecond, else three times what the host takes to enqueue; some two cycles are a nanosecond
+    host = {name: host_microseconds(run, device, repeats=3) or 0.0 for name, run in runs.items()}
+    cycles = {name: int(2000 * min(max(1000.0, 3 * us), 20_000.0)) for name, us in host.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     for i in range(repeats):
@@ -46,8 +49,8 @@ def interleaved_medians(
         for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            # keep the device busy for a millisecond while the host enqueues, so that launch gaps stay out of the events
-            torch.cuda._sleep(2_000_000)
+            # keep the device busy while the host enqueues, so that launch gaps stay out of the events
+            torch.cuda._sleep(cycles[name])
             start.record()
             run()
             end.record()
