@@ -69,17 +69,23 @@ def time_shares(runs, leaves, x: Tensor, device: str, *, repeats: int) -> dict[f
     return interleaved_medians({share: step(run) for share, run in runs.items()}, device, repeats=repeats)
 
 
-def rows_at(family: str, tokens: int, device: str, *, projections: bool, times: dict[float, float]) -> list[dict]:
+def rows_at(family: str, tokens: int, *, projections: bool, times: dict[float, float]) -> list[dict]:
     """Rows of one length, with the model's FLOPs as a share of attention alone."""
     alone = mixer_flops(tokens, 1.0).attention_output
-    out = []
-    for share, ms in times.items():
-        flops = alone if share == 1.0 else mixer_flops(tokens, share).total
-        name = f"{family}, attention share {share:g}, {flops / alone:.3f} of attention's FLOPs"
-        none = dict.fromkeys(("fwd_ms", "peak_mb", "host_us", "first_call_s"))
-        op = "mixer" if projections else "mixing"
-        out.append({"op": op, "shape": f"T{tokens}", "impl": name, "fwdbwd_ms": ms, **none})
-    return out
+    none = dict.fromkeys(("fwd_ms", "peak_mb", "host_us", "first_call_s"))
+    return [
+        {
+            "op": f"{'mixer' if projections else 'mixing'}, {family}",
+            "shape": f"T{tokens}",
+            "impl": f"attention share {share:g}",
+            "fwdbwd_ms": ms,
+            **none,
+            "tokens": tokens,
+            "attention_share": share,
+            "flops": (alone if share == 1.0 else mixer_flops(tokens, share).total) / alone,
+        }
+        for share, ms in times.items()
+    ]
 
 
 def rows(device: str) -> list[dict]:
@@ -91,7 +97,7 @@ def rows(device: str) -> list[dict]:
             for tokens in lengths:
                 runs = prepare(family, tokens, device, projections=projections, **sizes)
                 times = time_shares(*runs, device, repeats=30 if device != "cpu" else 3)
-                out += rows_at(family, tokens, device, projections=projections, times=times)
+                out += rows_at(family, tokens, projections=projections, times=times)
     return out
 
 
