@@ -5,9 +5,11 @@ import torch
 
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
+from tokenmix_core.evaluation.recall import MQAR_HELD_OUT
 from tokenmix_core.evaluation.report import write_result
+from tokenmix_core.synthetic import mqar
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_nha.evals import share_suite, slot_shares
+from tokenmix_nha.evals import recall_share_suite, share_suite, slot_shares
 from tokenmix_nha.mixer import observed_shares
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
 from tokenmix_nha.windows import nha_mixers
@@ -49,3 +51,12 @@ def test_the_suite_says_where_the_share_lies_and_draws_it(model, tmp_path):
         assert min(by_head) == row["lowest head"] <= row["highest head"] == max(by_head)
     names = {path.name for path in write_result(result, tmp_path)}
     assert {"slot-share-1.png", "slot-share-2.png", "slot-share-3.png"} <= names
+
+
+def test_the_suite_on_recall_measures_rows_full_of_pairs(model):
+    options = EvalOptions(lengths=(64,), limit=3, progress=False)
+    result = recall_share_suite(model, byte_tokenizer(), options)
+    assert result["settings"] == {"length": 64, "sequences": 3, "pairs": 16, "vocab_size": 264}
+    rows = mqar(3, seq_len=64, num_pairs=16, vocab_size=264, seed=0, first=MQAR_HELD_OUT)
+    shares = slot_shares(model, rows.input_ids)
+    assert result["plots"][1]["heatmap"] == shares.mean(2).tolist()

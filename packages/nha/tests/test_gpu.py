@@ -1,4 +1,4 @@
-"""On a GPU: every form of the layer gives what the eager one gives in float64, decodes as it reads, and holds its size."""
+"""On a GPU: every form of the layer gives what the eager one gives in float64, decodes as it reads, keeps its size."""
 
 import copy
 

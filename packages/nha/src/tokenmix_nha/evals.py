@@ -11,6 +11,8 @@ from torch import Tensor
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
 from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_core.evaluation.recall import MQAR_HELD_OUT, MQAR_LENGTHS
+from tokenmix_core.synthetic import mqar
 from tokenmix_nha.mixer import observed_shares
 from tokenmix_nha.windows import nha_mixers, windows_of
 
@@ -39,7 +41,24 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
     options.choose("slot-share", ("slot-share",))
     length, count = max(options.lengths or (options.max_length or 1024,)), options.limit or 16
     sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * count * length), length, count)
+    return _result("slot-share", model, sequences, options, {"text": options.text or text.BUILT_IN})
+
+
+def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The same on associative recall, with as many pairs as a sequence holds: pairs in its first half, then queries."""
+    options.choose("slot-share-mqar", ("slot-share-mqar",))
+    length, count = max(options.lengths or MQAR_LENGTHS), options.limit or 16
+    size = options.vocab_size or min(8192, text.vocab_size(model))
+    pairs = min(length // 4, size // 2 - 1)
+    rows = mqar(count, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT)
+    return _result("slot-share-mqar", model, rows.input_ids, options, {"pairs": pairs, "vocab_size": size})
+
+
+def _result(
+    suite: str, model: Any, sequences: Int[Tensor, "N T"], options: EvalOptions, about: dict[str, Any]
+) -> SuiteResult:
     shares = slot_shares(model, sequences, batch_size=options.batch_size or 8)
+    length = sequences.shape[1]
     rows = [
         {
             "layer": layer,
@@ -77,10 +96,11 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
             "heatmap": binned.tolist(),
         },
     ]
-    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
-    return {"suite": "slot-share", "settings": settings, "rows": rows, "plots": plots}
+    settings = {"length": length, "sequences": len(sequences), **about}
+    return {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
 
 
 SUITES: dict[str, Suite] = {
     "slot-share": Suite("share of attention on slots by layer, head and position; offline", share_suite),
+    "slot-share-mqar": Suite("the same on associative recall; offline", recall_share_suite),
 }

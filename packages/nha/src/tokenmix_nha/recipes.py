@@ -125,16 +125,16 @@ def ablation(name: str, size: str = "340m") -> Recipe:
     return replace(paper(size, **changes), name=f"nha-{size}-{name}", description=f"ablation of NHA: {name}")
 
 
-# windows and ablations of the recall models that are NHA's, and the mixers of the others
-_NHA_KINDS: dict[str, dict[str, Any]] = {"nha": {}, "gsa": {"window": 0}}
-_NHA_KINDS |= {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
+# what the recall models differ in: fields of NHA, or a mixer of core
+_ABLATED = {"nha": {}} | {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
+_NHA_KINDS: dict[str, dict[str, Any]] = {**_ABLATED, "gsa": {"window": 0}}
 _CORE_KINDS = {"transformer": ATTENTION, "gdn": GDN}
+RECALL = {
+    "100m": (*_ABLATED, "nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer"),
+    "small": (*_ABLATED, "gdn", "transformer"),
+}
 # width, layers, heads of 128, inner width of the MLP (beside gates), vocabulary, tokens in a row, pairs
 _RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 2048, 512, 128)}
-RECALL = {
-    "100m": ("nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer", *(k for k in _NHA_KINDS if k != "gsa")),
-    "small": (*_CORE_KINDS, *(k for k in _NHA_KINDS if k != "gsa")),
-}
 
 
 def recall(kind: str, size: str) -> Recipe:
