@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tokenmix_core.testing.agreement import RoundedProducts
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
 from tokenmix_nha import NhaConfig, NhaForCausalLM, using_windows
@@ -22,7 +23,7 @@ FORMS = {
     "window past the end": {"window": 200},
     "hybrid": {"window": [20, "full"]},
     "without slots": {"window": 40, "slots": 0},
-    "grouped heads, 128 slots": {"window": 40, "num_heads": 4, "num_kv_heads": 1, "slots": 128},
+    "grouped heads, 128 slots": {"window": 40, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "slots": 128},
     "heads of 128, 16 slots": {"window": 20, "num_heads": 1, "head_dim": 128, "slots": 16},
     "rotated slots": {"window": 40, "positions": "both"},
     "no positions": {"window": 40, "positions": "none"},
@@ -63,8 +64,11 @@ def ids():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_step_errs_no_more_than_the_eager_one(form, ids):
-    models = three(build(**FORMS[form]), BFLOAT16)
-    exact, eager, fast = (step(m, ids.to(d)) for m, d in zip(models, ("cpu", "cpu", "cuda"), strict=True))
+    exact, eager, fast = three(build(**FORMS[form]), BFLOAT16)
+    exact, fast = step(exact, ids), step(fast, ids.cuda())
+    # the eager operation multiplies in float32; with operands of the kernels' dtype it loses what they lose
+    with RoundedProducts(BFLOAT16):
+        eager = step(eager, ids)
     assert set(fast) == set(exact)
     for name, x in fast.items():
         floor = None if x.dim() > 1 else torch.finfo(BFLOAT16).eps

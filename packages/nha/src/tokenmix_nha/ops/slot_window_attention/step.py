@@ -86,14 +86,14 @@ def slot_window_step_kernel(
             for first in range(0, tl.minimum(window, seen), BN):
                 o_i = first + o_n
                 m_i = (o_i < window) & (o_i < seen) & (o_i != place)
-                ring = ((i_n * window + o_i) * H + i_h)[:, None]
-                b_s = tl.sum(tl.load(ring_k + ring * K + o_k[None, :], mask=m_i[:, None], other=0.0) * b_q[None, :], 1)
+                o_r = ((i_n * window + o_i) * H + i_h)[:, None]
+                b_s = tl.sum(tl.load(ring_k + o_r * K + o_k[None, :], mask=m_i[:, None], other=0.0) * b_q[None, :], 1)
                 b_s = tl.where(m_i, b_s, float("-inf"))
                 b_top = tl.maximum(b_max, tl.max(b_s, 0))
                 b_s = tl.exp2(b_s - b_top)
                 b_shrink = tl.exp2(b_max - b_top)
                 b_l = b_l * b_shrink + tl.sum(b_s, 0)
-                b_vn = tl.load(ring_v + ring * V + o_v[None, :], mask=m_i[:, None], other=0.0)
+                b_vn = tl.load(ring_v + o_r * V + o_v[None, :], mask=m_i[:, None], other=0.0)
                 b_o = b_o * b_shrink + tl.sum(b_s[:, None] * b_vn, 0)
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
