@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,14 @@ def splits(programs: int, tiles: int, device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for a CPU, where kernels are only interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether a device has Hopper's matrix units and Triton the language that speaks to them."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 class SSDForward(NamedTuple):
@@ -163,16 +172,16 @@ _GATED_DELTA_RULE_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
 # the same where the state is held transposed: 64 columns are the rows of one warp group
 _GATED_DELTA_RULE_TRANSPOSED = _GATED_DELTA_RULE_SEQUENCE | {
     (2, 64): (ScanTile(64, 4, 3),),
-    (2, 128): (ScanTile(128, 8, 3), ScanTile(64, 4, 3)),
+    (2, 128): (ScanTile(64, 4, 3),),
     (2, 256): (ScanTile(64, 4, 2),),
 }
 _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
     # here the tile runs along K
     "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
-    "forward": _GATED_DELTA_RULE_TRANSPOSED | {(2, size): (ScanTile(64, 4, 2),) for size in (64, 128)},
+    "forward": _GATED_DELTA_RULE_TRANSPOSED | {(2, 128): (ScanTile(64, 4, 2),), (2, 256): (ScanTile(128, 8, 2),)},
     "states": _GATED_DELTA_RULE_TRANSPOSED,
     "segment": _GATED_DELTA_RULE_TRANSPOSED,
-    "entering": {(size, K): (ScanTile(16, 8, 1),) for size in (2, 4) for K in (64, 128, 256)},
+    "entering": {(size, K): (ScanTile(16, 4, 2, 32),) for size in (2, 4) for K in (64, 128, 256)},
     "backward_state": _GATED_DELTA_RULE_SEQUENCE,
     "backward_chunk": {
         (2, 64): (ScanTile(32, 4, 2),),
@@ -182,7 +191,7 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 128): (ScanTile(32, 8, 1, 64),),
         (4, 256): (ScanTile(32, 8, 1, 64),),
     },
-    "recurrent": {(size, K): (ScanTile(32, K // 32, 1),) for size in (2, 4) for K in (64, 128, 256)},
+    "recurrent": {(size, K): (ScanTile(4096 // K, 1, 1),) for size in (2, 4) for K in (64, 128, 256)},
 }
 
 
@@ -196,7 +205,7 @@ def gated_delta_rule_segment(sequences: int, HV: int, tokens: int) -> int:
     """Tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences."""
     length = cdiv(tokens, sequences)
     pieces = _PROGRAMS // (sequences * HV)
-    segment = max(512, cdiv(cdiv(length, pieces), 64) * 64) if pieces > 1 else length
+    segment = max(1024, cdiv(cdiv(length, pieces), 64) * 64) if pieces > 1 else length
     return segment if segment < length else 0
 
 

@@ -1,7 +1,7 @@
 """States and outputs: sequential over chunks, parallel over sequences or their segments, value heads and tiles of V.
 
-The state is held transposed, `[BV, K]`: every matrix that is computed is then the left operand of the next product, which
-Hopper's matrix units take from registers, and nothing on the way from one state to the next goes through shared memory.
+The state is held transposed, `[BV, K]`: every matrix that is computed is then the left operand of the next product,
+which Hopper's matrix units take from registers, and nothing between two states passes through shared memory.
 """
 
 from typing import NamedTuple
@@ -93,9 +93,8 @@ def forward_kernel(
         b_s = tl.load(initial_state + o_state).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
-    if SPLIT:
-        if first > 0:
-            b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile)
+    if SPLIT and first > 0:
+        b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile)
 
     for start in range(first, end, BT):
         rows = length - start
@@ -134,13 +133,12 @@ def forward_kernel(
         p_gates += BT * 4
         p_s += HV * K * V
 
-    if OUTPUT:
-        if end >= length:
-            tl.store(final_state + o_state, b_s)
+    if OUTPUT and end >= length:
+        tl.store(final_state + o_state, b_s)
 
 
 class Forward(NamedTuple):
-    """Outputs (0 where they are not read out) and final states; what is saved: R, like v, and the state of each chunk."""
+    """Outputs (0 where not read out) and final states; saved are R, like v, and the state entering each chunk."""
 
     o: Tensor
     final_state: Tensor

@@ -98,8 +98,8 @@ def segment_kernel(
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def entering_kernel(
     gates, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The state that enters each segment but a sequence's first, from L and M of those before it."""
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
@@ -110,21 +110,26 @@ def entering_kernel(
     if segments < 2:
         return
     i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
-    o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
-    p_tile = i_sh * K * V + o_k[:, None] * V + i_v * BV + o_v[None, :]
-    p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_k[None, :]
+    o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
+    p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
-    b_s = tl.load(states + p_tile)
+    p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
+    b_s = tl.load(p_l + p_tile)
     for i in range(1, segments):
-        p_tile += HV * K * V
+        p_l += HV * K * V
+        p_s += HV * K * V
         p_m += HV * K * K
         p_gates += segment * 4
-        tl.store(entering + p_tile, b_s)
+        tl.store(p_s + p_tile, b_s)
         if i + 1 < segments:
-            b_l = tl.load(states + p_tile)
+            b_s = tl.load(p_l + p_tile)
             if forgotten(p_gates, segment, BT, L2NORM) == 0:
-                b_l = tl.dot(tl.load(p_m), b_s, b_l, input_precision=DOT)
-            b_s = b_l
+                # S is read back by parts, each by all threads
+                tl.debug_barrier()
+                for i_k in range(K // BK):
+                    b_part = tl.load(p_s + i_k * BK * V + p_part)
+                    b_s = tl.dot(tl.load(p_m + i_k * BK), b_part, b_s, input_precision=DOT)
 
 
 def segment_slots(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -166,7 +171,8 @@ def segment_states(
     )  # fmt: skip
     launch = tuning.gated_delta_rule("entering", K, V, k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](
-        gates, cu_seqlens, states, transitions, entering, T, H, HV // H, B * T, segment, K, V, CHUNK, launch.BV, qk_l2norm,
-        cu_seqlens is not None, "tf32x3", num_warps=launch.num_warps, num_stages=launch.num_stages,
+        gates, cu_seqlens, states, transitions, entering, T, H, HV // H, B * T, segment,
+        K, V, CHUNK, launch.BK, launch.BV, qk_l2norm, cu_seqlens is not None, "tf32x3",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return entering
