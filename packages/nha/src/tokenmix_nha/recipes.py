@@ -134,7 +134,7 @@ RECALL = {
     "small": (*_ABLATED, "gdn", "transformer"),
 }
 # width, layers, heads of 128, inner width of the MLP (beside gates), vocabulary, tokens in a row, pairs
-_RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 2048, 512, 128)}
+_RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 1024, 256, 64)}
 
 
 def recall(kind: str, size: str) -> Recipe:
@@ -165,7 +165,7 @@ def recall(kind: str, size: str) -> Recipe:
             options = {ATTENTION: {"num_heads": 12}, GDN: {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}}
         model |= {"intermediate_size": mlp, "mixers": mixers}
         model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
-    batch = 2**13 if small else 2**14
+    batch = 2**13 if small else 2**12
     return Recipe(
         name=f"recall-{kind}-{size}",
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
@@ -181,7 +181,7 @@ def recall(kind: str, size: str) -> Recipe:
             data_seed=42,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(batch * 1500),
+            total_tokens=Tokens(batch * (1000 if small else 1200)),
             warmup_tokens=Tokens(batch * 100),
             batch_tokens=Tokens(batch),
             micro_batch_tokens=Tokens(batch),
