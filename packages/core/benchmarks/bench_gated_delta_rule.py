@@ -11,7 +11,13 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
-from tokenmix_core.testing.benchmarking import captured, first_call_seconds, interleaved_medians, measure
+from tokenmix_core.testing.benchmarking import (
+    captured,
+    first_call_seconds,
+    interleaved_medians,
+    measure,
+    mixed_lengths,
+)
 
 # batch, tokens, q/k heads, value heads, key size, value size, packed
 SHAPES = [
@@ -57,7 +63,7 @@ def rows(device: str) -> list[dict]:
 def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, H, HV, K, V, packed = shape
     q, k, v, g, beta = (x.requires_grad_() for x in _inputs(B, T, H, HV, K, V, device))
-    cu_seqlens = _borders(T, device) if packed else None
+    cu_seqlens = cu_seqlens_from_lengths(mixed_lengths(T)).to(device) if packed else None
     ours = functools.partial(chunk_gated_delta_rule, q, k, v, g, beta, cu_seqlens=cu_seqlens, qk_l2norm=True)
     forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: ours().o}
     first = None
@@ -111,15 +117,6 @@ def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> lis
     # of length one already, for peers that leave the norm out
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     return [q, k, v, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]
-
-
-def _borders(tokens: int, device: str) -> Tensor:
-    """32 sequences of 128 to 8,192 tokens, `tokens` in all."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = 128 + (torch.rand(32, generator=generator) ** 3 * 8064).long()
-    lengths = 128 + (lengths - 128) * (tokens - 32 * 128) // (lengths - 128).sum()
-    lengths[0] += tokens - lengths.sum()
-    return cu_seqlens_from_lengths(lengths).to(device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SSD beside FLA's `chunk_simple_gla`, which needs q and k expanded to every head, and its decoding step."""
+"""SSD and its decoding step beside FLA's `chunk_simple_gla` and mamba_ssm's `mamba_chunk_scan_combined`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_ssd, ssd_step
-from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
+from tokenmix_core.testing.benchmarking import (
+    captured,
+    first_call_seconds,
+    interleaved_medians,
+    measure,
+    mixed_lengths,
+)
 
-# batch, tokens, groups, heads, K, V
+# batch, tokens, groups, heads, K, V, packed
 SHAPES = [
-    (8, 4096, 16, 16, 128, 128),
-    (1, 32768, 16, 16, 128, 128),
-    (8, 4096, 1, 64, 128, 64),
+    (8, 4096, 16, 16, 128, 128, False),
+    (8, 4096, 1, 64, 128, 64, False),
+    (1, 32768, 16, 16, 128, 128, False),
+    (1, 32768, 1, 64, 128, 64, False),
+    (1, 65536, 16, 16, 128, 128, True),
+    (1, 4096, 16, 16, 128, 128, False),
+    (1, 512, 16, 16, 128, 128, False),
 ]
-CPU_SHAPES = [(2, 256, 2, 2, 32, 32), (2, 256, 1, 4, 32, 16)]
+CPU_SHAPES = [(2, 256, 2, 2, 32, 32, False), (2, 256, 1, 4, 32, 16, False)]
+# FLA tunes itself for minutes at every new number of heads and head size, so it meets only these (heads, K, V)
+FLA_SIZES = {(16, 128, 128)}
 # batch, groups, heads, K, V
 DECODE_SHAPES = [(1, 16, 16, 128, 128), (32, 16, 16, 128, 128), (128, 16, 16, 128, 128)]
 
@@ -47,21 +60,24 @@ def rows(device: str) -> list[dict]:
 
 
 def _training_rows(shape: tuple, device: str) -> list[dict]:
-    B, T, G, HV, K, V = shape
+    B, T, G, HV, K, V, packed = shape
     q, k = (_random(B, T, G, K, device=device).mul_(K**-0.5).requires_grad_() for _ in range(2))
     v = _random(B, T, HV, V, device=device).requires_grad_()
     g = torch.rand(B, T, HV, device=device).mul_(-0.1).requires_grad_()
-    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: chunk_ssd(q, k, v, g).o}
-    if device != "cpu" and importlib.util.find_spec("fla") is not None:
+    cu_seqlens = cu_seqlens_from_lengths(mixed_lengths(T)).to(device) if packed else None
+    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: chunk_ssd(q, k, v, g, cu_seqlens=cu_seqlens).o}
+    if device != "cpu" and importlib.util.find_spec("fla") is not None and (HV, K, V) in FLA_SIZES:
         from fla.ops.simple_gla import chunk_simple_gla
 
-        def fla() -> Tensor:
-            heads = (x.repeat_interleave(HV // G, 2) if HV > G else x for x in (q, k))
-            return chunk_simple_gla(*heads, v, g=g, scale=1.0)[0]
+        forwards["FLA chunk_simple_gla"] = lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)[0]
+    if device != "cpu" and importlib.util.find_spec("mamba_ssm") is not None and not packed:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
-        forwards["FLA chunk_simple_gla"] = fla
+        # it multiplies values by its step sizes: steps of −g with A = −1 decay as g does, and cost it nothing more
+        A = -torch.ones(HV, device=device)
+        forwards["mamba_ssm"] = lambda: mamba_chunk_scan_combined(v, -g, A, k, q, chunk_size=128)
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
-    name = f"B{B} T{T} G{G} HV{HV} K{K} V{V}"
+    name = f"B{B} T{T} G{G} HV{HV} K{K} V{V}" + (", 32 sequences" if packed else "")
     return measure("SSD", name, device, forwards, (q, k, v, g), first_calls=first)
 
 
@@ -78,8 +94,11 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
         runs["FLA fused_recurrent_simple_gla"] = lambda: fused_recurrent_simple_gla(
             *token, g=g.unsqueeze(1), scale=1.0, initial_state=state, output_final_state=True
         )
-    times = interleaved_medians(runs, device)
-    shape_name = f"B{B} G{G} HV{HV} K{K} V{V}"
+    if device != "cpu":
+        runs = {name: captured(run) for name, run in runs.items()}
+    with torch.no_grad():
+        times = interleaved_medians(runs, device)
+    shape_name = f"B{B} G{G} HV{HV} K{K} V{V}" + (", CUDA graph" if device != "cpu" else "")
     none = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
     return [
         {"op": "SSD, one step", "shape": shape_name, "impl": name, "fwd_ms": ms, **none} for name, ms in times.items()

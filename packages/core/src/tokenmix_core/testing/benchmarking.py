@@ -111,6 +111,15 @@ def first_call_seconds(setup: str, call: str) -> float:
     return float(done.stdout.rsplit("seconds", 1)[1])
 
 
+def mixed_lengths(tokens: int) -> Tensor:
+    """Lengths of 32 sequences, many short and a few long, from 128 tokens on and `tokens` in all."""
+    generator = torch.Generator().manual_seed(0)
+    beyond = torch.rand(32, generator=generator) ** 3
+    lengths = 128 + (beyond / beyond.sum() * (tokens - 32 * 128)).long()
+    lengths[0] += tokens - lengths.sum()
+    return lengths
+
+
 def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> Run:
     """A run of forward and backward that returns gradients instead of adding them to `.grad`."""
     return lambda: torch.autograd.grad(forward(), inputs, upstream)
