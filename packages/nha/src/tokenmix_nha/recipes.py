@@ -177,7 +177,7 @@ def recall(kind: str, size: str) -> Recipe:
             documents="separate",
             mqar_pairs=pairs,
             mqar_vocab_size=vocab,
-            mqar_ramp=0.6,
+            mqar_ramp=0.7,
             data_seed=42,
         ),
         optimizer=OptimizerRecipe(
