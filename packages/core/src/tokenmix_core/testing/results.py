@@ -98,7 +98,7 @@ def beside(rows: Iterable[dict]) -> list[dict]:
 
 
 def markdown(rows: Sequence[dict]) -> str:
-    """Rows as markdown tables under a line that says where they were measured: ours beside the best peer, then others."""
+    """Rows as markdown tables under a line that says where they were measured: ours beside peers, then others."""
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
     others = [row for row in rows if (row["op"], row["shape"]) not in paired]
