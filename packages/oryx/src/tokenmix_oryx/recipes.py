@@ -136,42 +136,47 @@ def ablation(family: str, name: str) -> Recipe:
 
 
 def demo(family: str, assignment: str) -> Recipe:
-    """About 100M parameters on the built-in corpus and synthetic recall: minutes on one GPU."""
+    """About 100M parameters on the built-in corpus and associative recall: some minutes of a GPU.
+
+    Recall needs steps more than tokens, hence small ones, and a learning rate this high: at half of it nothing is
+    recalled in as many steps.
+    """
     suffix = "" if assignment == "chunk" else "-sequence"
+    tokens = 1024
     return Recipe(
         name=f"demo-{family}{suffix}",
         description=f"ORYX-{family.upper()}, 100M, {assignment} assignment, corpus and recall; minutes on one GPU",
         model={
-            "vocab_size": 1024,
-            **model_fields(family, *WIDTHS["130m"]),
+            "vocab_size": 512,
+            **model_fields(family, 1024, 7),
             "mode_assignment": assignment,
-            "max_position_embeddings": 2048,
+            "max_position_embeddings": tokens,
         },
         model_type="tokenmix_oryx",
         data=DataRecipe(
-            sources=["stdlib", "mqar", "s-niah-1"],
-            weights=[0.5, 0.3, 0.2],
-            seq_len=2048,
-            documents="joined",
-            mqar_pairs=256,
-            mqar_vocab_size=1024,
+            sources=["stdlib", "mqar"],
+            weights=[0.3, 0.7],
+            seq_len=tokens,
+            mqar_pairs=128,
+            mqar_vocab_size=512,
+            mqar_ramp=0.6,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**17 * 400),
-            warmup_tokens=Tokens(2**17 * 40),
-            batch_tokens=Tokens(2**17),
-            micro_batch_tokens=Tokens(2**16),
-            learning_rate=2e-3,
-            min_learning_rate=2e-4,
+            total_tokens=Tokens(8 * tokens * 1400),
+            warmup_tokens=Tokens(8 * tokens * 60),
+            batch_tokens=Tokens(8 * tokens),
+            micro_batch_tokens=Tokens(8 * tokens),
+            learning_rate=1.5e-3,
+            min_learning_rate=1.5e-4,
         ),
         run=RunRecipe(
             dataloader_num_workers=8,
-            save_steps=1000,
+            save_steps=10_000,
             save_total_limit=1,
-            logging_steps=20,
-            evaluations=["switch-perplexity", "cross-mode-mqar", "cross-mode-niah"],
-            evaluation_lengths=[2048],
-            evaluation_limit=32,
+            logging_steps=50,
+            evaluations=["switch-perplexity", "cross-mode-mqar"],
+            evaluation_lengths=[tokens],
+            evaluation_limit=128,
         ),
         row_inputs=mode_rows,
     )
