@@ -41,14 +41,30 @@ def test_value_and_gradients_are_exact(data, block_size):
         assert relative_error(x, exact) < 1e-13
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_dtypes_err_no_more_than_plain_cross_entropy(data, dtype):
+def test_narrow_dtypes_err_no_more_than_plain_cross_entropy(data, dtype, impl, device):
+    data = tuple(x.to(device) for x in data)
     hidden, weight, labels = data[0].to(dtype), data[1].to(dtype), data[2]
     exact = value_and_gradients(plain, hidden.double(), weight.double(), labels)
-    got = value_and_gradients(linear_cross_entropy, hidden, weight, labels, block_size=8)
+    got = value_and_gradients(linear_cross_entropy, hidden, weight, labels, block_size=8, impl=impl)
     baseline = value_and_gradients(plain, hidden, weight, labels)
     for name, *values in zip(("loss", "d_hidden", "d_weight"), got, exact, baseline, strict=True):
         assert_within(name, *values)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_the_kernel_takes_logits_of_any_size_and_words_past_one_tile(scale, device):
+    generator = torch.Generator().manual_seed(1)
+    # 4,099 words are one tile and three
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(device) for n in (5, 4099))
+    labels = torch.tensor([0, 4098, -100, 4095, 7], device=device)
+    exact = value_and_gradients(plain, scale * hidden.double(), weight.double(), labels)
+    baseline = value_and_gradients(plain, scale * hidden, weight, labels)
+    got = value_and_gradients(linear_cross_entropy, scale * hidden, weight, labels, impl="triton")
+    for name, *values in zip(("loss", "d_hidden", "d_weight"), got, exact, baseline, strict=True):
+        assert_within(name, *values, floor=torch.finfo(torch.float32).eps)
+    assert not got[1][2].any()
 
 
 def test_nothing_of_the_size_of_the_logits_exists(data):
@@ -124,6 +140,7 @@ def test_losses_of_single_tokens(data):
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"impl": "fast"}, "got 'fast'"),
         ({"impl": "liger"}, "needs CUDA tensors"),
+        ({"impl": "triton"}, "takes no float64"),
     ],
 )
 def test_wrong_calls_are_named(data, change, message):

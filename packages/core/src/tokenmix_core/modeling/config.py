@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from tokenmix_core.modeling.mixer import find_mixer
+from tokenmix_core.nn.loss import LOSS_IMPLS, LossImpl
 from tokenmix_core.nn.rotary import ROPE_TYPES
 
 # keys that transformers itself puts into a configuration, or takes from one, beside the fields of its class
@@ -74,7 +75,7 @@ class HybridConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     max_position_embeddings: int = 4096
     use_cache: bool = True
-    loss_impl: Literal["torch", "liger"] | None = None
+    loss_impl: LossImpl | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -137,8 +138,8 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError(f"intermediate_size must be an integer of at least 0, got {self.intermediate_size!r}")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps must be positive, got {self.norm_eps!r}")
-        if self.loss_impl not in (None, "torch", "liger"):
-            raise ValueError(f"loss_impl must be None, 'torch' or 'liger', got {self.loss_impl!r}")
+        if self.loss_impl not in LOSS_IMPLS:
+            raise ValueError(f"loss_impl must be one of {LOSS_IMPLS}, got {self.loss_impl!r}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
             for i in ids if isinstance(ids, list | tuple) else [ids]:

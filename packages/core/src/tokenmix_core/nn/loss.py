@@ -12,8 +12,10 @@ from torch import Tensor
 from tokenmix_core.nn.precision import at_least_float32
 
 IGNORE = -100
-# tokens a block: with 50,000 words their float32 logits take 200 MB
-BLOCK = 1024
+# tokens a block: with 50,000 words their bfloat16 logits take 200 MB
+BLOCK = 2048
+LOSS_IMPLS = (None, "triton", "torch", "liger")
+LossImpl = Literal["triton", "torch", "liger"]
 
 
 def linear_cross_entropy(
@@ -23,7 +25,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = IGNORE,
     block_size: int = BLOCK,
-    impl: Literal["torch", "liger"] | None = None,
+    impl: LossImpl | None = None,
 ) -> Float[Tensor, ""]:
     r"""The sum over tokens of −log softmax(weight · hidden)[label], float32 (float64 for float64 inputs).
 
@@ -37,7 +39,8 @@ def linear_cross_entropy(
         weight: `[vocab, D]`.
         labels: `[tokens]` int64; tokens with the label `ignore_index` count nothing.
         block_size: tokens whose logits exist at one time.
-        impl: "torch", "liger" (needs the extra `fast` and CUDA tensors), or None for "torch".
+        impl: "triton", "torch", "liger" (needs the extra `fast` and CUDA tensors), or None: "triton" for CUDA tensors
+            that are not float64, else "torch".
 
     Raises:
         ValueError: shapes, dtypes or the implementation do not fit.
@@ -56,15 +59,18 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: labels must be int64, got {labels.dtype}")
     if block_size < 1:
         raise ValueError(f"linear_cross_entropy: block_size must be at least 1, got {block_size}")
-    if impl not in (None, "torch", "liger"):
-        raise ValueError(f"linear_cross_entropy: impl must be None, 'torch' or 'liger', got {impl!r}")
+    if impl not in LOSS_IMPLS:
+        raise ValueError(f"linear_cross_entropy: impl must be one of {LOSS_IMPLS}, got {impl!r}")
+    if impl == "triton" and hidden.dtype == torch.float64:
+        raise ValueError("linear_cross_entropy: impl='triton' takes no float64; use impl='torch'")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if impl == "liger":
         return _liger(hidden, weight.to(hidden.dtype), labels, ignore_index)
+    fused = impl == "triton" or (impl is None and device == "cuda" and hidden.dtype != torch.float64)
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, block_size)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, block_size, fused)
 
 
 @torch.no_grad()
@@ -87,9 +93,9 @@ def token_losses(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, ignore_index, block_size):
+    def forward(ctx, hidden, weight, labels, ignore_index, block_size, fused):
         loss, d_hidden, d_weight = _blockwise(
-            hidden, weight, labels, ignore_index, block_size, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+            hidden, weight, labels, ignore_index, block_size, fused, *ctx.needs_input_grad[:2]
         )
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
@@ -100,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = (d_hidden * grad).to(d_hidden.dtype) if ctx.needs_input_grad[0] else None
         d_weight = (d_weight * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 # an opaque operator: torch.compile keeps the loop over blocks as one node
@@ -111,6 +117,7 @@ def _blockwise(
     labels: Tensor,
     ignore_index: int,
     block_size: int,
+    fused: bool,
     needs_d_hidden: bool,
     needs_d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,20 +125,12 @@ def _blockwise(
     w = weight.to(hidden.dtype)
     loss = hidden.new_zeros((), dtype=wide)
     d_hidden, d_weight = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=True)
+    gradient = _fused_gradient if fused else _eager_gradient
     for start in range(0, hidden.shape[0], block_size):
         rows = slice(start, start + block_size)
         h, y = hidden[rows], labels[rows]
-        counts = (y != ignore_index).unsqueeze(1)
-        target = y.unsqueeze(1).masked_fill(~counts, 0)
-        logits = (h @ w.T).to(wide)
-        lse = logits.logsumexp(1, keepdim=True)
-        loss += ((lse - logits.gather(1, target)) * counts).sum()
-        if not (needs_d_hidden or needs_d_weight):
-            continue
-        # dL/dlogits = softmax − onehot, in the buffer of the logits
-        d_logits = logits.sub_(lse).exp_().mul_(counts)
-        d_logits.scatter_add_(1, target, -counts.to(wide))
-        d_logits = d_logits.to(hidden.dtype)
+        value, d_logits = gradient(h @ w.T, y, ignore_index, needs_d_hidden or needs_d_weight)
+        loss += value
         if needs_d_hidden:
             torch.mm(d_logits, w, out=d_hidden[rows])
         if needs_d_weight:
@@ -139,8 +138,31 @@ def _blockwise(
     return loss, d_hidden, d_weight
 
 
+def _eager_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    """The summed loss of a block of logits, and its gradient in their dtype if it is wanted."""
+    dtype, logits = logits.dtype, at_least_float32(logits)
+    counts = (labels != ignore_index).unsqueeze(1)
+    target = labels.unsqueeze(1).masked_fill(~counts, 0)
+    lse = logits.logsumexp(1, keepdim=True)
+    loss = ((lse - logits.gather(1, target)) * counts).sum()
+    if wanted:
+        # softmax − onehot, in the buffer of the logits
+        logits = logits.sub_(lse).exp_().mul_(counts)
+        logits.scatter_add_(1, target, -counts.to(logits.dtype))
+    return loss, logits.to(dtype)
+
+
+def _fused_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    """As `_eager_gradient`, in one kernel."""
+    from tokenmix_core.nn.loss_kernel import softmax_gradient_
+
+    losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
+    softmax_gradient_(logits, labels, losses, ignore_index, gradient=wanted)
+    return losses.sum(), logits
+
+
 @_blockwise.register_fake
-def _(hidden, weight, labels, ignore_index, block_size, needs_d_hidden, needs_d_weight):
+def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, needs_d_weight):
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     gradients = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=False)
     return hidden.new_empty((), dtype=wide), *gradients

@@ -1,0 +1,55 @@
+"""Logits into losses and gradients, in place: a row is read twice, the second time from the cache, and written once."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.tile.launch import cached_launch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@cached_launch
+@triton.jit
+def softmax_gradient_kernel(
+    logits, labels, losses, stride, V, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
+):  # fmt: skip
+    i_t = tl.program_id(0).to(tl.int64)
+    p_l = logits + i_t * stride
+    label = tl.load(labels + i_t)
+    o_v = tl.arange(0, BV)
+    if label == ignore_index:
+        tl.store(losses + i_t, 0.0)
+        if GRADIENT:
+            for first in range(0, V, BV):
+                tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < V)
+        return
+    target = tl.load(p_l + label).to(tl.float32)
+    # the largest logit so far, and the sum of exponentials relative to it
+    top, total = target, 0.0
+    for first in range(0, V, BV):
+        b_l = tl.load(p_l + first + o_v, mask=first + o_v < V, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(top, tl.max(b_l, 0))
+        total = total * tl.exp2((top - above) * LOG2E) + tl.sum(tl.exp2((b_l - above) * LOG2E), 0)
+        top = above
+    tl.store(losses + i_t, top + tl.log(total) - target)
+    if GRADIENT:
+        for first in range(0, V, BV):
+            b_l = tl.load(p_l + first + o_v, mask=first + o_v < V, other=float("-inf")).to(tl.float32)
+            b_d = tl.exp2((b_l - top) * LOG2E) / total - tl.where(first + o_v == label, 1.0, 0.0)
+            tl.store(p_l + first + o_v, b_d.to(logits.dtype.element_ty), mask=first + o_v < V)
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, *, gradient: bool) -> None:
+    """losses ← lse(logits) − logits[label], 0 where the label is `ignore_index`; logits ← its gradient if that is wanted.
+
+    Args:
+        logits: `[tokens, V]`, rows of one stride.
+        labels: `[tokens]` int64.
+        losses: `[tokens]` float32.
+    """
+    tokens, V = logits.shape
+    if tokens:
+        softmax_gradient_kernel[(tokens,)](
+            logits, labels, losses, logits.stride(0), V, ignore_index, 4096, gradient, num_warps=8
+        )
