@@ -96,15 +96,10 @@ class _RecallSize(NamedTuple):
 
 
 _RECALL_SIZES = {
-    "small": _RecallSize(
-        1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, steps=2000, learning_rate=3e-3
-    ),
-    "100m": _RecallSize(
-        8192, 1024, 768, 12, 2048, 12, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 1000, learning_rate=1e-3
-    ),
-    "340m": _RecallSize(
-        8192, 2048, 1024, 24, 2816, 16, {"num_heads": 4, "head_dim": 128, "expand_v": 2.0}, 1000, learning_rate=1e-3
-    ),
+    "small": _RecallSize(1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, 2000, 3e-3),
+    "100m": _RecallSize(1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 1000, 1e-3),
+    # wider and half as deep as language models of this size: depth delays recall
+    "340m": _RecallSize(2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 800, 1e-3),
 }
 _RECALL_MIXERS = {
     "transformer": [ATTENTION],
@@ -142,11 +137,11 @@ def recall(kind: str, size: str) -> Recipe:
             seq_len=sizes.seq_len,
             mqar_pairs=sizes.seq_len // 4,
             mqar_vocab_size=sizes.vocab,
-            mqar_ramp=0.6,
+            mqar_ramp=0.7,
         ),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens(sizes.steps * batch),
-            warmup_tokens=Tokens(50 * batch),
+            warmup_tokens=Tokens(40 * batch),
             batch_tokens=Tokens(batch),
             micro_batch_tokens=Tokens(batch),
             learning_rate=sizes.learning_rate,
@@ -158,7 +153,7 @@ def recall(kind: str, size: str) -> Recipe:
             save_total_limit=1,
             evaluations=["mqar"],
             evaluation_lengths=[sizes.seq_len],
-            evaluation_limit=128,
+            evaluation_limit=64,
         ),
     )
 

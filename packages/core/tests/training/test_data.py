@@ -105,7 +105,7 @@ def test_a_row_is_filled_with_recall_examples_of_one_size():
     lengths = {p: {size for count, size in sizes if count == p} for p, _ in sizes}
     # of 256 tokens there is one example, which takes the rest of the row
     assert lengths.keys() == {2, 4, 8, 16, 32, 64}
-    assert lengths[2] == {8, 16, 32, 64, 128, 500}
+    assert lengths[2] == {16, 32, 64, 128, 500}
     assert lengths[32] == {128, 500}
     assert lengths[64] == {500}
     assert len(seen) > 1000
@@ -126,9 +126,10 @@ def test_recall_examples_grow_to_all_sizes(packed):
         found = [example for i in range(first, last) for example in examples(rows[i])]
         return {count for _, count in found}, max(len(ids) for ids, _ in found)
 
-    assert sizes(0, 100) == ({2}, 32 if packed else 256)
-    assert sizes(100, 200) == ({2, 4}, 64 if packed else 256)
-    assert sizes(400, 500) == sizes(500, 600) == sizes(10**6, 10**6 + 100) == ({2, 4, 8, 16, 32}, 256)
+    # the second of five joins after √(1/5) of the ramp
+    assert sizes(0, 223) == ({2}, 32 if packed else 256)
+    assert sizes(224, 316) == ({2, 4}, 64 if packed else 256)
+    assert sizes(448, 500) == sizes(500, 600) == sizes(10**6, 10**6 + 100) == ({2, 4, 8, 16, 32}, 256)
 
 
 def test_a_share_of_recall_rows_asks_densely():

@@ -87,8 +87,9 @@ class MQARRows(Dataset):
     """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`.
 
     An example has P = 2, 4, 8, ... or `max_pairs` pairs, each number as often, and 4P, 8P, 16P, ... or at most T
-    tokens. Recall is learnt from few pairs in short examples and then holds for more: over the first `ramp_rows` rows
-    the larger numbers join one by one, and no example is longer than 16 times the largest.
+    tokens, 16 at least. Recall is learnt from few pairs in short examples and then holds for more: over the first
+    `ramp_rows` rows the larger numbers join one by one, sooner and sooner, and no example is longer than 16 times the
+    largest.
 
     Args:
         seq_len: T, the tokens of a row.
@@ -126,12 +127,13 @@ class MQARRows(Dataset):
         rng = np.random.default_rng((self.options["seed"], index, 3))
         joined, longest = self.pairs, self.seq_len
         if index < self.ramp_rows:
-            joined = joined[: 1 + index * len(joined) // self.ramp_rows]
+            joined = joined[: 1 + index**2 * len(joined) // self.ramp_rows**2]
             longest = min(longest, 16 * joined[-1])
         pairs, dense = int(rng.choice(joined)), bool(rng.random() < self.dense)
         length = self.seq_len
         if self.packed:
-            length = 4 * pairs << int(rng.integers((longest // (4 * pairs)).bit_length()))
+            shortest = min(longest, max(16, 4 * pairs))
+            length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
         first, options = index * self.seq_len, {"num_pairs": pairs, "dense": dense, **self.options}
         # the last example takes what is left of the row
