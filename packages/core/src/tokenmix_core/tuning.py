@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -62,14 +61,6 @@ def splits(programs: int, tiles: int, device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for a CPU, where kernels are only interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@functools.cache
-def on_hopper(device: torch.device) -> bool:
-    """Whether a device has Hopper's matrix units and Triton the language that speaks to them."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 class SSDForward(NamedTuple):

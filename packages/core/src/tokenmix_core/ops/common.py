@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -41,6 +43,14 @@ def interpreting() -> bool:
     import os
 
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether a device has Hopper's matrix units and Triton the language that speaks to them."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def is_plain(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, query_tiles, store_tile
+from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import locate_tile, visible
 
@@ -185,31 +186,45 @@ def _attention_backward_keys(
     store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
 
 
+def _hopper(q, k, v, do):
+    """The module of the kernels for Hopper, where they take these tensors."""
+    from tokenmix_core.ops.attention import hopper
+
+    return hopper if hopper.takes(q, k, v, do) else None
+
+
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None):
     """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` as it was forward."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    # the kernel of dq leaves delta for the kernel of dk and dv
     delta = torch.empty_like(lse)
+    hopper = _hopper(q, k, v, do) if selected is None and on_hopper(q.device) else None
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
 
-    # the kernel of dq leaves delta for the kernel of dk and dv
-    BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
-    tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
-    _attention_backward_queries[(tiles * HQ * B,)](
-        q, k, v, o, do, lse, None if dlse is None else dlse.contiguous(), delta, dq, cu_seqlens, selected,
-        *strides,
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-        K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
-    tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N
-    ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
-    _attention_backward_keys[(tiles * H * B,)](
-        q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-        K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    if hopper is not None and K == 128:
+        hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale)
+    else:
+        BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
+        tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
+        _attention_backward_queries[(tiles * HQ * B,)](
+            q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
+            TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+            K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if hopper is not None:
+        hopper.backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale)
+    else:
+        BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
+        tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N
+        ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
+        _attention_backward_keys[(tiles * H * B,)](
+            q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,
+            TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+            K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return dq, dk, dv
