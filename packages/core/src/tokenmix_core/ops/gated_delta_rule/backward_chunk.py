@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.tile.memory import (
@@ -166,13 +167,21 @@ def backward_chunk(
     group = HV // H
     dq, dk = (torch.empty(B, T, HV, K, dtype=x.dtype, device=x.device) for x in (q, k))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
-    backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
-        q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, dq, dk, dg, dbeta,
-        scale, T, sequences(q, cu_seqlens), H, group, B * T,
-        K, V, CHUNK, min(K, launch.BK), launch.BV, do is not None, qk_l2norm, cu_seqlens is not None, dot_precision(q),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
-    )  # fmt: skip
+    if do is not None and hopper.takes(q, dv):
+        from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
+
+        out = (dq, dk, dg, dbeta)
+        on_hopper.backward_chunk(
+            q, k, g, gates, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm, out
+        )
+    else:
+        launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
+        backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
+            q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, dq, dk, dg, dbeta,
+            scale, T, sequences(q, cu_seqlens), H, group, B * T,
+            K, V, CHUNK, min(K, launch.BK), launch.BV, do is not None, qk_l2norm, cu_seqlens is not None, dot_precision(q),
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
     if group > 1:
         # a sum of its own keeps the result the same from run to run, which atomic additions would not
         dq, dk = (x.view(B, T, H, group, K).sum(3) for x in (dq, dk))

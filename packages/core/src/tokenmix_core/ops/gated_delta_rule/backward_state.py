@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
@@ -100,6 +101,14 @@ def backward_state(
     dv = torch.empty_like(like_v)
     dstates = dv.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
+    if do is not None and hopper.takes(q, like_v):
+        from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
+
+        # only norms of 1 bound what a segment may leave out
+        segment = tuning.gated_delta_rule_segment(N, HV, B * T) if qk_l2norm else 0
+        out = (dv, dstates, dinitial_state)
+        on_hopper.backward_state(q, k, inverse, gates, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, out)
+        return out
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     backward_state_kernel[(N * HV * (V // launch.BV),)](
         q, k, inverse, gates, cu_seqlens, dv if do is None else do,

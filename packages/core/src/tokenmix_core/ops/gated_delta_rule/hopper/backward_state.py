@@ -1,0 +1,204 @@
+"""`backward_state` on Hopper: dV and the gradient of every chunk's state, a segment and value head a program."""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
+    causal_decay,
+    fetch_rows,
+    load_gates,
+    locate_chunk,
+    product,
+    rows_of,
+    store_rows,
+)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+
+# base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
+FORGOTTEN = gl.constexpr(-32.0)
+
+
+@gluon.jit
+def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
+    """One past the last chunk that a segment ending before chunk `end` has to start from, `chunks` at most.
+
+    What comes later is forgotten there: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
+    """
+    chunk = end
+    if BOUNDED:
+        decay = 0.0
+        while (chunk < chunks) & (decay > FORGOTTEN):
+            decay = decay + gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4)
+            chunk = chunk + 1
+    else:
+        chunk = chunks
+    return chunk
+
+
+@gluon.jit(do_not_specialize=[*SIZES, "segment"])
+def backward_state_kernel(
+    q, k, inverse, gates, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,
+    scale, T, N, H, group, tokens, segment,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    L2NORM: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """dS is held transposed, `[V, K]`, 16 rows a warp, so that every matrix that depends on it is a left operand, from registers.
+
+    Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: the initial state's
+    is wanted.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    tile: gl.constexpr = product(K, WARPS)
+    flat: gl.constexpr = product(BT, WARPS)
+    # P' is shared out among all warps: a warp group for each part of its columns
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BT * 4 // WARPS, 16])
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    col: gl.constexpr = gl.SliceLayout(0, square)
+    flat_col: gl.constexpr = gl.SliceLayout(0, flat)
+    left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
+    left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    HV = H * group
+    i_hv = gl.program_id(0) % HV
+    i_n, begin, length, start = locate_chunk(gl.program_id(0) // HV, T, segment, N, cu_seqlens, PACKED)
+    # an empty sequence has a segment too, which hands its gradient on
+    if (start >= length) & (start > 0):
+        return
+    if PACKED:
+        slot = begin // BT + i_n
+    else:
+        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    s_qk, s_vo, s_at = H * K, HV * V, HV * BT
+    p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
+    p_do, p_dv = do + (begin * HV + i_hv) * V, dv + (begin * HV + i_hv) * V
+    p_a = inverse + (begin * HV + i_hv) * BT
+    # an empty sequence may begin past the last token
+    p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
+    p_ds = dstates + (slot * HV + i_hv) * K * V
+
+    k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+    q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+    a_2 = gl.allocate_shared_memory(dtype, [2, BT, BT], shared)
+    do_2 = gl.allocate_shared_memory(dtype, [2, BT, V], shared)
+    # for dS, and then dY, on their way out
+    s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
+    s_dy = s_ds.slice(0, BT)
+    s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    g_b, g_p, g_w, g_y, g_q = s_gates.index(0), s_gates.index(1), s_gates.index(2), s_gates.index(3), s_gates.index(4)
+
+    chunks, first = gl.cdiv(length, BT), start // BT
+    end = gl.minimum(chunks, first + segment // BT)
+    started = started_after(p_gates, end, chunks, length, L2NORM)
+    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
+    p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
+    b_ds = gl.zeros([V, K], gl.float32, tile)
+    if FINAL:
+        if started == chunks:
+            b_ds = gl.load(dfinal_state + p_tile)
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
+
+    token = gl.maximum(started - 1, 0) * BT
+    fetch_rows(k_2.index(0), p_k + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
+    fetch_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
+    fetch_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
+    fetch_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
+    async_copy.commit_group()
+    b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
+    for i in range(started - first):
+        i_c = started - 1 - i
+        token = i_c * BT
+        here, then = i % 2, (i + 1) % 2
+        s_k, s_q, s_a, s_do = k_2.index(here), q_2.index(here), a_2.index(here), do_2.index(here)
+        last = b_last
+        g_b.store(b_b)
+        g_p.store(b_w)
+        g_w.store(b_w * gl.exp2(last - b_b))
+        g_y.store(-gl.exp2(b_b) * b_r)
+        async_copy.wait_group(0)
+        if i_c > first:
+            before = token.to(gl.int64) - BT
+            fetch_rows(k_2.index(then), p_k + before * s_qk, s_qk, BT, WARPS)
+            fetch_rows(q_2.index(then), p_q + before * s_qk, s_qk, BT, WARPS)
+            fetch_rows(a_2.index(then), p_a + before * s_at, s_at, BT, WARPS)
+            fetch_rows(do_2.index(then), p_do + before * s_vo, s_vo, BT, WARPS)
+            async_copy.commit_group()
+        b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
+
+        b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero_p, use_acc=False, is_async=True)
+        b_dh = gl.convert_layout(b_ds.to(dtype), left)
+        b_dr = warpgroup_mma(b_dh, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_ds.permute((1, 0)).store(b_ds.to(dtype))
+        if i_c < end:
+            store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
+
+        # P' = tril(Q Kᵀ ⊙ Γ) diag(β), with q's norm
+        if L2NORM:
+            b_q = s_q.load(rows_of(K, WARPS)).to(gl.float32)
+            g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
+            r_i = g_q.load(row)
+        else:
+            r_i = gl.full([BT], scale, gl.float32, row)
+        b_i = g_b.load(row)
+        b_decay = causal_decay(b_i, g_b.load(col), o_i, o_j) * g_p.load(col)[None, :] * r_i[:, None]
+        b_p = warpgroup_mma_wait(1, deps=[b_p])
+        s_p.store((b_p * b_decay).to(dtype))
+        g_p.store(gl.exp2(b_i) * r_i)
+        fence_async_shared()
+        b_dr, b_dh = warpgroup_mma_wait(0, deps=[b_dr, b_dh])
+
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
+        b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g_w.load(flat_col)[None, :], is_async=True)
+        b_do = s_do.permute((1, 0)).load(left_k).to(gl.float32)
+        b_do = (b_do * g_p.load(gl.SliceLayout(0, left_k))[None, :]).to(dtype)
+        b_dr = gl.convert_layout(warpgroup_mma_wait(0, deps=[b_dr]).to(dtype), left)
+        b_dy = warpgroup_mma(b_dr, s_a, zero, use_acc=False, is_async=True)
+
+        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(last), is_async=True)
+        b_dy, b_dr = warpgroup_mma_wait(1, deps=[b_dy, b_dr])
+        s_dy.permute((1, 0)).store(b_dy.to(dtype))
+        b_dy = gl.convert_layout((b_dy * g_y.load(flat_col)[None, :]).to(dtype), left_k)
+        b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
+        if i_c < end:
+            store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
+        b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
+
+    if INITIAL:
+        if first == 0:
+            gl.store(dinitial_state + p_tile, b_ds)
+
+
+def backward_state(
+    q: Tensor,
+    k: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write dv, the gradient of every chunk's state and the initial state's, if not empty, into `out`.
+
+    Sequences are split into segments of `segment` tokens, unless that is 0.
+    """
+    B, T, H, K = q.shape
+    HV, V = do.shape[2:]
+    segment = segment or -(-T // CHUNK) * CHUNK
+    slots = chunk_slots(B, T, segment, cu_seqlens)
+    backward_state_kernel[(slots * HV,)](
+        q, k, inverse, gates, cu_seqlens, do, gates if dfinal_state is None else dfinal_state, *out,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
+        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[2]) > 0, qk_l2norm, cu_seqlens is not None, num_warps=V // 16,
+    )  # fmt: skip

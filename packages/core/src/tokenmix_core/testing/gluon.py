@@ -1,0 +1,191 @@
+"""Gluon kernels on a CPU: their Python bodies run by torch, one program after another.
+
+Triton's interpreter does not know Gluon. This stand-in gives what our kernels use of it: layouts mean nothing, copies and
+products are done when they are begun. It shows that a kernel computes the right thing, not that it waits where it must.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+_GLUON = "triton.experimental.gluon"
+
+
+class Pointer:
+    """Elements of a flat tensor, by offsets."""
+
+    def __init__(self, base: Tensor, offset: Tensor):
+        self.base, self.offset = base, offset
+
+    def __add__(self, offset):
+        return Pointer(self.base, self.offset + offset)
+
+    @property
+    def dtype(self):
+        return SimpleNamespace(element_ty=self.base.dtype)
+
+    def load(self, mask=None, other=0.0) -> Tensor:
+        offset, mask = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask)
+        x = self.base[torch.where(mask, offset, 0)]
+        return torch.where(mask, x, torch.full_like(x, other))
+
+    def store(self, x: Tensor, mask=None) -> None:
+        offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
+        assert x.dtype == self.base.dtype
+        self.base[offset[mask]] = x[mask]
+
+
+class Shared:
+    """A tile of shared memory, NaN until it is written."""
+
+    def __init__(self, data: Tensor):
+        self.data, self.shape, self.dtype = data, list(data.shape), data.dtype
+
+    def permute(self, order):
+        return Shared(self.data.permute(*order))
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.data.narrow(dim, int(start), length))
+
+    def index(self, i):
+        return Shared(self.data[int(i)])
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.data.flatten().view(shape))
+
+    def load(self, layout) -> Tensor:
+        return self.data.clone()
+
+    def store(self, x: Tensor) -> None:
+        assert x.dtype == self.dtype
+        assert x.shape == self.data.shape
+        self.data.copy_(x)
+
+
+class Jit:
+    """A kernel to launch, or a function inside one."""
+
+    def __init__(self, function: Callable, language: ModuleType):
+        self.function, self.language = function, language
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __getitem__(self, grid: Sequence[int]):
+        def launch(*args, num_warps: int) -> None:
+            parameters = inspect.signature(self.function).parameters.values()
+            arguments = [_argument(x, p.annotation) for x, p in zip(args, parameters, strict=True)]
+            for program in itertools.product(*map(range, grid)):
+                self.language.program_id = lambda axis, program=program: torch.tensor(program[axis])
+                self.function(*arguments)
+
+        return launch
+
+
+def _argument(x, annotation):
+    """A pointer or a number as a kernel sees it; compile-time values as they are."""
+    # annotations are strings where a module postpones them
+    if x is None or "constexpr" in str(getattr(annotation, "__name__", annotation)):
+        return x
+    return Pointer(x.view(-1), torch.tensor(0)) if isinstance(x, Tensor) else torch.tensor(x)
+
+
+def _unary(function: Callable) -> Callable:
+    return lambda x: function(torch.as_tensor(x))
+
+
+def _binary(function: Callable) -> Callable:
+    return lambda x, y: function(torch.as_tensor(x), torch.as_tensor(y))
+
+
+def constexpr(x=None):
+    """A compile-time value is itself."""
+    return x
+
+
+def _product(a, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    product = (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
+    return acc + product if use_acc else product
+
+
+def _language() -> ModuleType:
+    gl = ModuleType("language")
+    functions = {
+        "constexpr": constexpr,
+        "float32": torch.float32,
+        "int32": torch.int32,
+        "int64": torch.int64,
+        "arange": lambda start, end, layout: torch.arange(start, end),
+        "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, float("nan"), dtype=dtype)),
+        "load": lambda p, mask=None, other=0.0: p.load(mask, other),
+        "store": lambda p, x, mask=None: p.store(torch.as_tensor(x), mask),
+        "minimum": _binary(torch.minimum),
+        "maximum": _binary(torch.maximum),
+        "exp2": _unary(torch.exp2),
+        "rsqrt": _unary(torch.rsqrt),
+        "where": lambda c, x, y: torch.where(c, torch.as_tensor(x), torch.as_tensor(y)),
+        "sum": lambda x, axis: x.sum(axis),
+        "cdiv": lambda x, y: (x + y - 1) // y,
+        "convert_layout": lambda x, layout: x,
+        "static_range": range,
+    }
+    layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout")
+    functions |= {name: lambda *args: None for name in (*layouts, "SwizzledSharedLayout")}
+    for name, function in functions.items():
+        setattr(gl, name, function)
+    return gl
+
+
+def _stand_ins() -> dict[str, ModuleType]:
+    gluon, gl = ModuleType("gluon"), _language()
+    gluon.language = gl
+    gluon.constexpr_function = lambda function: function
+    gluon.jit = lambda function=None, **_: Jit(function, gl) if function else lambda function: Jit(function, gl)
+    copies, products = ModuleType("ampere"), ModuleType("hopper")
+    copies.async_copy = SimpleNamespace(
+        async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
+        commit_group=lambda: None,
+        wait_group=lambda outstanding: None,
+    )
+    products.warpgroup_mma = _product
+    products.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps)
+    products.fence_async_shared = lambda: None
+    language = f"{_GLUON}.language"
+    return {
+        _GLUON: gluon,
+        language: gl,
+        f"{language}.nvidia.ampere": copies,
+        f"{language}.nvidia.hopper": products,
+    }
+
+
+def _steps(*bounds) -> Iterator[Tensor]:
+    """A kernel's loop variable is a number on the device."""
+    return (torch.tensor(i) for i in range(*map(int, bounds)))
+
+
+def load(package: str, *modules: str) -> list[ModuleType]:
+    """Modules of kernels and their launchers, imported anew with this stand-in; `import`ed ones stay as they are."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith((package, _GLUON))}
+    for name in before:
+        del sys.modules[name]
+    sys.modules.update(_stand_ins())
+    try:
+        loaded = [importlib.import_module(f"{package}.{name}") for name in modules]
+        for module in loaded:
+            vars(module)["range"] = _steps
+    finally:
+        for name in [name for name in sys.modules if name.startswith((package, _GLUON))]:
+            del sys.modules[name]
+        sys.modules.update(before)
+    return loaded
