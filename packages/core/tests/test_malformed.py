@@ -229,7 +229,6 @@ RECIPES = [
     (lambda: DataRecipe(sources=[]), "at least one source"),
     (lambda: DataRecipe(sources=["stdlib", "mqar"], weights=[1.0]), r"one for each of the sources .*got \[1.0\]"),
     (lambda: DataRecipe(weights=[0.0]), r"weights must be positive numbers.*got \[0.0\]"),
-    (lambda: DataRecipe(mqar_dense=1.5), "mqar_dense must be from 0 to 1, got 1.5"),
     (lambda: DataRecipe(mqar_ramp=-0.1), "mqar_ramp must be from 0 to 1, got -0.1"),
     (lambda: DataRecipe(documents="mixed"), "'separate' or 'joined', got 'mixed'"),
     (lambda: DataRecipe(data_seed=-1), "data_seed .*got -1"),

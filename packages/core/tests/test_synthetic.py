@@ -67,21 +67,6 @@ def test_mqar_without_random_filler_leaves_zeros():
     assert (ids != 0).sum(1).tolist() == [12, 12]
 
 
-@pytest.mark.parametrize(("num_pairs", "seq_len"), [(1, 4), (3, 12), (3, 13), (5, 47), (8, 64)])
-def test_dense_mqar_scores_every_value_after_the_pairs(num_pairs, seq_len):
-    for ids, labels in zip(*mqar(4, seq_len=seq_len, num_pairs=num_pairs, vocab_size=50, dense=True), strict=True):
-        context = 2 * num_pairs
-        values = dict(ids[:context].view(-1, 2).tolist())
-        end = seq_len - (seq_len - context) % 2
-        asked = ids[context:end].view(-1, 2)
-        assert asked[:, 1].tolist() == [values[key] for key in asked[:, 0].tolist()]
-        assert labels[context + 1 : end : 2].tolist() == asked[:, 1].tolist()
-        assert int((labels != IGNORE_INDEX).sum()) == len(asked)
-        # every round asks for every key
-        rounds = asked[: len(asked) // num_pairs * num_pairs, 0].view(-1, num_pairs)
-        assert (rounds.sort(1).values == ids[0:context:2].sort().values).all()
-
-
 @pytest.mark.parametrize("task", NIAH_TASKS)
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("max_tokens", [450, 2000, 9000])

@@ -40,7 +40,6 @@ def mqar(
     first: int = 0,
     power: float = 0.01,
     random_filler: bool = True,
-    dense: bool = False,
 ) -> RecallExamples:
     """Multi-query associative recall (Arora et al. 2023, Zoology).
 
@@ -57,8 +56,6 @@ def mqar(
         first: index of the first example.
         power: 1 spreads the queries evenly, smaller values put most of them near the pairs.
         random_filler: fill the other positions with random tokens, else with token 0.
-        dense: to learn from, not to be measured by: all that follows the pairs is keys with their values, every key in
-            each round, the rounds in random orders, and each value is scored. `power` and the filler then say nothing.
 
     Raises:
         ValueError: sizes that leave no room, or negative counts.
@@ -89,12 +86,6 @@ def mqar(
         keys = 1 + rng.choice(half - 1, num_pairs, replace=False)
         values = half + rng.choice(vocab_size - half, num_pairs, replace=False)
         input_ids[row, 0:context:2], input_ids[row, 1:context:2] = keys, values
-        if dense:
-            asked = np.concatenate([rng.permutation(num_pairs) for _ in range(-(-slots // num_pairs))])[:slots]
-            query = context + 2 * np.arange(slots)
-            input_ids[row, query], input_ids[row, query + 1] = keys[asked], values[asked]
-            labels[row, query + 1] = values[asked]
-            continue
         # the largest perturbed log-weights are a draw without replacement
         slot = np.argsort(-(log_weight + rng.gumbel(size=slots)))[:num_pairs]
         query = context + 2 * slot

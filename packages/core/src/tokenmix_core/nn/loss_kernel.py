@@ -41,7 +41,7 @@ def softmax_gradient_kernel(
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, *, gradient: bool) -> None:
-    """losses ← lse(logits) − logits[label], 0 where the label is `ignore_index`; logits ← its gradient if that is wanted.
+    """losses ← lse(logits) − logits[label], 0 where the label is `ignore_index`; logits ← their gradient if wanted.
 
     Args:
         logits: `[tokens, V]`, rows of one stride.

@@ -98,7 +98,6 @@ class MQARRows(Dataset):
         seed: rows are a function of the seed and their index.
         packed: fill a row with examples of one size, with borders between them; else each has T tokens and a row of
             its own.
-        dense: the share of rows that ask for every key again and again, from 0 to 1.
         ramp_rows: rows until all sizes occur; 0 for at once.
 
     Raises:
@@ -106,17 +105,9 @@ class MQARRows(Dataset):
     """
 
     def __init__(
-        self,
-        seq_len: int,
-        max_pairs: int,
-        vocab_size: int,
-        seed: int,
-        *,
-        packed: bool = True,
-        dense: float = 0.0,
-        ramp_rows: int = 0,
+        self, seq_len: int, max_pairs: int, vocab_size: int, seed: int, *, packed: bool = True, ramp_rows: int = 0
     ) -> None:
-        self.seq_len, self.packed, self.dense, self.ramp_rows = seq_len, packed, dense, ramp_rows
+        self.seq_len, self.packed, self.ramp_rows = seq_len, packed, ramp_rows
         self.options: dict[str, Any] = {"vocab_size": vocab_size, "seed": seed}
         self.pairs = [max_pairs >> i for i in range(max_pairs.bit_length()) if max_pairs >> i >= 2] or [max_pairs]
         self.pairs.sort()
@@ -129,13 +120,13 @@ class MQARRows(Dataset):
         if index < self.ramp_rows:
             joined = joined[: 1 + index**2 * len(joined) // self.ramp_rows**2]
             longest = min(longest, 16 * joined[-1])
-        pairs, dense = int(rng.choice(joined)), bool(rng.random() < self.dense)
+        pairs = int(rng.choice(joined))
         length = self.seq_len
         if self.packed:
             shortest = min(longest, max(16, 4 * pairs))
             length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
-        first, options = index * self.seq_len, {"num_pairs": pairs, "dense": dense, **self.options}
+        first, options = index * self.seq_len, {"num_pairs": pairs, **self.options}
         # the last example takes what is left of the row
         parts = (
             synthetic.mqar(count - 1, seq_len=length, first=first, **options),

@@ -71,7 +71,6 @@ class DataRecipe:
         mqar_pairs, mqar_vocab_size: the most pairs in an example, and the vocabulary, of the source "mqar". Where
             documents are kept apart, several short examples fill a row.
         mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`.
-        mqar_dense: the share of its rows in which every key is asked for again and again, instead of once.
         data_seed: the seed of the order of rows and of synthetic rows.
     """
 
@@ -82,12 +81,11 @@ class DataRecipe:
     documents: Literal["separate", "joined"] = "separate"
     mqar_pairs: int = 8
     mqar_vocab_size: int = 8192
-    mqar_dense: float = 0.0
     mqar_ramp: float = 0.0
     data_seed: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf), mqar_dense=(0, 1), mqar_ramp=(0, 1))
+        _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf), mqar_ramp=(0, 1))
         if not self.sources:
             raise ValueError("sources must name at least one source of data, got none")
         positive = all(w > 0 and math.isfinite(w) for w in self.weights)

@@ -75,7 +75,7 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
             ramp = round(data.mqar_ramp * length * weights[position] / sum(weights))
             sizes = (data.seq_len, data.mqar_pairs, data.mqar_vocab_size, seed)
             packed = data.documents == "separate"
-            datasets.append(MQARRows(*sizes, packed=packed, dense=data.mqar_dense, ramp_rows=ramp))
+            datasets.append(MQARRows(*sizes, packed=packed, ramp_rows=ramp))
             names[source] = f"pairs {data.mqar_pairs}, vocabulary {data.mqar_vocab_size}"
         elif source in NIAH_TASKS:
             text = None
