@@ -154,9 +154,7 @@ class OryxMixer(Mixer):
         o = self._attend(*turned, v, mode, state, cu_seqlens, step)
         # without a cache nobody will read the state that attention leaves behind
         if mode.uniform != ATTENTION or state is not None:
-            linear = self._recur(
-                hidden_states, *(turned if self.rope_both else (q, k)), v, mode, state, cu_seqlens, step
-            )
+            linear = self._recur(hidden_states, *(turned if self.rope_both else (q, k)), v, state, cu_seqlens, step)
             if o is None:
                 o = linear
             elif mode.attention is not None:
@@ -260,12 +258,11 @@ class OryxMixer(Mixer):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mode: Modes,
         state: LayerState | None,
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
-        """The linear mixer's outputs, of any value for tokens in attention mode; its state advances over all tokens."""
+        """The linear mixer's outputs of all tokens, whose state advances over all of them."""
         dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
         g = -self.A_log.exp() * dt
         options: dict[str, Any] = {"impl": self.impl}
@@ -279,10 +276,9 @@ class OryxMixer(Mixer):
             recurrent = state.recurrent.get(x.shape[0], x)
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
         else:
-            # skipped where no token wants an output; skipping some chunks costs more than it saves
-            readout = x.new_zeros(x.shape[:2], dtype=torch.bool) if mode.uniform == ATTENTION else None
             before = None if state is None else state.recurrent.value
-            o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, readout=readout, **options)
+            # without `readout`: to skip outputs costs the kernels more than it saves them
+            o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
             if state is not None:
                 state.recurrent.set(after)
         return o if self.D is None else (o + v * self.D.unsqueeze(-1)).to(v.dtype)
