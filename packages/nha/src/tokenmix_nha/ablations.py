@@ -65,12 +65,13 @@ def attend_to_slots(
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
     """What a softmax over the slots alone gives, and the state after: the operation without a window."""
     k, v, f, ring = entering
-    before = SlotWindowState(
-        state.slots_k, state.slots_v, *(x[:, :0] for x in (state.k, state.v, state.f)), None, state.length
+    # without a window nothing waits in a ring
+    none = {name: getattr(state, name)[:, :0] for name in ("k", "v", "f")}
+    out: Any = slot_window_attention(
+        q, k, v, f, window=0, initial_state=state._replace(**none), cu_seqlens=cu_seqlens, impl=impl
     )
-    o, after = slot_window_attention(q, k, v, f, window=0, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
     k, v, f, length = ring
-    return o, SlotWindowState(after.slots_k, after.slots_v, k, v, f, None, length)
+    return out.o, SlotWindowState(out.final_state.slots_k, out.final_state.slots_v, k, v, f, None, length)
 
 
 def attend_jointly(
