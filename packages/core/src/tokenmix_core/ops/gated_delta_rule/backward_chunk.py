@@ -9,6 +9,7 @@ from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import (
     column,
     diagonal_inverse_norm,
@@ -27,6 +28,7 @@ def unnormalise(b_dx, b_x, r_x, b_dot):
     return (b_dx.to(tl.float32) - b_x.to(tl.float32) * (r_x * b_dot)[:, None]) * r_x[:, None]
 
 
+@cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
     q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, dq, dk, dg, dbeta,

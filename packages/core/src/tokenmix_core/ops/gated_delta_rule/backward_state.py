@@ -9,10 +9,12 @@ from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import causal_decay_transposed
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
 
 
+@cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_state_kernel(
     q, k, inverse, gates, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,

@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import causal_decay_transposed
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
@@ -53,6 +54,7 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
     return b_o * scale
 
 
+@cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
     q, k, v, inverse, gates, initial_state, entering, cu_seqlens, readout, o, final_state, residual, states,

@@ -15,6 +15,7 @@ from tokenmix_core.ops.gated_delta_rule.layout import (
     solve_precision,
 )
 from tokenmix_core.tile.decay import causal_decay, load_decay
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tile.solve import inverse_64
@@ -51,6 +52,7 @@ def squares(b_k):
     return tl.sum(b_k * b_k, 1)
 
 
+@cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def prepare_kernel(
     k, g, beta, cu_seqlens, inverse, gates, T, N, H, group, tokens,

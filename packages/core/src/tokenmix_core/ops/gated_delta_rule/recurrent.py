@@ -7,9 +7,11 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 
 
+@cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def recurrent_kernel(
     q, k, v, g, beta, cu_seqlens, o, state_in, state_out, scale, T, H, group,

@@ -13,6 +13,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule.forward import chunk_gates, next_state, residual_of
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, sequences
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
@@ -38,6 +39,7 @@ def forgotten(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr):
     return tl.max(tl.where((b_left < FORGOTTEN) & (o_c < chunks), o_c, 0), 0)
 
 
+@cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def segment_kernel(
     k, v, inverse, gates, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
@@ -95,6 +97,7 @@ def segment_kernel(
     tl.store(p_out, b_s)
 
 
+@cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def entering_kernel(
     gates, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDForward
 
@@ -20,6 +21,7 @@ def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
     return tl.dot(b_q, b_s.to(b_q.dtype), input_precision="tf32x3") * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def ssd_forward_kernel(
     q, k, v, g, o, initial_state, final_state, cu_seqlens, readout,

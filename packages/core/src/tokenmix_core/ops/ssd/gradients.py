@@ -6,6 +6,7 @@ import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import SSDGradients
 
@@ -83,6 +84,7 @@ def head_gradients(
     return b_dq, b_dk
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV"])
 def ssd_gradients_kernel(
     q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,

@@ -4,10 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "G", "HV"])
 def ssd_recurrent_kernel(
     q, k, v, g, o, initial_state, final_state, cu_seqlens,

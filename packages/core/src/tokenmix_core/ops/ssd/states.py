@@ -6,6 +6,7 @@ import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.tile.decay import load_decay
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDStates
 
@@ -82,6 +83,7 @@ def locate_tile(
     return begin, length, i_slot, i_s, i_h, i_k, i_v
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def segment_states_kernel(
     x, y, g, states, totals, cu_seqlens, stride_x, stride_y, scale, T, N, G, HV, segment,
@@ -99,6 +101,7 @@ def segment_states_kernel(
         )  # fmt: skip
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def border_states_kernel(
     q, k, v, do, g, before, after, states, gradients, initial_gradient, cu_seqlens,
@@ -127,6 +130,7 @@ def border_states_kernel(
         )  # fmt: skip
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["T", "HV", "segment"])
 def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,

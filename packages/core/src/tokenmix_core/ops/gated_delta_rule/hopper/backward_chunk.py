@@ -17,6 +17,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
     store_rows,
 )
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
+from tokenmix_core.tile.launch import cached_launch
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
@@ -63,6 +64,7 @@ def dot_tiles(s_x, s_y, D: gl.constexpr):
     return gl.sum(gl.sum(b_sum, 1), 0)
 
 
+@cached_launch
 @gluon.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
     q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, dq, dk, dg, dbeta,

@@ -18,6 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
     store_rows,
 )
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.tile.launch import cached_launch
 
 # base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
 FORGOTTEN = gl.constexpr(-32.0)
@@ -40,6 +41,7 @@ def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
     return chunk
 
 
+@cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
     q, k, inverse, gates, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,

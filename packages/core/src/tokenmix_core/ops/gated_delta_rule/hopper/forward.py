@@ -18,8 +18,10 @@ from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
     store_rows,
 )
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.tile.launch import cached_launch
 
 
+@cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def forward_kernel(
     q, k, v, inverse, gates, initial_state, entering, cu_seqlens, o, final_state, residual, states,
