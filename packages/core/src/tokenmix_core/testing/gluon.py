@@ -175,8 +175,10 @@ def _steps(*bounds) -> Iterator[Tensor]:
 
 
 def load(package: str, *modules: str) -> list[ModuleType]:
-    """Modules of kernels and their launchers, imported anew with this stand-in; `import`ed ones stay as they are."""
-    before = {name: module for name, module in sys.modules.items() if name.startswith((package, _GLUON))}
+    """Modules of kernels and their launchers, imported anew with this stand-in; those imported before stay as they are."""
+    prefixes = (f"{package}.", _GLUON)
+    before = {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
+    attributes = dict(vars(importlib.import_module(package)))
     for name in before:
         del sys.modules[name]
     sys.modules.update(_stand_ins())
@@ -185,7 +187,12 @@ def load(package: str, *modules: str) -> list[ModuleType]:
         for module in loaded:
             vars(module)["range"] = _steps
     finally:
-        for name in [name for name in sys.modules if name.startswith((package, _GLUON))]:
+        for name in [name for name in sys.modules if name.startswith(prefixes)]:
             del sys.modules[name]
         sys.modules.update(before)
+        # an import makes a module an attribute of its package
+        parent = vars(sys.modules[package])
+        for name in parent.keys() - attributes:
+            del parent[name]
+        parent.update(attributes)
     return loaded

@@ -1,0 +1,74 @@
+"""The gated delta rule's steps for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core import tuning
+from tokenmix_core.ops import chunk_gated_delta_rule
+from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.testing import gluon
+from tokenmix_core.testing.agreement import assert_agrees
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+STEPS = ("forward", "backward_state", "backward_chunk")
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return gluon.load(hopper.__name__, *STEPS)
+
+
+@pytest.fixture
+def on_hopper(steps, monkeypatch):
+    """Let these steps run in place of Triton's, and return the names of those that have run."""
+    ran = set()
+    for name, module in zip(STEPS, steps, strict=True):
+        step = getattr(module, name)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(hopper, name, module, raising=False)
+        monkeypatch.setattr(module, name, lambda *args, name=name, step=step: (ran.add(name), step(*args)))
+    monkeypatch.setattr(hopper, "takes", lambda q, v: True)
+    return ran
+
+
+def inputs(B, T, H, HV, D, N=None, decay=0.3):
+    generator = torch.Generator().manual_seed(0)
+    randn, rand = partial(torch.randn, generator=generator), partial(torch.rand, generator=generator)
+    x = {"q": randn(B, T, H, D), "k": randn(B, T, H, D), "v": randn(B, T, HV, D)}
+    x |= {"g": -decay * rand(B, T, HV), "beta": 2 * rand(B, T, HV)}
+    return x | ({"initial_state": randn(N, HV, D, D)} if N else {})
+
+
+def check(x, **options):
+    options = {"qk_l2norm": True} | options
+    form = partial(chunk_gated_delta_rule, **options)
+    assert_agrees(partial(form, impl="triton"), partial(form, impl="reference"), x)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_packed_sequences_with_grouped_heads_and_states(D, on_hopper):
+    x = inputs(1, 130, 1, 2, D, N=4)
+    check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32))
+    assert {"backward_state", "backward_chunk"} <= on_hopper
+
+
+def test_without_norm_or_states(on_hopper):
+    x = inputs(2, 70, 1, 1, 64)
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    check(x, qk_l2norm=False, scale=0.3)
+
+
+# in 128 tokens all is forgotten, or nothing
+@pytest.mark.parametrize("decay", [0.5, 0.001])
+@pytest.mark.parametrize("borders", [None, [0, 200, 200, 500]])
+def test_segments(decay, borders, on_hopper, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    sequences = 1 if borders is None else len(borders) - 1
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    check(inputs(1, 500, 1, 1, 64, N=sequences, decay=decay), cu_seqlens=cu_seqlens)
