@@ -133,11 +133,13 @@ def _language() -> ModuleType:
         "maximum": _binary(torch.maximum),
         "exp2": _unary(torch.exp2),
         "rsqrt": _unary(torch.rsqrt),
-        "where": lambda c, x, y: torch.where(c, torch.as_tensor(x), torch.as_tensor(y)),
+        "where": lambda c, x, y: torch.where(*map(torch.as_tensor, (c, x, y))),
         "sum": lambda x, axis: x.sum(axis),
         "cdiv": lambda x, y: (x + y - 1) // y,
         "convert_layout": lambda x, layout: x,
         "static_range": range,
+        "barrier": lambda: None,
+        "num_warps": lambda: 4,
     }
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout")
     functions |= {name: lambda *args: None for name in (*layouts, "SwizzledSharedLayout")}
@@ -160,6 +162,7 @@ def _stand_ins() -> dict[str, ModuleType]:
     products.warpgroup_mma = _product
     products.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps)
     products.fence_async_shared = lambda: None
+    products.async_copy = copies.async_copy
     language = f"{_GLUON}.language"
     return {
         _GLUON: gluon,

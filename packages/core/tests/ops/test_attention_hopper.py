@@ -1,0 +1,63 @@
+"""Attention's gradients for Hopper on a CPU, run by the stand-in for Gluon, against the reference."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from tokenmix_core.ops.attention import attention_reference
+from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.attention.reference import attention_reference_backward
+from tokenmix_core.testing import gluon
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+CAUSAL = Mask(True, None, 0)
+CASES = {
+    "causal": dict(mask=CAUSAL),
+    "bidirectional, ragged": dict(TQ=33, TK=70, mask=Mask(False, None, 0)),
+    "window, through the log-sum-exp": dict(mask=Mask(True, 20, 0), through_lse=True),
+    "window and sinks, grouped heads": dict(B=2, HQ=4, H=2, mask=Mask(True, 10, 37), through_lse=True),
+    "fewer queries": dict(TQ=7, TK=70, mask=Mask(True, 30, 5)),
+    "fewer keys": dict(TQ=70, TK=61, mask=CAUSAL, through_lse=True),
+    "packed": dict(mask=CAUSAL, cu_seqlens=[0, 1, 1, 16, 40, 41, 70]),
+    "packed, window and sinks": dict(HQ=4, H=2, mask=Mask(True, 5, 3), cu_seqlens=[0, 50, 50, 66, 70]),
+}
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    """The kernels' module on the stand-in, with tiles of 16."""
+    _, _, module = gluon.load("tokenmix_core", "tile.masks", "tile.hopper", "ops.attention.hopper")
+    for name in ("key_tiles", "query_tiles", "visible"):
+        function = getattr(module, name).fn
+        setattr(module, name, types.FunctionType(function.__code__, function.__globals__ | {"tl": module.gl}))
+    module.TILE = 16
+    return module
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_answer_to_the_reference(hopper, case):
+    generator = torch.Generator().manual_seed(0)
+    options = dict(CASES[case])
+    mask, cu, through_lse = options.pop("mask"), options.pop("cu_seqlens", None), options.pop("through_lse", False)
+    B, HQ, H, TQ = (options.get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2), ("TQ", 70)))
+    TK = options.get("TK", TQ)
+    shapes = (B, TQ, HQ, 64), (B, TK, H, 64), (B, TK, H, 64), (B, TQ, HQ, 64)
+    q, k, v, do = (torch.randn(shape, generator=generator) for shape in shapes)
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    form = dict(scale=0.125, cu_seqlens=cu, **mask._asdict())
+    o, lse = attention_reference(q, k, v, **form)
+    dlse = torch.randn(lse.shape, generator=generator).masked_fill(lse.isneginf(), 0) if through_lse else None
+
+    expected = attention_reference_backward(q, k, v, o, do, dlse, **form)
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    lse = lse.transpose(1, 2).contiguous()
+    dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+    delta = torch.full_like(lse, float("nan"))
+    hopper.backward_queries(q, k, v, o.contiguous(), do, lse, dlse, delta, grads[0], cu, mask, 0.125)
+    hopper.backward_keys(q, k, v, do, lse, delta, *grads[1:], cu, mask, 0.125)
+    for grad, exact in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
