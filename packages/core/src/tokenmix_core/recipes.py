@@ -82,7 +82,7 @@ def tiny_mamba2() -> Recipe:
 
 
 class _RecallSize(NamedTuple):
-    """Sizes of the recall models: of the vocabulary, the rows, the model, its heads, and the steps of training."""
+    """Sizes of the recall models: of the vocabulary, the rows, the model, its heads; steps and batch of training."""
 
     vocab: int
     seq_len: int
@@ -92,14 +92,19 @@ class _RecallSize(NamedTuple):
     heads: int
     gdn: dict[str, Any]
     steps: int
+    batch: int
     learning_rate: float
 
 
 _RECALL_SIZES = {
-    "small": _RecallSize(1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, 2000, 3e-3),
-    "100m": _RecallSize(1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 1000, 1e-3),
+    "small": _RecallSize(1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, 2000, 2**14, 3e-3),
+    "100m": _RecallSize(
+        1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 1300, 2**13, 1e-3
+    ),
     # wider and half as deep as language models of this size: depth delays recall
-    "340m": _RecallSize(2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 800, 1e-3),
+    "340m": _RecallSize(
+        2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 1300, 2**13, 1e-3
+    ),
 }
 _RECALL_MIXERS = {
     "transformer": [ATTENTION],
@@ -119,7 +124,6 @@ def recall(kind: str, size: str) -> Recipe:
     small = size == "small"
     mixers = [GDN, ATTENTION] if small and kind == "hybrid" else _RECALL_MIXERS[kind]
     options = {ATTENTION: {"num_heads": sizes.heads}, GDN: sizes.gdn}
-    batch = 2**14
     return Recipe(
         name=f"recall-{kind}-{size}",
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
@@ -140,10 +144,10 @@ def recall(kind: str, size: str) -> Recipe:
             mqar_ramp=0.7,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(sizes.steps * batch),
-            warmup_tokens=Tokens(40 * batch),
-            batch_tokens=Tokens(batch),
-            micro_batch_tokens=Tokens(batch),
+            total_tokens=Tokens(sizes.steps * sizes.batch),
+            warmup_tokens=Tokens(40 * sizes.batch),
+            batch_tokens=Tokens(sizes.batch),
+            micro_batch_tokens=Tokens(sizes.batch),
             learning_rate=sizes.learning_rate,
             min_learning_rate=sizes.learning_rate / 20,
         ),
