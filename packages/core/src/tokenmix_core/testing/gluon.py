@@ -1,7 +1,8 @@
 """Gluon kernels on a CPU: their Python bodies run by torch, one program after another.
 
-Triton's interpreter does not know Gluon. This stand-in gives what our kernels use of it: layouts mean nothing, copies and
-products are done when they are begun. It shows that a kernel computes the right thing, not that it waits where it must.
+Triton's interpreter does not know Gluon. This stand-in gives what our kernels use of it: layouts mean nothing, copies
+and products are done when they are begun. It shows that a kernel computes the right thing, not that it waits where it
+must.
 """
 
 from __future__ import annotations
@@ -178,13 +179,16 @@ def _steps(*bounds) -> Iterator[Tensor]:
 
 
 def load(package: str, *modules: str) -> list[ModuleType]:
-    """Modules of kernels and their launchers, imported anew with this stand-in; those imported before stay as they are."""
+    """Modules of kernels and their launchers, imported anew with this stand-in; those imported before stay."""
     prefixes = (f"{package}.", _GLUON)
     before = {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
     attributes = dict(vars(importlib.import_module(package)))
     for name in before:
         del sys.modules[name]
     sys.modules.update(_stand_ins())
+    # a package's attribute is found before a module's name
+    experimental = vars(importlib.import_module("triton.experimental"))
+    real = experimental.pop("gluon", None)
     try:
         loaded = [importlib.import_module(f"{package}.{name}") for name in modules]
         for module in loaded:
@@ -193,6 +197,8 @@ def load(package: str, *modules: str) -> list[ModuleType]:
         for name in [name for name in sys.modules if name.startswith(prefixes)]:
             del sys.modules[name]
         sys.modules.update(before)
+        if real is not None:
+            experimental["gluon"] = real
         # an import makes a module an attribute of its package
         parent = vars(sys.modules[package])
         for name in parent.keys() - attributes:
