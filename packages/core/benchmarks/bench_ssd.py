@@ -70,7 +70,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         from fla.ops.simple_gla import chunk_simple_gla
 
         forwards["FLA chunk_simple_gla"] = lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)[0]
-    if device != "cpu" and importlib.util.find_spec("mamba_ssm") is not None and not packed:
+    if device != "cpu" and importlib.util.find_spec("mamba_ssm") is not None and G < HV:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         # it multiplies values by its step sizes: steps of −g with A = −1 decay as g does, and cost it nothing more
