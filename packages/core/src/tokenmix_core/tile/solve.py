@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def parts(b_x, PRECISION: tl.constexpr):
-    """A float32 tile as the sum of two bfloat16 ones, for PRECISION "bf16x3"; else itself twice, of which one is used."""
+    """A float32 tile as the sum of two bfloat16 ones, for PRECISION "bf16x3"; else itself twice."""
     if PRECISION == "bf16x3":
         b_hi = b_x.to(tl.bfloat16)
         return b_hi, (b_x - b_hi.to(tl.float32)).to(tl.bfloat16)
