@@ -142,3 +142,30 @@ def test_a_fork_of_the_configuration_keeps_its_windows():
     config = NhaConfig(**FIELDS, window=[4, "full"], random_windows=[4, "full"])
     assert NhaConfig.from_dict(config.to_dict()).window == [4, "full"]
     assert NhaConfig(**FIELDS, window="full").window == ["full", "full"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"window": [4, "full"]},
+        {"window": 0},
+        {"positions": "both"},
+        {"positions": "learned"},
+        {"fusion": "learned"},
+        {"token_shift": False},
+        {"slots": 0},
+        {"qk_norm": True},
+    ],
+    ids=str,
+)
+def test_every_form_trains_under_autocast(form):
+    torch.manual_seed(0)
+    model = NhaForCausalLM(NhaConfig(**FIELDS | {"window": 4, "max_position_embeddings": 64} | form)).train()
+    ids = torch.randint(3, 61, (1, 40))
+    borders = torch.tensor([0, 3, 20, 40], dtype=torch.int32)
+    losses = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses.append(model(ids, labels=ids, cu_seqlens=borders).loss)
+        losses[-1].backward()
+    assert abs(losses[1] / losses[0] - 1) < 2e-2

@@ -222,7 +222,9 @@ class NhaMixer(Mixer):
             positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
         positions = positions % self.q_positions.num_embeddings
         of_q, of_k = self.q_positions(positions), self.k_positions(positions)
-        return q + of_q.unflatten(-1, q.shape[2:]), k + of_k.unflatten(-1, k.shape[2:])
+        # under autocast the tables are wider than what they are added to
+        of_q, of_k = of_q.unflatten(-1, q.shape[2:]).to(q.dtype), of_k.unflatten(-1, k.shape[2:]).to(k.dtype)
+        return q + of_q, k + of_k
 
     def _attend(
         self,

@@ -13,7 +13,11 @@ from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_keys import slot_window_backward_keys_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_queries import slot_window_backward_queries_kernel
 from tokenmix_nha.ops.slot_window_attention.forward import slot_window_forward_kernel
-from tokenmix_nha.ops.slot_window_attention.states import slot_gradients_kernel, slot_states_kernel
+from tokenmix_nha.ops.slot_window_attention.states import (
+    slot_gates_kernel,
+    slot_gradients_kernel,
+    slot_states_kernel,
+)
 
 
 class Layout(NamedTuple):
@@ -30,8 +34,6 @@ class Layout(NamedTuple):
     key_chunks: int
     entries: int
     rows: int
-    # halvings of a chunk down to blocks of eight
-    levels: int
     constants: dict
 
 
@@ -58,9 +60,7 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
         DOT="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     rows = 1 if packed else batch
-    return Layout(
-        BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, BT.bit_length() - 4, constants
-    )
+    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, constants)
 
 
 @torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
@@ -68,30 +68,34 @@ def slot_window_attention_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor | None,
     slots_v: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None, before: int, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, final slots of keys and values, and for the backward pass: log-sum-exp, gates and slots of chunks."""
+    """o, final slots of keys and values, and for the backward pass: log-sum-exp, decays, splits and slots of chunks."""
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
-    o, final_k, final_v, lse, g, h, states_k, states_v = outputs = _outputs(
+    o, final_k, final_v, lse, end, splits, states_k, states_v = outputs = _outputs(
         q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
     )
     M, K, V = (y.constants[x] for x in "MKV")
+    weight = q.new_empty(y.entries * y.rows, y.heads, y.BT, M)
+    shared = dict(M=M, SLOTS=f.shape[3], BT=y.BT, PACKED=y.constants["PACKED"], DOT=y.constants["DOT"])
+    slot_gates_kernel[(y.key_chunks * y.rows, y.heads)](
+        f, weight, end, splits, cu_seqlens, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
+        **shared, num_warps=4,
+    )  # fmt: skip
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
     local = _local(walk, y, q)
-    constants = dict(
-        M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, PACKED=y.constants["PACKED"],
-        HAS_INITIAL=slots_k is not None, DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
-    )  # fmt: skip
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_states_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            k if k_slots is None else k_slots, v, f, slots_k, slots_v, cu_seqlens, *local, g, h, states_k, states_v,
-            final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries, walk.segments,
-            **constants, LOCAL=is_local,
+            k if k_slots is None else k_slots, v, weight, end, slots_k, slots_v, cu_seqlens, *local, states_k,
+            states_v, final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
+            walk.segments, **shared, K=K, V=V, ND=walk.ND, HAS_INITIAL=slots_k is not None, LOCAL=is_local,
+            num_warps=walk.num_warps, num_stages=walk.num_stages,
         )  # fmt: skip
-    t = tuning.tile("forward", M, window, q.dtype)
-    slot_window_forward_kernel[(y.query_chunks * y.rows, q.shape[2])](
-        q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse,
-        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, y.levels,
-        **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
-    )  # fmt: skip
+    t = tuning.tile(M, window, q.dtype)
+    for strong in (False, True):
+        slot_window_forward_kernel[(y.query_chunks * y.rows, q.shape[2])](
+            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
+            scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+            **y.constants, STRONG=strong, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
     return outputs
 
 
@@ -106,8 +110,8 @@ def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, 
         q.new_empty(y.sequences, y.heads, f.shape[3], K, **wide),
         q.new_empty(y.sequences, y.heads, f.shape[3], V, **wide),
         q.new_empty(q.shape[:3], **wide),
-        q.new_empty(*tiles, y.BT, M, **wide),
-        q.new_empty(*tiles, y.BT, M, **wide),
+        q.new_empty(*tiles, M, **wide),
+        q.new_empty(tiles, dtype=torch.int32),
         q.new_empty(*tiles, K, M),
         q.new_empty(*tiles, V, M),
     )
@@ -125,51 +129,51 @@ def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]
 @torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
 def slot_window_attention_backward_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
-    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, g: Tensor, h: Tensor, states_k: Tensor, states_v: Tensor,
+    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, end: Tensor, splits: Tensor, states_k: Tensor, states_v: Tensor,
     do: Tensor, dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
-    dq, dk, dv, _, *slots = _gradients(
-        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, h, states_k, states_v, do, dfinal_k, dfinal_v,
+    dq, dk, dv, df, *slots = _gradients(
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
         before, window, scale, initial,
     )  # fmt: skip
     dq_slots, dk_slots, dinitial_k, dinitial_v = slots
-    p, dz = (q.new_empty(*q.shape[:3], M) for _ in range(2))
+    factor = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    p, dz = (q.new_empty(*q.shape[:3], M, dtype=factor) for _ in range(2))
     x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
-    t = tuning.tile("backward_queries", M, window, q.dtype)
-    slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
-        q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
-        delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
-        y.levels, **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
-    )  # fmt: skip
+    t = tuning.tile(M, window, q.dtype)
+    for strong in (False, True):
+        slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
+            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
+            delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+            **y.constants, STRONG=strong, SHORT=window <= 64, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
     ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
     local = _local(walk, y, q)
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            q if q_slots is None else q_slots, do, p, dz, g, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v,
+            q if q_slots is None else q_slots, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v,
             dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
             walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND,
             GROUP=y.constants["GROUP"],
             PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
             num_stages=walk.num_stages,
         )  # fmt: skip
-    df_sum = torch.zeros_like(f, dtype=torch.float32)
-    t = tuning.tile("backward_keys", M, window, q.dtype)
-    slot_window_backward_keys_kernel[(2 * y.key_chunks * y.rows, y.heads)](
-        q, k, v, f, q_slots, k_slots, g, h, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
-        dk, dv, df_sum, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
-        y.levels,
-        **y.constants, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
-    )  # fmt: skip
-    return dq, dk, dv, df_sum.to(f.dtype), *slots
+    for strong in (False, True):
+        slot_window_backward_keys_kernel[((2 + M // t.BM) * y.key_chunks * y.rows, y.heads)](
+            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
+            dk, dv, df, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
+            **y.constants, STRONG=strong, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+    return dq, dk, dv, df, *slots
 
 
 @slot_window_attention_backward_op.register_fake
 def _gradients(
-    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, g, h, states_k, states_v, do, dfinal_k, dfinal_v,
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
     before, window, scale, initial,
 ):  # fmt: skip
     empty = torch.empty_like

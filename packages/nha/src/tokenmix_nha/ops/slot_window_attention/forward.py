@@ -5,23 +5,26 @@ import triton.language as tl
 
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
-    column_factor,
+    block_pairs,
+    block_to_border,
+    block_to_start,
+    chunk_gates,
+    enter_weight,
     first_entry,
     load_rows,
     load_tile,
     locate_chunk,
-    partners,
-    row_factor,
+    opposite_pairs,
     store_rows,
 )
 
 
 @triton.jit
 def slot_window_forward_kernel(
-    q, k, v, q_slots, k_slots, g, h, states_k, states_v, start, cu_seqlens, o, lse,
-    scale, T, N, H, before, window, chunks, entries, extra, lead, levels,
+    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
+    scale, T, N, H, before, window, chunks, entries, extra, lead,
     M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive."""
@@ -31,16 +34,19 @@ def slot_window_forward_kernel(
     begin_k = begin + i_n.to(tl.int64) * before
     keys = length + before
     begin_q = begin * HQ + tl.program_id(1)
-    rows = tl.where(i_t >= 0, BT, 0)
     entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H + i_h
     begin_k = begin_k * H + i_h
-    p_g, p_h = g + entry * BT * M, h + entry * BT * M
 
     o_r = tl.arange(0, BT)
     first = i_t * BT
     o_q = first + window - before + o_r
     m_q = (o_q >= 0) & (o_q < length)
     if first + window - before >= length:
+        return
+    count = 0
+    if i_t >= 0:
+        count = tl.load(splits + entry)
+    if (count > 0) != STRONG:
         return
     oldest = 0
     if HAS_START:
@@ -58,14 +64,20 @@ def slot_window_forward_kernel(
         b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
     b_z = tl.dot(b_qs, load_tile(states_k + entry * K * M, K, K, M), input_precision=DOT)
-    b_z *= tl.exp2(load_tile(p_g, rows, BT, M))
-    b_al = b_a.to(FACTOR)
-    for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
-        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
-        low, high = partners(o_r, level, levels, BT)
-        m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
-        b_z += b_row * tl.dot(tl.where(m_l, b_al, 0.0), b_col, input_precision=DOT)
+    m_e = (o_j >= 0) & (o_j < keys - window)
+    b_f, b_log, size, b_g = chunk_gates(f + begin_k * SLOTS, count, o_j, m_e, H * SLOTS, SLOTS, M, BT, DOT)
+    b_row = tl.exp2(b_g)
+    b_col = (tl.exp2(-b_g) * enter_weight(b_f)).to(FACTOR)
+    r_t, r_j = o_r[:, None], o_r[None, :]
+    m_b = block_pairs(r_t, r_j, size)
+    if STRONG:
+        b_z *= block_to_start(b_log, size, BT, DOT)
+        for i in range(count):
+            half = (BT // 2) >> i
+            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_h = tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0).to(FACTOR)
+            b_z += b_border * tl.dot(b_h, (b_col * b_border).to(FACTOR), input_precision=DOT)
+    b_z = tl.dot(tl.where(m_b, b_a, 0.0).to(FACTOR), b_col, b_z, input_precision=DOT) * b_row
     # a tile may be wider than the slots that exist
     b_z = tl.where((tl.arange(0, M) < SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
@@ -82,14 +94,17 @@ def slot_window_forward_kernel(
     b_p = tl.exp2(b_z - b_max[:, None])
     b_w = tl.exp2(b_w - b_max[:, None])
     b_l = tl.sum(b_p, 1) + tl.sum(b_w, 1)
-    for level in tl.range(levels + 1, num_stages=1):
-        b_row, b_ref = row_factor(p_g, rows, level, levels, BT, M)
-        b_col = column_factor(p_h, b_ref, rows, level, levels, BT, M).to(FACTOR)
-        low, high = partners(o_r, level, levels, BT)
-        m_l = (o_r[None, :] >= low[:, None]) & (o_r[None, :] < high[:, None])
-        b_w += tl.where(m_l, tl.dot((b_p * b_row).to(FACTOR), tl.trans(b_col), input_precision=DOT), 0.0)
-    b_p *= tl.exp2(load_tile(p_g, rows, BT, M))
-    b_o = tl.dot(b_p.to(b_q.dtype), tl.trans(load_tile(states_v + entry * V * M, V, V, M)), input_precision=DOT)
+    b_y = (b_p * b_row).to(FACTOR)
+    b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=DOT), 0.0)
+    b_ys = b_y.to(b_q.dtype)
+    if STRONG:
+        b_ys = (b_y * block_to_start(b_log, size, BT, DOT)).to(b_q.dtype)
+        for i in range(count):
+            half = (BT // 2) >> i
+            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_h = tl.dot((b_y * b_border).to(FACTOR), tl.trans((b_col * b_border).to(FACTOR)), input_precision=DOT)
+            b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
+    b_o = tl.dot(b_ys, tl.trans(load_tile(states_v + entry * V * M, V, V, M)), input_precision=DOT)
     b_o = tl.dot(b_w.to(b_q.dtype), load_rows(v + begin_k * V, o_j, m_j, H * V, V), b_o, input_precision=DOT)
 
     # the rest of the window, skipping tiles before the first key

@@ -1,11 +1,10 @@
 """Device functions of the kernels: where chunks lie, and gates as products of two factors that cannot overflow.
 
 Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
-gates. A matrix product needs it as row factor times column factor. Pairs (t, j) are sorted by the smallest aligned
-block that
-holds both: where j lies in its left half and t in its right one, both are measured from the border between the halves
-and both factors are at most 1; pairs of one block of eight are measured from its middle, where no factor exceeds 2^(4
-· 28) because single gates are bounded by 2^−28.
+gates. A matrix product needs it as row factor times column factor, both measured from the token before a block that
+holds t and j: the whole chunk where its gates are weak enough for factors within 2^±80, otherwise a half of it, a quarter
+... A pair that no such block holds lies in the two halves of a larger one; measured from the border between them, both
+factors are at most 1.
 """
 
 import triton
@@ -13,8 +12,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# 1 − 2⁻²⁸ is 1 in float32: a lower gate cannot be told from this one
-LOWEST_GATE = tl.constexpr(-28.0)
+# what the factors of a block may reach, as a power of 2
+LARGEST_FACTOR = tl.constexpr(80.0)
 
 
 @triton.jit
@@ -80,11 +79,11 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 
 @triton.jit
-def load_gates(p_f, o_t, m_t, stride, M: tl.constexpr, SLOTS: tl.constexpr):
+def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
     """Rows `o_t` of log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots that exist."""
     o_m = tl.arange(0, M)
     p_f = p_f + o_t.to(tl.int64)[:, None] * stride + o_m[None, :]
-    return tl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(tl.float32)
+    return tl.load(p_f, mask=m_t[:, None] & (o_m < slots)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -95,6 +94,12 @@ def load_tile(p, rows, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def load_columns(p, stride, R: tl.constexpr, D: tl.constexpr):
+    """A tile `[R, D]` of a wider matrix."""
+    return tl.load(p + tl.arange(0, R)[:, None] * stride + tl.arange(0, D)[None, :])
+
+
+@triton.jit
 def enter_weight(b_f):
     """1 − exp(f) for f ≤ 0, to the last digits also near 0."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
@@ -102,44 +107,66 @@ def enter_weight(b_f):
 
 
 @triton.jit
-def anew(p, level, levels):
-    """`p`, by an address that the compiler takes to depend on the level.
-
-    Tiles are then read from the first cache for every level, where it would hold them in registers that the loop needs.
-    """
-    # a multiple of 16 keeps loads wide
-    return p + level // (levels + 1) * 16
-
-
-@triton.jit
-def row_factor(p_g, rows, level, levels, BT: tl.constexpr, M: tl.constexpr):
-    """Factors `[BT, M]` of the rows that see a level's pairs, and the log2 gates these are measured from.
-
-    Rows that belong to no pair of the level are kept finite. `rows` is BT, or 0 where no token enters: every factor is
-    1 then.
-    """
-    o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
-    half = (BT // 2) >> level
-    o_ref = (o_r & -(2 * half)) + half - 1
-    b_ref = tl.load(p_g + o_ref[:, None] * M + o_m[None, :], mask=(o_ref < rows)[:, None], other=0.0)
-    b_d = load_tile(anew(p_g, level, levels), rows, BT, M) - b_ref
-    return tl.exp2(tl.minimum(b_d, tl.where(level == levels, 126.0, 0.0))), b_ref
+def log2_gates(b_f, DOT: tl.constexpr):
+    """Log2 of the gates, bounded below: at the precision that DOT stands for, a lower gate cannot be told from 0."""
+    if DOT == "ieee":
+        return tl.maximum(b_f * LOG2_E, -28.0)
+    else:
+        return tl.maximum(b_f * LOG2_E, -14.0)
 
 
 @triton.jit
-def column_factor(p_h, b_ref, rows, level, levels, BT: tl.constexpr, M: tl.constexpr):
-    """The tokens' side of the product, `exp2(ref + h)` with `h = log2(enter) − G`: what enters, weighted."""
-    o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
-    p_h = anew(p_h, level, levels) + o_r[:, None] * M + o_m[None, :]
-    b_h = tl.load(p_h, mask=(o_r < rows)[:, None], other=float("-inf"))
-    return tl.exp2(tl.minimum(b_ref + b_h, tl.where(level == levels, 126.0, 0.0)))
+def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
+    """The product of a matrix of −1, 0 and 1 with x, whose two halves of 8 bits keep 16 of its digits."""
+    if DOT == "ieee":
+        return tl.dot(b_m, b_x, input_precision=DOT)
+    else:
+        b_high = b_x.to(tl.bfloat16)
+        b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
+        b_m = b_m.to(tl.bfloat16)
+        return tl.dot(b_m, b_low, tl.dot(b_m, b_high))
 
 
 @triton.jit
-def partners(o_t, level, levels, BT: tl.constexpr):
-    """The tokens `[low, high)` that row t forms a level's pairs with: the left half of its block for a row of the right
-    half, or, in blocks of eight, all tokens up to t."""
-    half = (BT // 2) >> level
-    low = o_t & -(2 * half)
-    high = tl.where((o_t & half) != 0, low + half, low)
-    return low, tl.where(level == levels, o_t + 1, high)
+def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
+    """`G_to − G_from` by slot `[BT, M]`, for each row the sum of the gates after token `from` up to `to`, or the
+    opposite of that from `to` to `from`; −1 stands for the beginning of the chunk."""
+    o_s, o_0 = tl.arange(0, BT)[None, :], tl.zeros([BT], dtype=tl.int32)
+    b_to = tl.where(o_s <= (o_0 + o_to)[:, None], 1.0, 0.0)
+    b_from = tl.where(o_s <= (o_0 + o_from)[:, None], 1.0, 0.0)
+    return sums_of_rows(b_to - b_from, b_log, DOT)
+
+
+@triton.jit
+def block_pairs(o_t, o_j, size):
+    """Pairs of a token t and an earlier one, or itself, of one block."""
+    return (o_j <= o_t) & ((o_j & -size) == (o_t & -size))
+
+
+@triton.jit
+def opposite_pairs(o_t, o_j, half):
+    """Pairs of a token t in the right half of a block of twice `half` tokens and one in its left half."""
+    return ((o_j & -(2 * half)) == (o_t & -(2 * half))) & ((o_t & half) > (o_j & half))
+
+
+@triton.jit
+def block_to_border(b_log, size, half, BT: tl.constexpr, DOT: tl.constexpr):
+    """What takes factors from the beginning of blocks of `size` tokens to the middle of blocks of twice `half`: ≤ 1."""
+    o_r = tl.arange(0, BT)
+    return tl.exp2(-tl.abs(gates_between(b_log, (o_r & -(2 * half)) + half - 1, (o_r & -size) - 1, BT, DOT)))
+
+
+@triton.jit
+def block_to_start(b_log, size, BT: tl.constexpr, DOT: tl.constexpr):
+    """What takes row factors from the beginning of blocks of `size` tokens to that of the chunk: ≤ 1."""
+    return tl.exp2(gates_between(b_log, -1, (tl.arange(0, BT) & -size) - 1, BT, DOT))
+
+
+@triton.jit
+def chunk_gates(p_f, count, o_j, m_j, stride, slots, M: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr):
+    """Of a chunk halved `count` times: log-gates and their log2 `[BT, M]`, the size of blocks, and G within these."""
+    b_f = load_gates(p_f, o_j, m_j, stride, slots, M)
+    b_log = log2_gates(b_f, DOT)
+    o_r = tl.arange(0, BT)
+    size = BT >> count
+    return b_f, b_log, size, gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)

@@ -8,9 +8,10 @@ import torch
 
 
 class Tile(NamedTuple):
-    """BT tokens of a chunk; BN keys or queries of the window beyond it."""
+    """BT tokens of a chunk; BM slots that backward kernels take at a time; BN keys or queries of the window beyond it."""
 
     BT: int
+    BM: int
     BN: int
     num_warps: int
     num_stages: int
@@ -25,15 +26,9 @@ class Walk(NamedTuple):
     num_stages: int
 
 
-KERNELS = ("forward", "backward_queries", "backward_keys")
-_TILES: dict[str, tuple[int, int]] = {
-    # warps and stages for up to 64 slots, and for 128
-    "forward": (4, 8),
-    "backward_queries": (4, 8),
-    "backward_keys": (4, 8),
-}
 # the fewest slots of a tile in 16-bit kernels
 _NARROWEST = 64
+_SLOT_TILE = 64
 # programs that fill the device twice over
 _PROGRAMS = 264
 _MAX_SEGMENTS = 16
@@ -49,17 +44,15 @@ def chunk_size(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else 64
 
 
-def tile(kernel: str, slots: int, window: int, dtype: torch.dtype) -> Tile:
-    """The tile of one of `KERNELS`."""
+def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
+    """The tile of the kernels whose programs take a chunk each."""
+    # one stage: a second buffer for the window's tiles costs the second program of a multiprocessor
     BT = chunk_size(dtype)
-    small, large = _TILES[kernel]
-    return Tile(
-        BT, min(BT, 32 if window <= 32 else 64), large if slots == 128 else small, 1 if dtype == torch.float32 else 2
-    )
+    return Tile(BT, min(slots, _SLOT_TILE), min(BT, 32 if window <= 32 else 64), 4, 1)
 
 
 def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:
     """How the kernels that carry slots along time divide `heads` heads of all sequences, of at most `chunks` chunks."""
-    parts = 4 if dtype == torch.float32 else 2
+    parts = 4 if dtype == torch.float32 or slots > 64 else 2
     segments = max(1, min(_MAX_SEGMENTS, _PROGRAMS // (heads * parts), chunks // 8))
     return Walk(parts, segments, 4, 1 if dtype == torch.float32 else 3)
