@@ -85,7 +85,7 @@ class Jit:
             parameters = inspect.signature(self.function).parameters.values()
             arguments = [_argument(x, p.annotation) for x, p in zip(args, parameters, strict=True)]
             for program in itertools.product(*map(range, grid)):
-                self.language.program_id = lambda axis, program=program: torch.tensor(program[axis])
+                vars(self.language)["program_id"] = lambda axis, program=program: torch.tensor(program[axis])
                 self.function(*arguments)
 
         return launch
@@ -150,20 +150,24 @@ def _language() -> ModuleType:
 
 
 def _stand_ins() -> dict[str, ModuleType]:
-    gluon, gl = ModuleType("gluon"), _language()
-    gluon.language = gl
-    gluon.constexpr_function = lambda function: function
-    gluon.jit = lambda function=None, **_: Jit(function, gl) if function else lambda function: Jit(function, gl)
-    copies, products = ModuleType("ampere"), ModuleType("hopper")
-    copies.async_copy = SimpleNamespace(
+    gluon, gl, copies, products = ModuleType("gluon"), _language(), ModuleType("ampere"), ModuleType("hopper")
+    vars(gluon).update(
+        language=gl,
+        constexpr_function=lambda function: function,
+        jit=lambda function=None, **_: Jit(function, gl) if function else lambda function: Jit(function, gl),
+    )
+    async_copy = SimpleNamespace(
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
     )
-    products.warpgroup_mma = _product
-    products.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps)
-    products.fence_async_shared = lambda: None
-    products.async_copy = copies.async_copy
+    vars(copies).update(async_copy=async_copy)
+    vars(products).update(
+        async_copy=async_copy,
+        fence_async_shared=lambda: None,
+        warpgroup_mma=_product,
+        warpgroup_mma_wait=lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps),
+    )
     language = f"{_GLUON}.language"
     return {
         _GLUON: gluon,
