@@ -98,6 +98,13 @@ def test_isolated_suites_run_in_each_mode(model, text, calls):
     assert model.model.default_mode == "attention"
 
 
+def test_every_number_of_pairs_that_the_vocabulary_allows_is_crossed(model):
+    options = EvalOptions(limit=1, lengths=(64,), vocab_size=20, progress=False)
+    rows = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)["rows"]
+    # 16 pairs would fit in 64 tokens, but not in nine keys
+    assert [row["pairs"] for row in rows] == [4, 8] * 4
+
+
 def test_recall_crosses_modes_between_pairs_and_queries(model, calls):
     options = EvalOptions(limit=2, lengths=(64,), tasks=("mqar-64-8",), vocab_size=64, progress=False)
     result = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)

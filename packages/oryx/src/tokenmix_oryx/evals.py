@@ -16,11 +16,10 @@ from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
 from tokenmix_core.evaluation.perplexity import cut_sequences, perplexity_suite, smooth, token_losses
 from tokenmix_core.evaluation.recall import (
-    MQAR_LENGTHS,
-    MQAR_PAIRS,
     NIAH_LENGTHS,
     answer_loss,
     generate_text,
+    mqar_cases,
     mqar_suite,
     niah_examples,
     niah_haystack,
@@ -165,14 +164,13 @@ def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
 
 def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Associative recall with the pairs in one mode and the queries in another."""
-    lengths = options.lengths or MQAR_LENGTHS
-    cases = {f"mqar-{t}-{p}": p for t in lengths for p in MQAR_PAIRS if 4 * p <= t}
+    cases = mqar_cases(model, options)
     chosen = options.choose("cross-mode-mqar", tuple(cases))
     results = {}
     for name, context, prompt in crossed():
         parts = []
         for task in chosen:
-            with model.modes([(0, context), (2 * cases[task], prompt)]):
+            with model.modes([(0, context), (2 * cases[task][1], prompt)]):
                 parts.append(mqar_suite(model, tokenizer, replace(options, tasks=(task,), progress=False)))
         result = {**parts[0], "rows": [row for part in parts for row in part["rows"]]}
         results[name] = result

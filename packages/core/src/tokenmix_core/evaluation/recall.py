@@ -50,17 +50,24 @@ def score_recall(
     return right / count, loss / count
 
 
+def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
+    """Tokens that sequences are made of: Zoology's 8,192 by default, or the model's where it has fewer."""
+    return options.vocab_size or min(8192, text.vocab_size(model))
+
+
+def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
+    """The suite's lengths and numbers of pairs by name: those for which there are tokens enough."""
+    most = min(mqar_vocabulary(model, options) // 2 - 1, MQAR_PAIRS[-1])
+    lengths = options.lengths or MQAR_LENGTHS
+    return {f"mqar-{t}-{p}": (t, p) for t in lengths for p in MQAR_PAIRS if p <= min(t // 4, most)}
+
+
 def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Multi-query associative recall: accuracy by number of pairs, for each length (64 to 512 tokens by default).
 
-    By default the vocabulary is Zoology's 8,192 tokens, or the model's where that is smaller. The examples' indices lie
-    past any that training reaches.
+    The examples' indices lie past any that training reaches.
     """
-    lengths = options.lengths or MQAR_LENGTHS
-    cases = {f"mqar-{t}-{p}": (t, p) for t in lengths for p in MQAR_PAIRS if 4 * p <= t}
-    size = options.vocab_size or min(8192, text.vocab_size(model))
-    limit = options.limit or 128
-    cases = {name: (t, p) for name, (t, p) in cases.items() if size // 2 - 1 >= p}
+    cases, size, limit = mqar_cases(model, options), mqar_vocabulary(model, options), options.limit or 128
     rows = []
     series: Series = {}
     chosen = options.choose("mqar", tuple(cases))
