@@ -13,6 +13,14 @@ from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.gpu
 
+
+@pytest.fixture
+def other_device(monkeypatch):
+    """The kernels for other devices than Hopper."""
+    from tokenmix_core.ops.attention import backward
+
+    monkeypatch.setattr(backward, "on_hopper", lambda device: False)
+
 NAMES = ("o", "lse", "dq", "dk", "dv")
 CASES = {
     "causal": {},
@@ -73,6 +81,23 @@ def answers_to_float64(case: dict, dtype: torch.dtype, impl: str, K: int, V: int
 @pytest.mark.parametrize("K", [64, 128, 256])
 def test_kernels_answer_to_float64(K, dtype, case):
     answers_to_float64(case, dtype, "triton", K)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("K", [64, 128])
+def test_kernels_for_other_devices_answer_to_float64(other_device, K, case):
+    answers_to_float64(case, torch.bfloat16, "triton", K)
+
+
+@pytest.mark.parametrize("impl", ["triton", None])
+def test_slices_of_a_wider_tensor_give_the_same_gradients(impl):
+    wide = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    up = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    grads = []
+    for copy in (False, True):
+        x = [(t.contiguous() if copy else t).detach().requires_grad_() for t in wide.unbind(2)]
+        grads.append(torch.autograd.grad(attention(*x, window=100, impl=impl).o, x, up))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("case", [CASES["causal"], CASES["window and sinks, grouped heads"]], ids=["causal", "window"])
