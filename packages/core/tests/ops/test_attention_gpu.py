@@ -21,6 +21,7 @@ def other_device(monkeypatch):
 
     monkeypatch.setattr(backward, "on_hopper", lambda device: False)
 
+
 NAMES = ("o", "lse", "dq", "dk", "dv")
 CASES = {
     "causal": {},
@@ -97,7 +98,7 @@ def test_slices_of_a_wider_tensor_give_the_same_gradients(impl):
     for copy in (False, True):
         x = [(t.contiguous() if copy else t).detach().requires_grad_() for t in wide.unbind(2)]
         grads.append(torch.autograd.grad(attention(*x, window=100, impl=impl).o, x, up))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert all(relative_error(a, b) < 1e-3 for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("case", [CASES["causal"], CASES["window and sinks, grouped heads"]], ids=["causal", "window"])
