@@ -173,16 +173,14 @@ def backward_chunk(
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
         out = (dq, dk, dg, dbeta)
-        on_hopper.backward_chunk(
-            q, k, g, gates, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm, out
-        )
+        on_hopper.backward_chunk(q, k, g, gates, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm, out)
     else:
         launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
         backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
             q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, dq, dk, dg, dbeta,
             scale, T, sequences(q, cu_seqlens), H, group, B * T,
-            K, V, CHUNK, min(K, launch.BK), launch.BV, do is not None, qk_l2norm, cu_seqlens is not None, dot_precision(q),
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
+            K, V, CHUNK, min(K, launch.BK), launch.BV, do is not None, qk_l2norm, cu_seqlens is not None,
+            dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     if group > 1:
         # a sum of its own keeps the result the same from run to run, which atomic additions would not

@@ -1,6 +1,5 @@
 """`backward_chunk` on Hopper: all gradients but the state's and the values' of one chunk and value head a program."""
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,9 +23,15 @@ LOWEST = gl.constexpr(-160.0)
 
 
 @gluon.jit
+def column_gates(p_gates, rows, col: gl.constexpr):
+    """b, β r and β by column: 16 registers each, so that they are loaded anew where they are needed again."""
+    return load_gate(p_gates, rows, col), load_gate(p_gates + 1, rows, col), load_gate(p_gates + 3, rows, col)
+
+
+@gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Begin A B."""
-    zero = gl.zeros([64, N], gl.float32, product(N))
+    zero = gl.zeros([64, N], gl.float32, product(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
@@ -39,28 +44,28 @@ def square(s_x, D: gl.constexpr):
 @gluon.jit
 def scale_rows(b_x, x_i, D: gl.constexpr):
     """diag(x) X."""
-    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, product(D)))[:, None]
+    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, product(D, 4)))[:, None]
 
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(product(D)).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(product(D, 4)).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
     """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
-    return scale_rows(b_dx - scale_rows(s_x.load(product(D)).to(gl.float32), r_i * dot_i, D), r_i, D)
+    return scale_rows(b_dx - scale_rows(s_x.load(product(D, 4)).to(gl.float32), r_i * dot_i, D), r_i, D)
 
 
 @gluon.jit
 def dot_tiles(s_x, s_y, D: gl.constexpr):
     """Σ x y over two matrices `[D, D]`."""
-    b_sum = gl.zeros([16, D], gl.float32, rows_of(D))
+    layout: gl.constexpr = rows_of(D, 4)
+    b_sum = gl.zeros([16, D], gl.float32, layout)
     for i in gl.static_range(D // 16):
-        b_x = s_x.slice(i * 16, 16).load(rows_of(D)).to(gl.float32)
-        b_sum += b_x * s_y.slice(i * 16, 16).load(rows_of(D)).to(gl.float32)
+        b_sum += s_x.slice(i * 16, 16).load(layout).to(gl.float32) * s_y.slice(i * 16, 16).load(layout).to(gl.float32)
     return gl.sum(gl.sum(b_sum, 1), 0)
 
 
@@ -76,12 +81,12 @@ def backward_chunk_kernel(
     What meets K and Q transposed, Eᵀ and Fᵀ, is read from shared memory so; no result is transposed on its way there.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    row: gl.constexpr = gl.SliceLayout(1, product(BT))
-    col: gl.constexpr = gl.SliceLayout(0, product(BT))
-    left: gl.constexpr = gl.DotOperandLayout(0, product(D), 2)
+    row: gl.constexpr = gl.SliceLayout(1, product(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, product(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, product(D, 4), 2)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_slot, i_hv = gl.program_id(0), gl.program_id(1)
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
+    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 4)
     if start >= length:
         return
     first, rows = begin + start, length - start
@@ -89,21 +94,21 @@ def backward_chunk_kernel(
     o_qk, o_vo, stride = (first * H + i_hv // group) * D, (first * HV + i_hv) * D, HV * D
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * D * D
 
-    # dS takes the place of S, Eᵀ and Fᵀ those of dO and dY, and last S once more that of Q and dO
+    # Eᵀ takes the place of dO, dS then that of both and Q's, and Fᵀ that of dY
     s_k = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_dy = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_state = gl.allocate_shared_memory(dtype, [D, D], shared)
     s_qdo = gl.allocate_shared_memory(dtype, [2 * BT, D], shared)
-    s_q, s_do, s_again = s_qdo.slice(0, BT), s_qdo.slice(BT, BT), s_qdo.slice(0, D)
+    s_q, s_do, s_ds = s_qdo.slice(0, BT), s_qdo.slice(BT, BT), s_qdo.slice(0, D)
     s_e, s_f = square(s_do, D), square(s_dy, D)
-    fetch_rows(s_q, q + o_qk, H * D, rows)
-    fetch_rows(s_k, k + o_qk, H * D, rows)
-    fetch_rows(s_do, do + o_vo, stride, rows)
-    fetch_rows(s_r, residual + o_vo, stride, rows)
+    fetch_rows(s_q, q + o_qk, H * D, rows, 4)
+    fetch_rows(s_k, k + o_qk, H * D, rows, 4)
+    fetch_rows(s_do, do + o_vo, stride, rows, 4)
+    fetch_rows(s_r, residual + o_vo, stride, rows, 4)
     async_copy.commit_group()
-    fetch_rows(s_state, states + o_s, D, D)
-    fetch_rows(s_dy, dv + o_vo, stride, rows)
+    fetch_rows(s_state, states + o_s, D, D, 4)
+    fetch_rows(s_dy, dv + o_vo, stride, rows, 4)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -115,9 +120,9 @@ def backward_chunk_kernel(
     async_copy.wait_group(1)
     rq_i = gl.full([BT], 1.0, gl.float32, row)
     if L2NORM:
-        rq_i = gl.rsqrt(dot_rows(s_q.load(product(D)).to(gl.float32), s_q, row, D) + 1e-6)
+        rq_i = gl.rsqrt(dot_rows(s_q.load(product(D, 4)).to(gl.float32), s_q, row, D) + 1e-6)
     b_e, b_qk = multiply(s_do, s_r.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
-    b_j, w_j, beta_j = load_gate(p_gates, rows, col), load_gate(p_gates + 1, rows, col), load_gate(p_gates + 3, rows, col)
+    b_j, w_j, beta_j = column_gates(p_gates, rows, col)
     b_e, b_qk = warpgroup_mma_wait(0, deps=[b_e, b_qk])
     b_e *= causal_decay(b_i, b_j, o_i, o_j) * scale
     b_qk *= b_e * rq_i[:, None]
@@ -136,18 +141,23 @@ def backward_chunk_kernel(
     if L2NORM:
         b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D)
     s_do.store(b_dq.to(dtype))
-    store_rows(dq + o_vo, s_do, stride, rows)
+    store_rows(dq + o_vo, s_do, stride, rows, 4)
 
-    # F = −dY Rᵀ ⊙ Γ strictly below the diagonal; of dK, −γ dY Sᵀ
-    b_dk = multiply(s_dy, s_state.permute((1, 0)), D)
-    b_dk = scale_rows(warpgroup_mma_wait(0, deps=[b_dk]), -gl.exp2(b_i), D)
-    fetch_rows(s_state, dstates + o_s, D, D)
-    async_copy.commit_group()
+    # of dK the parts (β Eᵀ) Q̂ and −γ dY Sᵀ
     s_e.store(b_et)
+    fence_async_shared()
+    b_dk, b_dks = multiply(s_e.permute((1, 0)), s_q, D), multiply(s_dy, s_state.permute((1, 0)), D)
+    b_dk, b_dks = warpgroup_mma_wait(0, deps=[b_dk, b_dks])
+    fetch_rows(s_ds, dstates + o_s, D, D, 4)
+    async_copy.commit_group()
+    b_dks = scale_rows(b_dks, -gl.exp2(b_i), D)
+    dot_k_i = dot_rows(b_dks, s_k, row, D) * r_i
+    b_dk += b_dks
+
+    # F = −dY Rᵀ ⊙ Γ strictly below the diagonal
     b_kk, b_f = multiply(s_k, s_k.permute((1, 0)), BT), multiply(s_dy, s_r.permute((1, 0)), BT)
-    dot_k_i = dot_rows(b_dk, s_k, row, D) * r_i
     b_kk, b_f = warpgroup_mma_wait(0, deps=[b_kk, b_f])
-    b_j, w_j, beta_j = load_gate(p_gates, rows, col), load_gate(p_gates + 1, rows, col), load_gate(p_gates + 3, rows, col)
+    b_j, w_j, beta_j = column_gates(p_gates, rows, col)
     b_f *= -causal_decay(b_i, b_j, o_i, o_j + 1)
     b_kk *= b_f * r_i[:, None]
     dot_k_i += gl.sum(b_kk * w_j[None, :], 1)
@@ -156,15 +166,12 @@ def backward_chunk_kernel(
     b_f = gl.convert_layout((b_f * w_j[None, :]).to(dtype), left)
     fence_async_shared()
 
-    # dK += (F β + β Fᵀ) K̂ + (β Eᵀ) Q̂ + β w R dSᵀ
+    # dK += (F β + β Fᵀ) K̂ + β w R dSᵀ
     b_dk = warpgroup_mma(s_f.permute((1, 0)), s_k, b_dk, is_async=True)
-    b_dk = warpgroup_mma(s_e.permute((1, 0)), s_q, b_dk, is_async=True)
     b_dk = warpgroup_mma(b_f, s_k, b_dk, is_async=True)
     b_dk, b_f = warpgroup_mma_wait(0, deps=[b_dk, b_f])
-    fetch_rows(s_again, states + o_s, D, D)
-    async_copy.commit_group()
-    async_copy.wait_group(1)
-    b_dw = multiply(s_r, s_state.permute((1, 0)), D)
+    async_copy.wait_group(0)
+    b_dw = multiply(s_r, s_ds.permute((1, 0)), D)
     b_dw = scale_rows(warpgroup_mma_wait(0, deps=[b_dw]), gl.exp2(last - b_i), D)
     out_i = dot_rows(b_dw, s_k, row, D) * r_i
     b_dk += scale_rows(b_dw, beta_i, D)
@@ -172,9 +179,8 @@ def backward_chunk_kernel(
     if L2NORM:
         b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, D)
     s_r.store(b_dk.to(dtype))
-    store_rows(dk + o_vo, s_r, stride, rows)
-    async_copy.wait_group(0)
-    end = dot_tiles(s_again, s_state, D)
+    store_rows(dk + o_vo, s_r, stride, rows, 4)
+    end = dot_tiles(s_state, s_ds, D)
 
     # dg gathers all later decays of the chunk; a decay that was cut off has none
     p_t, m_t = (first + o_i) * HV + i_hv, o_i < rows

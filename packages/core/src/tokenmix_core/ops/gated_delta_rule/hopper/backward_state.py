@@ -1,6 +1,5 @@
 """`backward_state` on Hopper: dV and the gradient of every chunk's state, a segment and value head a program."""
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +10,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
     causal_decay,
     fetch_rows,
-    load_gates,
+    load_gate,
     locate_chunk,
     product,
     rows_of,
@@ -41,6 +40,16 @@ def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
     return chunk
 
 
+@gluon.jit
+def load_gates(p_gates, token, length, layout: gl.constexpr):
+    """b, β r and r of the chunk at `token` and its last b; of the first or last chunk where there is none."""
+    token = gl.maximum(gl.minimum(token, length - 1), 0)
+    p_gates += token.to(gl.int64) * 4
+    rows = gl.maximum(gl.minimum(length - token, 64), 1)
+    b_b, b_w = load_gate(p_gates, rows, layout), load_gate(p_gates + 1, rows, layout)
+    return b_b, b_w, load_gate(p_gates + 2, rows, layout), gl.load(p_gates + (rows - 1) * 4)
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
@@ -49,10 +58,10 @@ def backward_state_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dS is held transposed, `[V, K]`, 16 rows a warp, so that every matrix that depends on it is a left operand, from registers.
+    """dS is held transposed, `[V, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
 
-    Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: the initial state's
-    is wanted.
+    Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: that of the
+    initial state is wanted.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = product(K, WARPS)
@@ -68,7 +77,7 @@ def backward_state_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     HV = H * group
     i_hv = gl.program_id(0) % HV
-    i_n, begin, length, start = locate_chunk(gl.program_id(0) // HV, T, segment, N, cu_seqlens, PACKED)
+    i_n, begin, length, start = locate_chunk(gl.program_id(0) // HV, T, segment, N, cu_seqlens, PACKED, WARPS)
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
@@ -101,9 +110,8 @@ def backward_state_kernel(
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([V, K], gl.float32, tile)
-    if FINAL:
-        if started == chunks:
-            b_ds = gl.load(dfinal_state + p_tile)
+    if FINAL and started == chunks:
+        b_ds = gl.load(dfinal_state + p_tile)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
 
@@ -173,9 +181,8 @@ def backward_state_kernel(
             store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
 
-    if INITIAL:
-        if first == 0:
-            gl.store(dinitial_state + p_tile, b_ds)
+    if INITIAL and first == 0:
+        gl.store(dinitial_state + p_tile, b_ds)
 
 
 def backward_state(
@@ -202,5 +209,6 @@ def backward_state(
     backward_state_kernel[(slots * HV,)](
         q, k, inverse, gates, cu_seqlens, do, gates if dfinal_state is None else dfinal_state, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[2]) > 0, qk_l2norm, cu_seqlens is not None, num_warps=V // 16,
+        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[2]) > 0, qk_l2norm, cu_seqlens is not None,
+        num_warps=V // 16,
     )  # fmt: skip

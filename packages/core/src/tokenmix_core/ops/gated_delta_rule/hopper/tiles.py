@@ -9,19 +9,19 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 
 
 @gluon.constexpr_function
-def rows_of(D, warps=4):
+def rows_of(D, warps):
     """Rows of D 16-bit elements, 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def product(N, warps=4):
+def product(N, warps):
     """Products of N columns, 16 rows a warp."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, N, 16])
 
 
 @gluon.jit
-def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr = 4):
+def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr):
     """Begin to copy rows that lie `stride` elements apart; rows from `rows` on become zero."""
     layout: gl.constexpr = rows_of(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
@@ -30,7 +30,7 @@ def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr = 4):
+def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr):
     """Store a tile from shared memory as rows that lie `stride` elements apart, up to row `rows`."""
     layout: gl.constexpr = rows_of(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
@@ -40,18 +40,8 @@ def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def load_gate(p_gate, rows, layout: gl.constexpr):
-    """One of the four gates of a chunk's tokens; past the end its last value, where all rows that it scales are zero."""
+    """One of a chunk's four gates; past the end its last value, where all rows that it scales are zero."""
     return gl.load(p_gate + gl.minimum(gl.arange(0, 64, layout), rows - 1) * 4)
-
-
-@gluon.jit
-def load_gates(p_gates, token, length, layout: gl.constexpr):
-    """b, β r and r of the chunk at `token` and its last b; of the first or last chunk where there is none."""
-    token = gl.maximum(gl.minimum(token, length - 1), 0)
-    p_gates += token.to(gl.int64) * 4
-    rows = gl.maximum(gl.minimum(length - token, 64), 1)
-    b_b, b_w = load_gate(p_gates, rows, layout), load_gate(p_gates + 1, rows, layout)
-    return b_b, b_w, load_gate(p_gates + 2, rows, layout), gl.load(p_gates + (rows - 1) * 4)
 
 
 @gluon.jit
@@ -61,19 +51,13 @@ def causal_decay(b_row, b_col, o_row, o_col):
 
 
 @gluon.jit
-def causal_decay_transposed(b_row, b_col, o_row, o_col):
-    """The transpose of `causal_decay`: `exp2(b_col − b_row)` where the column's token is not before the row's."""
-    return gl.exp2(gl.where(o_row[:, None] <= o_col[None, :], b_col[None, :] - b_row[:, None], float("-inf")))
-
-
-@gluon.jit
-def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr):
-    """`tile.sequences.locate_chunk`: the sequence, its first row and length, and the first token of the chunk in a slot."""
+def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
+    """As `tile.sequences.locate_chunk`: a slot's sequence, its first row and length, and the chunk's first token."""
     if PACKED:
         BN: gl.constexpr = 256
         sequences = 0
         for i in range(0, N, BN):
-            o_n = i + gl.arange(0, BN, gl.BlockedLayout([2], [32], [4], [0]))
+            o_n = i + gl.arange(0, BN, gl.BlockedLayout([2], [32], [WARPS], [0]))
             slots = gl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) // C + o_n
             sequences += gl.sum(((slots <= i_c) & (o_n < N)).to(gl.int32), 0)
         i_n = sequences - 1
