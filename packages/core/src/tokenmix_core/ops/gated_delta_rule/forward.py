@@ -184,6 +184,7 @@ def forward(
         q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens, readout,
         out, final_state, residual, states, scale, T, N, H, HV // H, B * T, segment,
         K, V, CHUNK, BV, output, save, segment > 0, initial_state is not None, qk_l2norm,
-        cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        cu_seqlens is not None, dot_precision(q),
+        num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
     )  # fmt: skip
     return Forward(out, final_state, residual, states)
