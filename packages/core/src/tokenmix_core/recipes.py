@@ -99,11 +99,11 @@ class _RecallSize(NamedTuple):
 _RECALL_SIZES = {
     "small": _RecallSize(1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, 2000, 2**14, 3e-3),
     "100m": _RecallSize(
-        1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 1300, 2**13, 1e-3
+        1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 4000, 2**13, 1e-3
     ),
     # wider and half as deep as language models of this size: depth delays recall
     "340m": _RecallSize(
-        2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 1300, 2**13, 1e-3
+        2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 4000, 2**13, 1e-3
     ),
 }
 _RECALL_MIXERS = {
@@ -117,8 +117,9 @@ def recall(kind: str, size: str) -> Recipe:
     """Multi-query associative recall from scratch, with as many pairs as a row can ask for.
 
     The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
-    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models. Steps count for more
-    than tokens, so batches are small; examples begin with two pairs and grow over the first part of training.
+    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models, and learn later: what
+    was seen of them is in docs/log.md. Steps count for more than tokens, so batches are small; examples begin with two
+    pairs and grow over the first part of training.
     """
     sizes = _RECALL_SIZES[size]
     small = size == "small"
