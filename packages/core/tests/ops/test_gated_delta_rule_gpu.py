@@ -105,6 +105,14 @@ def test_without_norm_or_states():
     check(x, qk_l2norm=False, scale=0.3)
 
 
+def test_inputs_that_begin_between_16_bytes():
+    x = inputs(1, 130, 1, 1, 64, 64)
+    for name in ("q", "k", "v"):
+        x[name] = torch.cat([x[name].flatten()[:1], x[name].flatten()])[1:].view_as(x[name])
+        assert x[name].data_ptr() % 16
+    check(x)
+
+
 @pytest.mark.parametrize("decay", [0.0, -1e4, float("-inf")])
 def test_uniform_decays_stay_finite(decay):
     x = inputs(1, 130, 1, 1, 128, 128, N=1)

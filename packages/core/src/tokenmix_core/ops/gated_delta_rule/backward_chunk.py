@@ -169,7 +169,7 @@ def backward_chunk(
     group = HV // H
     dq, dk = (torch.empty(B, T, HV, K, dtype=x.dtype, device=x.device) for x in (q, k))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    if do is not None and hopper.takes(q, dv):
+    if do is not None and hopper.takes(q, k, do):
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
         out = (dq, dk, dg, dbeta)

@@ -103,7 +103,7 @@ def backward_state(
     dv = torch.empty_like(like_v)
     dstates = dv.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
-    if do is not None and hopper.takes(q, like_v):
+    if do is not None and hopper.takes(q, k, do):
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
 
         # only norms of 1 bound what a segment may leave out

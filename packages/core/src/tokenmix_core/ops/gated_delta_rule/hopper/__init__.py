@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 
-def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether these steps exist for q `[B, T, H, K]` and v `[B, T, HV, V]`."""
-    return q.element_size() == 2 and q.shape[-1] == v.shape[-1] and v.shape[-1] in (64, 128) and _on_hopper(q.device)
+def takes(q: Tensor, k: Tensor, do: Tensor) -> bool:
+    """Whether these steps exist for q and k `[B, T, H, K]` and an upstream gradient `[B, T, HV, V]`."""
+    sizes = q.element_size() == 2 and q.shape[-1] == do.shape[-1] and q.shape[-1] in (64, 128)
+    return sizes and _on_hopper(q.device) and all(x.data_ptr() % 16 == 0 for x in (q, k, do))
 
 
 @functools.cache
