@@ -280,6 +280,12 @@ def test_tiles_wider_than_the_slots_change_nothing(monkeypatch):
     check(partial(call, 4, None, length), x | old)
 
 
+def test_slots_taken_part_by_part_change_nothing(monkeypatch):
+    x = inputs(B=1, T=30, HQ=1, K=64, V=64, M=32, dtype=torch.float32, device=DEVICE)
+    monkeypatch.setattr(tuning, "_SLOT_TILE", 16)
+    check(partial(call, 4, None, None), x)
+
+
 @pytest.mark.parametrize("own_keys", [False, True])
 @pytest.mark.parametrize("inside", [512, 2])
 def test_step_kernel_equals_the_whole(monkeypatch, inside, own_keys):

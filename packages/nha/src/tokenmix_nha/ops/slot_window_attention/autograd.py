@@ -136,8 +136,8 @@ def slot_window_attention_backward_op(
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
     dq, dk, dv, df, *slots = _gradients(
-        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
-        before, window, scale, initial,
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
+        dfinal_v, before, window, scale, initial,
     )  # fmt: skip
     dq_slots, dk_slots, dinitial_k, dinitial_v = slots
     factor = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
@@ -146,27 +146,27 @@ def slot_window_attention_backward_op(
     t = tuning.tile(M, window, q.dtype)
     for strong in (False, True):
         slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
-            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
-            delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
-            **y.constants, STRONG=strong, SHORT=window <= 64, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p,
+            dz, x, delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra,
+            y.lead, **y.constants, STRONG=strong, SHORT=window <= 64, BM=t.BM, BN=t.BN, num_warps=t.num_warps,
+            num_stages=t.num_stages,
         )  # fmt: skip
     walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
     ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
     local = _local(walk, y, q)
     for is_local in (True, False) if walk.segments > 1 else (False,):
         slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            q if q_slots is None else q_slots, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k, ds_v,
-            dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
+            q if q_slots is None else q_slots, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k,
+            ds_v, dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
             walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND,
-            GROUP=y.constants["GROUP"],
-            PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
-            num_stages=walk.num_stages,
+            GROUP=y.constants["GROUP"], PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"],
+            num_warps=walk.num_warps, num_stages=walk.num_stages,
         )  # fmt: skip
     for strong in (False, True):
         slot_window_backward_keys_kernel[((2 + M // t.BM) * y.key_chunks * y.rows, y.heads)](
-            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
-            dk, dv, df, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
-            **y.constants, STRONG=strong, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do,
+            p, dz, x, dk, dv, df, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks,
+            y.entries, **y.constants, STRONG=strong, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
     return dq, dk, dv, df, *slots
 

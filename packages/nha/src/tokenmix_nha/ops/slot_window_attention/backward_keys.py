@@ -39,8 +39,8 @@ def _from_later(
 
 @triton.jit
 def _pair_weights(
-    b_y, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, BT: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
-    STRONG: tl.constexpr,
+    b_y, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, BT: tl.constexpr, FACTOR: tl.constexpr,
+    DOT: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """`Σ_m col_m(j) y_m(t)` `[token, query]` over BM slots, where j has entered the slots that t sees."""
     b_f, b_log, size, b_g = chunk_gates(p_f, count, o_j, m_e, stride, slots, BM, BT, DOT)
@@ -97,7 +97,7 @@ def slot_window_backward_keys_kernel(
     q, k, v, f, q_slots, k_slots, splits, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
     dk, dv, df, dk_slots,
     scale, T, N, H, before, window, chunks, entries,
-    M: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def slot_window_backward_keys_kernel(
     begin_k = begin_k * H + i_h
     begin_q = begin * HQ + i_h * GROUP
 
-    o_r, o_n, o_m = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, M)
+    o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
     oldest = 0
     if HAS_START:
         oldest = tl.load(start + i_n)
@@ -243,7 +243,7 @@ def slot_window_backward_keys_kernel(
             b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, FACTOR, DOT, STRONG)
         b_last = tl.dot(b_ks, load_columns(p_dsk + i_m, M, K, BM), input_precision=DOT)
         b_last = tl.dot(b_v, load_columns(p_dsv + i_m, M, V, BM), b_last, input_precision=DOT)
-        b_f, b_log, size, b_g = chunk_gates(p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, DOT)
+        b_f, b_log, _, b_g = chunk_gates(p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, DOT)
         b_last *= tl.exp2(gates_between(b_log, o_r, BT - 1, BT, DOT))
         b_enter = enter_weight(b_f)
         b_x = -b_last * b_enter

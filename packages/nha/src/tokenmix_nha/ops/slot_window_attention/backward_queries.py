@@ -51,10 +51,11 @@ def _slot_logits(
 
 @triton.jit
 def slot_window_backward_queries_kernel(
-    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x, delta,
-    scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
+    delta, scale, T, N, H, before, window, chunks, entries, extra, lead,
+    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩."""

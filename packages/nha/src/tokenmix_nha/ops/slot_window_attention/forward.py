@@ -23,8 +23,9 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 def slot_window_forward_kernel(
     q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
     scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive."""

@@ -29,7 +29,7 @@ def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
 
 
 @triton.jit
-def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr):
+def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
     """A tile `[BD, M]` of slots `[N, H, SLOTS, D]`, zero beyond the slots that exist."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
     p = p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None]
@@ -37,7 +37,7 @@ def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constex
 
 
 @triton.jit
-def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr):
+def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
     """Store a tile `[BD, M]` into slots `[N, H, SLOTS, D]`."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
     tl.store(p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None], b_s, mask=(o_m < SLOTS)[None, :])
@@ -52,7 +52,7 @@ def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
 @triton.jit
 def slot_gates_kernel(
     f, weight, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries,
-    M: tl.constexpr, SLOTS: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    M: tl.constexpr, SLOTS, BT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: each token's weight in the slots at the end `[BT, M]`, the log2 decay of the whole `[M]`, and how
     often it must be halved for factors within 2^±80."""
@@ -88,7 +88,7 @@ def slot_gates_kernel(
 def slot_states_kernel(
     k, v, weight, end, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v,
     final_k, final_v, T, NH, H, before, window, entries, segments,
-    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr,
+    M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr,
     HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Slots before every chunk and at the end: tiles `[entries, H, D, M]`."""
@@ -157,7 +157,7 @@ def slot_states_kernel(
 def slot_gradients_kernel(
     q, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, local_k, local_v, local_g, ds_k, ds_v, dinitial_k,
     dinitial_v, T, NH, H, before, window, entries, segments, lead,
-    M: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr,
+    M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the slots after every chunk `[entries, H, D, M]`, and of the initial slots."""
@@ -202,10 +202,9 @@ def slot_gradients_kernel(
         tile = (entry + tl.maximum(i, 0)) * H + i_h
         b_end = tl.load(end + tile * M + o_m, mask=o_m < tl.where(i >= 0, M, 0), other=0.0)
         count = tl.load(splits + tile, mask=i >= 0, other=0)
-        if not LOCAL:
-            if i >= 0:
-                tl.store(ds_k + _tile_offsets(tile * K * M, i_d * BK, BK, M), b_sk.to(ds_k.dtype.element_ty))
-                tl.store(ds_v + _tile_offsets(tile * V * M, i_d * BV, BV, M), b_sv.to(ds_v.dtype.element_ty))
+        if (i >= 0) & (not LOCAL):
+            tl.store(ds_k + _tile_offsets(tile * K * M, i_d * BK, BK, M), b_sk.to(ds_k.dtype.element_ty))
+            tl.store(ds_v + _tile_offsets(tile * V * M, i_d * BV, BV, M), b_sv.to(ds_v.dtype.element_ty))
         b_decay = tl.exp2(b_end)[None, :]
         b_sk *= b_decay
         b_sv *= b_decay

@@ -2,9 +2,9 @@
 
 Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
 gates. A matrix product needs it as row factor times column factor, both measured from the token before a block that
-holds t and j: the whole chunk where its gates are weak enough for factors within 2^±80, otherwise a half of it, a quarter
-... A pair that no such block holds lies in the two halves of a larger one; measured from the border between them, both
-factors are at most 1.
+holds t and j: the whole chunk where its gates are weak enough for factors within 2^±80, otherwise a half of it, or a
+quarter ... A pair that no such block holds lies in the two halves of a larger one; measured from the border between
+them, both factors are at most 1.
 """
 
 import triton

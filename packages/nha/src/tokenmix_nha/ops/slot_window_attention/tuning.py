@@ -8,7 +8,7 @@ import torch
 
 
 class Tile(NamedTuple):
-    """BT tokens of a chunk; BM slots that backward kernels take at a time; BN keys or queries of the window beyond it."""
+    """BT tokens of a chunk; BM slots that the backward takes at a time; BN keys or queries of the window beyond it."""
 
     BT: int
     BM: int
