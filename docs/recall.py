@@ -36,7 +36,7 @@ def summary(run: Path) -> dict:
 
 def plot(path: Path) -> None:
     runs = json.loads(path.read_text())
-    accuracy = {name: tuple(zip(*run["accuracy"], strict=True)) for name, run in runs.items()}
+    accuracy = {name: ([x for x, _ in run["accuracy"]], [y for _, y in run["accuracy"]]) for name, run in runs.items()}
     loss = {
         name: ([step * run["tokens per step"] / 1e6 for step, _ in run["loss"]], [value for _, value in run["loss"]])
         for name, run in runs.items()
