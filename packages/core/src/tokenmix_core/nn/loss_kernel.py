@@ -50,6 +50,5 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, losses: Tensor, ignore_ind
     """
     tokens, V = logits.shape
     if tokens:
-        softmax_gradient_kernel[(tokens,)](
-            logits, labels, losses, logits.stride(0), V, ignore_index, 4096, gradient, num_warps=8  # type: ignore
-        )
+        launch = softmax_gradient_kernel[(tokens,)]
+        launch(logits, labels, losses, logits.stride(0), V, ignore_index, 4096, gradient, num_warps=8)  # type: ignore
