@@ -122,7 +122,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Callable[[], T
     # compiled code of an earlier shape counts towards a limit, beyond which nothing is compiled
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask).transpose(1, 2)
+    grouped = q.shape[2] != k.shape[2]
+    return lambda: compiled(
+        *(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=grouped
+    ).transpose(1, 2)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,12 @@ they spill, and wait at every such place. Here tiles go straight to shared memor
 matrices stay in registers as left operands of the next product.
 """
 
-import functools
-
-import torch
 from torch import Tensor
+
+from tokenmix_core.ops.common import on_hopper
 
 
 def takes(q: Tensor, k: Tensor, do: Tensor) -> bool:
     """Whether these steps exist for q and k `[B, T, H, K]` and an upstream gradient `[B, T, HV, V]`."""
     sizes = q.element_size() == 2 and q.shape[-1] == do.shape[-1] and q.shape[-1] in (64, 128)
-    return sizes and _on_hopper(q.device) and all(x.data_ptr() % 16 == 0 for x in (q, k, do))
-
-
-@functools.cache
-def _on_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    import triton
-
-    # Gluon's interface still changes between versions: these steps run on 3.6 and 3.7
-    return (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+    return sizes and on_hopper(q.device) and all(x.data_ptr() % 16 == 0 for x in (q, k, do))
