@@ -73,7 +73,9 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
 
             peer = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
-            forwards["flash-linear-attention"] = lambda: peer()[0]
+            # FLA hands over to FlashQLA where that is installed and can do it
+            over = K == V == 128 and importlib.util.find_spec("flash_qla") is not None
+            forwards["flash-linear-attention" + (" over FlashQLA" if over else "")] = lambda: peer()[0]
         if importlib.util.find_spec("flash_qla") is not None and K == V == 128:
             from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
 
