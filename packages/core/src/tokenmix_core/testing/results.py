@@ -146,7 +146,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("time, as a share of the best peer's in the same run")
-    axes.set_title("; ".join(sorted({_place(row["environment"]) for row in pairs})), fontsize=8)
+    axes.set_title("\n".join(sorted({_place(row["environment"]) for row in pairs})), fontsize=8)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
