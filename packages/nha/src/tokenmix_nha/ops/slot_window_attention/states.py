@@ -210,7 +210,7 @@ def slot_gradients_kernel(
         b_sv *= b_decay
         o_t = i * BT + o_r + window - before
         m_t = (o_t >= 0) & (o_t < length)
-        for i_g in tl.static_range(GROUP):
+        for i_g in range(GROUP):
             p_row = row + i_g
             b_q = _load_columns(q + p_row * K, o_t, m_t, HQ * K, i_d * BK, BK)
             b_do = _load_columns(do + p_row * V, o_t, m_t, HQ * V, i_d * BV, BV)
