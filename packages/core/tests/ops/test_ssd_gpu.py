@@ -214,6 +214,7 @@ def test_custom_ops_pass_torchs_own_checks():
     torch.library.opcheck(ssd_backward_op, (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone()))
     torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0))
 
+
 # Triton's pipeliner moves loads across branches: what is read out lies between what is not
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
