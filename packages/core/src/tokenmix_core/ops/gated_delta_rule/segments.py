@@ -66,7 +66,8 @@ def segment_kernel(
     p_tile = o_k[None, :] * V + i_tile * BV + o_v[:, None]
     if INITIAL:
         p_initial = initial_state + (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
-        b_s = tl.load(p_initial, mask=(o_v[:, None] >= 0) & (first == 0) & (skipped == 0), other=0.0).to(tl.float32)
+        rows = tl.where((first == 0) & (skipped == 0), BV, 0)
+        b_s = tl.load(p_initial, mask=o_v[:, None] < rows, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
     # a value's row is read for no token where the values are 0
