@@ -1,4 +1,4 @@
-"""Fill the speed tables of the READMEs from committed measurements, and plot them; `--check` fails where one is stale."""
+"""Fill the READMEs' speed tables from committed measurements, and plot them; `--check` fails where one is stale."""
 
 import json
 import sys
