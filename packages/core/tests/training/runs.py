@@ -177,6 +177,24 @@ def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[
     return curve(output_dir)
 
 
+def train_traced(made: Recipe, output_dir: Path) -> None:
+    """Train with `torch.compile`, in a process of its own.
+
+    The model is traced and differentiated ahead of time, but run eagerly: a CPU's code generator takes minutes.
+    """
+    from tokenmix_core.training import trainer
+
+    plain = trainer.training_arguments
+
+    def eager(*args: Any, **options: Any) -> Any:
+        arguments = plain(*args, **options)
+        arguments.torch_compile_backend = "aot_eager"
+        return arguments
+
+    trainer.training_arguments = eager
+    train(replace(made, run=replace(made.run, torch_compile=True)), output_dir, progress=False)
+
+
 def slow_steps(recipe: Recipe) -> Any:
     """A callback that lets a test meet a run in its middle."""
     from transformers import TrainerCallback
