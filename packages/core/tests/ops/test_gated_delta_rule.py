@@ -9,7 +9,6 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
-from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
@@ -127,39 +126,6 @@ def test_kernels_agree_without_norm_or_states(device):
     check(x, qk_l2norm=False)
 
 
-def wanted(kind, B, T, device="cpu"):
-    """Some tokens, the first chunk of 64 and the third, or none."""
-    t = torch.arange(T, device=device).expand(B, -1)
-    return {"tokens": t % 3 == 0, "chunks": t // 64 % 2 == 0, "none": t < 0}[kind]
-
-
-@pytest.mark.parametrize("kind", ["tokens", "chunks", "none"])
-def test_tokens_that_are_not_read_out_enter_the_state_alone(kind):
-    x, readout = inputs(T=130, H=1, HV=2, K=4, V=3, N=2), wanted(kind, 2, 130)
-
-    def masked(**x):
-        o, final_state = chunk_gated_delta_rule(**x, qk_l2norm=True)
-        return ScanOutput(o * readout[..., None, None], final_state)
-
-    got, upstream = values_and_gradients(partial(chunk_gated_delta_rule, qk_l2norm=True, readout=readout), x)
-    exact, _ = values_and_gradients(masked, x, upstream)
-    for name in exact:
-        assert relative_error(got[name], exact[name]) < 1e-12, name
-
-
-@pytest.mark.parametrize("kind", ["tokens", "chunks", "none"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_kernels_read_out_what_is_wanted(kind, packed, device):
-    options = {"cu_seqlens": borders([0, 0, 66, 130], device)} if packed else {}
-    x = inputs(B=1, T=130, HV=1, K=64, V=64, N=3 if packed else 1, dtype=torch.float32, device=device)
-    check(x, readout=wanted(kind, 1, 130, device), **options)
-
-
-def test_a_readout_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="readout must be bool"):
-        chunk_gated_delta_rule(**inputs(), readout=torch.ones(2, 70))
-
-
 def test_kernels_agree_for_extreme_gates(device):
     x = inputs(B=1, T=70, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     # β = 2 between decays near 1 is badly conditioned: where is a matter of the draw, so the draw is the same each time
@@ -247,11 +213,10 @@ def test_registered_as_torch_operators(device):
     x = inputs(B=1, T=2, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     arguments = tuple(value.requires_grad_() for value in x.values())
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    readout = torch.tensor([[True, False]], device=device)
-    for op, more in ((ops.chunk_op, (readout,)), (ops.recurrent_op, ())):
-        torch.library.opcheck(op, (*arguments, None, 0.5, True, *more), test_utils=tests)
+    for op in (ops.chunk_op, ops.recurrent_op):
+        torch.library.opcheck(op, (*arguments, None, 0.5, True), test_utils=tests)
     tokens = [value.detach()[:, 0] for value in arguments[:5]]
-    o, final_state, *terms = ops.chunk_op(*(value.detach() for value in arguments), None, 0.5, True, None)
+    o, final_state, *terms = ops.chunk_op(*(value.detach() for value in arguments), None, 0.5, True)
     saved = (*(value.detach() for value in arguments[:5]), *terms, arguments[5].detach(), None)
     torch.library.opcheck(ops.backward_op, (o, final_state, *saved, 0.5, True), test_utils=tests)
     torch.library.opcheck(ops.step_op, (*tokens, arguments[5].detach(), 0.5, True), test_utils=tests)

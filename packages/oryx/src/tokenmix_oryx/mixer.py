@@ -277,7 +277,7 @@ class OryxMixer(Mixer):
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
-            # without `readout`: to skip outputs costs the kernels more than it saves them
+            # all outputs are computed: a branch that skips some costs the kernels more than it saves them
             o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
             if state is not None:
                 state.recurrent.set(after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.ops.common import (
@@ -13,9 +13,7 @@ from tokenmix_core.ops.common import (
     check_cu_seqlens,
     check_dtype,
     check_multiple,
-    check_readout,
     check_same_dtype,
-    only_wanted,
     resolve_impl,
 )
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
@@ -35,7 +33,6 @@ def chunk_gated_delta_rule(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     qk_l2norm: bool = False,
-    readout: Bool[Tensor, "B T"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
     """The gated delta rule over whole sequences, chunk by chunk: what training and prefill use.
@@ -56,8 +53,6 @@ def chunk_gated_delta_rule(
             packed sequences.
         cu_seqlens: borders of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
-        readout: True for the tokens whose outputs are wanted; None for all. The others enter the state alone: their
-            outputs are 0 and pass no gradient, and chunks without a wanted one are not read out.
         impl: "triton" (K and V in {64, 128, 256}; bfloat16, float16 or float32), "reference" (any size and device), or
             None for Triton on CUDA tensors and the reference on others.
 
@@ -69,13 +64,11 @@ def chunk_gated_delta_rule(
     """
     op = "chunk_gated_delta_rule"
     impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl)
-    check_readout(op, readout, q)
     if impl == "reference":
-        out = ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm))
-        return only_wanted(out, readout)
+        return ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm))
     from tokenmix_core.ops.gated_delta_rule.autograd import chunk
 
-    return ScanOutput(*chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout))
+    return ScanOutput(*chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm))
 
 
 def recurrent_gated_delta_rule(

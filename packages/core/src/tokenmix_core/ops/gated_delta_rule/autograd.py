@@ -24,10 +24,9 @@ def chunk_op(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
-    readout: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs, final states, and what the backward pass needs: Ã and the gates, and the states that enter segments."""
-    return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout)
+    return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule_backward", mutates_args=())
@@ -77,17 +76,11 @@ def step_op(
     return _step(q, k, v, g, beta, state, scale, qk_l2norm)
 
 
-def _wanted(do: Tensor | None, readout: Tensor | None) -> Tensor | None:
-    """The gradient of the outputs that are read out."""
-    return do if do is None or readout is None else do.masked_fill(~readout[..., None, None], 0.0)
-
-
-def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout):
+def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
     inverse, gates, entering = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm)
-    readout = None if readout is None else readout.contiguous()
-    out = forward(q, k, v, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm, readout=readout)
+    out = forward(q, k, v, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm)
     return out.o, out.final_state, inverse, gates, entering
 
 
@@ -119,9 +112,9 @@ def _step(q, k, v, g, beta, state, scale, qk_l2norm):
 
 
 def _save_chunk(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, readout = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, g, beta, *output[2:], initial_state, cu_seqlens, readout)
+    ctx.save_for_backward(q, k, v, g, beta, *output[2:], initial_state, cu_seqlens)
 
 
 def _save_recurrent(ctx, inputs, output):
@@ -138,8 +131,7 @@ def _gradients(ctx, do, dfinal_state, q, *saved):
 
 
 def _backward_of_chunk(ctx, do, dfinal_state, *_):
-    *saved, readout = ctx.saved_tensors
-    return *_gradients(ctx, _wanted(do, readout), dfinal_state, *saved), None
+    return _gradients(ctx, do, dfinal_state, *ctx.saved_tensors)
 
 
 def _backward_of_recurrent(ctx, do, dfinal_state):
@@ -148,7 +140,7 @@ def _backward_of_recurrent(ctx, do, dfinal_state):
         k, v, g, beta = (x.contiguous() for x in (k, v, g, beta))
         terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, ctx.qk_l2norm)
     else:
-        terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm, None)[2:]
+        terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm)[2:]
     return _gradients(ctx, do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens)
 
 
@@ -164,7 +156,7 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
 
 
 @chunk_op.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, readout):
+def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     return (

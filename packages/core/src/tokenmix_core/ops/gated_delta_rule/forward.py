@@ -57,7 +57,7 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
-    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, readout, o, final_state, residual, states,
+    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, o, final_state, residual, states,
     scale, T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -104,27 +104,19 @@ def forward_kernel(
         b_v = load_rows(p_v, HV * V, rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, rows, BT, BT)
         b_b, b_w, r_k, b_last = chunk_gates(p_gates, rows, BT)
-        if OUTPUT and readout is None:
+        if OUTPUT:
             b_q = load_rows(p_q, H * K, rows, BT, K)
         b_h = b_s.to(k.dtype.element_ty)
-        if OUTPUT and readout is None:
+        if OUTPUT:
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
         b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
         b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
         if SAVE:
             tl.store(p_s, b_h)
             store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, rows, BT, BV)
-        if OUTPUT and readout is None:
+        if OUTPUT:
             b_o = outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM, DOT)
             store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, rows, BT, BV)
-        elif OUTPUT:
-            # outputs are zero unless written
-            m_o = tl.load(readout + begin + start + o_t, mask=o_t < rows, other=0) != 0
-            if tl.max(m_o.to(tl.int32)) > 0:
-                b_q = load_rows(p_q, H * K, rows, BT, K)
-                b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
-                b_o = tl.where(m_o[None, :], outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM, DOT), 0.0)
-                store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, rows, BT, BV)
 
         p_q += BT * H * K
         p_k += BT * H * K
@@ -140,7 +132,7 @@ def forward_kernel(
 
 
 class Forward(NamedTuple):
-    """Outputs (0 where not read out) and final states; saved are R, like v, and the state entering each chunk."""
+    """Outputs and final states; saved are R, like v, and the state entering each chunk."""
 
     o: Tensor
     final_state: Tensor
@@ -162,7 +154,6 @@ def forward(
     *,
     output: bool = True,
     save: bool = False,
-    readout: Tensor | None = None,
 ) -> Forward:
     """Run along the sequences, or along the segments that `entering` (see `segments.py`) holds the states of.
 
@@ -172,7 +163,7 @@ def forward(
     HV, V = v.shape[2:]
     N = sequences(q, cu_seqlens)
     none = v.new_empty(0)
-    out = none if not output else torch.empty_like(v) if readout is None else torch.zeros_like(v)
+    out = torch.empty_like(v) if output else none
     final_state = v.new_empty(N, HV, K, V, dtype=torch.float32) if output else none
     residual = torch.empty_like(v) if save else none
     states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
@@ -181,7 +172,7 @@ def forward(
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
-        q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens, readout,
+        q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens,
         out, final_state, residual, states, scale, T, N, H, HV // H, B * T, segment,
         K, V, CHUNK, BV, output, save, segment > 0, initial_state is not None, qk_l2norm,
         cu_seqlens is not None, dot_precision(q),
