@@ -121,6 +121,9 @@ def _context() -> Any:
 
 def _child(environment: dict[str, str], work: Callable[..., Any], args: tuple, options: dict[str, Any]) -> None:
     os.environ.update(environment)
+    # so that a signal can reach it with all that it starts, as Ctrl-C in a terminal does
+    os.setpgrp()
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     work(*args, **options)
     if torch.distributed.is_initialized():
@@ -157,10 +160,11 @@ class Processes:
             assert all(child.exitcode in (None, 0) for child in self.children), "a process failed"
             time.sleep(0.005)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, *, group: bool = False) -> None:
+        send = os.killpg if group else os.kill
         for child in self.children:
             if child.is_alive():
-                os.kill(child.pid, number)
+                send(child.pid, number)
 
     def join(self) -> list[int]:
         """Exit codes."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C (or SIGTERM) ends training after the current step with a checkpoint; a second one quits at once.
+    """Ctrl-C (or SIGTERM) ends training after the current step with a checkpoint; a later one quits at once.
 
-    With several processes the signal counts when the next line is logged, for there they meet anyway.
+    What follows within a second is the same signal: `timeout` and job schedulers send it to the process and to its
+    group. With several processes the signal counts when the next line is logged, for there they meet anyway.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._received_at = 0.0
         self._previous: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -70,8 +73,12 @@ class StopOnSignal(TrainerCallback):
             self._previous.clear()
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.restore()
-        self.received = number
+        if self.received is not None:
+            if time.monotonic() - self._received_at > 1:
+                self.restore()
+                signal.raise_signal(number)
+            return
+        self.received, self._received_at = number, time.monotonic()
         if int(os.environ.get("RANK", "0")) == 0:
             print("\nstopping after this step, with a checkpoint; once more to quit at once", file=sys.stderr)
 

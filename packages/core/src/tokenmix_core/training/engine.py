@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import platform
+import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from tokenmix_core.training import checkpoint
@@ -64,6 +68,14 @@ class RecipeTrainer(Trainer):
             self.lr_scheduler = LambdaLR(chosen, lambda step: factor(step))
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The rows in order, read by processes that leave Ctrl-C and SIGTERM to this one."""
+        loader = super().get_train_dataloader()
+        # accelerate keeps the loader that starts the processes inside its own
+        inner = getattr(loader, "base_dataloader", loader)
+        inner.worker_init_fn = partial(_leave_signals_to_trainer, inner.worker_init_fn)
+        return loader
 
     def compute_loss(
         self,
@@ -158,6 +170,14 @@ class RecipeTrainer(Trainer):
             (partial / "training_args.bin").unlink(missing_ok=True)
             checkpoint.publish(partial, self.output_dir)
         self.accelerator.wait_for_everyone()
+
+
+def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -> None:
+    # both reach the whole process group, and a reader that died would end the run before its checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def device_name(args: TrainingArguments) -> str:
