@@ -219,7 +219,7 @@ def slot_window_backward_keys_kernel(
                 b_dk = tl.dot(b_s.to(b_k.dtype), b_qn, b_dk, input_precision=DOT)
         store_rows(dk + begin_k * K, b_dk, o_j, m_s, H * K, K)
     elif slots > 0:
-        # ⟨dS_j, S_j⟩, carried from the chunk's end to token j, less what token j itself put in
+        # what tokens from j on ask of all before j, less what token j itself would lose
         if OWN_SLOT_KEYS:
             b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
         else:
@@ -246,15 +246,17 @@ def slot_window_backward_keys_kernel(
         b_f, b_log, _, b_g = chunk_gates(p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, DOT)
         b_last *= tl.exp2(gates_between(b_log, o_r, BT - 1, BT, DOT))
         b_enter = enter_weight(b_f)
-        b_x = -b_last * b_enter
-        b_x -= b_e * (tl.exp2(-b_g) * b_enter).to(FACTOR).to(tl.float32)
+        b_x = -b_e * (tl.exp2(-b_g) * b_enter).to(FACTOR).to(tl.float32)
         for i_g in range(GROUP):
             b_x += load_rows(x + (begin_q + i_g) * M + i_m, o_q, m_q, HQ * M, BM)
-        b_e = b_e * tl.exp2(-b_g) + b_last
+        # what later chunks ask of the slots is summed over what they hold of earlier tokens: nothing cancels
         b_later = tl.where(o_r[None, :] >= o_r[:, None], 1.0, 0.0)
-        b_df = sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), DOT) - (1.0 - b_enter) * b_e
-        b_dot = _inner(p_dsk + i_m, states_k + (entry + H) * K * M + i_m, BM, M, K)
-        b_df += (b_dot + _inner(p_dsv + i_m, states_v + (entry + H) * V * M + i_m, BM, M, V))[None, :]
+        b_df = sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), DOT)
+        b_df += sums_of_rows(1.0 - b_later, b_last * b_enter, DOT)
+        b_df -= (1.0 - b_enter) * (b_e * tl.exp2(-b_g) + b_last)
+        b_dot = _inner(p_dsk + i_m, states_k + entry * K * M + i_m, BM, M, K)
+        b_dot += _inner(p_dsv + i_m, states_v + entry * V * M + i_m, BM, M, V)
+        b_df += (b_dot * tl.exp2(tl.sum(b_log, 0)))[None, :]
         # bounded gates have no gradient
         b_df = tl.where(m_e[:, None] & (b_log == b_f * LOG2_E), b_df, 0.0)
         _store_gates(df + begin_k * SLOTS + i_m, b_df, o_j, m_s, H * SLOTS, SLOTS - i_m, BM)
