@@ -82,7 +82,7 @@ def tiny_mamba2() -> Recipe:
 
 
 class _RecallSize(NamedTuple):
-    """Sizes of the recall models: of the vocabulary, the rows, the model, its heads; steps and batch of training."""
+    """Sizes of the recall models: of the vocabulary, the rows, the model, its heads, its initial weights; of training."""
 
     vocab: int
     seq_len: int
@@ -91,19 +91,22 @@ class _RecallSize(NamedTuple):
     mlp: int
     heads: int
     gdn: dict[str, Any]
+    deviation: float
     steps: int
     batch: int
     learning_rate: float
 
 
 _RECALL_SIZES = {
-    "small": _RecallSize(1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, 2000, 2**14, 3e-3),
+    "small": _RecallSize(
+        1024, 512, 128, 2, 0, 2, {"num_heads": 1, "head_dim": 64, "expand_v": 1.0}, 0.02, 2000, 2**14, 3e-3
+    ),
     "100m": _RecallSize(
-        1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 4000, 2**13, 1e-3
+        1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 0.005, 3000, 2**13, 5e-4
     ),
     # wider and half as deep as language models of this size: depth delays recall
     "340m": _RecallSize(
-        2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 4000, 2**13, 1e-3
+        2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 0.004, 3000, 2**13, 5e-4
     ),
 }
 _RECALL_MIXERS = {
@@ -117,9 +120,10 @@ def recall(kind: str, size: str) -> Recipe:
     """Multi-query associative recall from scratch, with as many pairs as a row can ask for.
 
     The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
-    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models, and learn later: what
-    was seen of them is in docs/log.md. Steps count for more than tokens, so batches are small; examples begin with two
-    pairs and grow over the first part of training.
+    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models, and recall only with
+    small steps: one of AdamW's changes what a matrix gives by about its width times the learning rate. Their initial
+    weights are small, too, for the layers' outputs not to drown the embeddings. Steps count for more than tokens, so
+    batches are small; examples begin with two pairs and grow over the first part of training.
     """
     sizes = _RECALL_SIZES[size]
     small = size == "small"
@@ -136,6 +140,7 @@ def recall(kind: str, size: str) -> Recipe:
             "mixers": mixers,
             "mixer_options": {mixer: options[mixer] for mixer in dict.fromkeys(mixers)},
             "max_position_embeddings": sizes.seq_len,
+            "initializer_range": sizes.deviation,
         },
         data=DataRecipe(
             sources=["mqar"],
@@ -146,7 +151,7 @@ def recall(kind: str, size: str) -> Recipe:
         ),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens(sizes.steps * sizes.batch),
-            warmup_tokens=Tokens(40 * sizes.batch),
+            warmup_tokens=Tokens((40 if small else 100) * sizes.batch),
             batch_tokens=Tokens(sizes.batch),
             micro_batch_tokens=Tokens(sizes.batch),
             learning_rate=sizes.learning_rate,

@@ -165,7 +165,7 @@ def recall(kind: str, size: str) -> Recipe:
             options = {ATTENTION: {"num_heads": 12}, GDN: {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}}
         model |= {"intermediate_size": mlp, "mixers": mixers}
         model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
-    batch = 2**13 if small else 2**12
+    batch, rate = 2**13, 3e-3 if small else 5e-4
     return Recipe(
         name=f"recall-{kind}-{size}",
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
@@ -181,12 +181,12 @@ def recall(kind: str, size: str) -> Recipe:
             data_seed=42,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(batch * (1000 if small else 1200)),
+            total_tokens=Tokens(batch * (1000 if small else 2000)),
             warmup_tokens=Tokens(batch * 100),
             batch_tokens=Tokens(batch),
             micro_batch_tokens=Tokens(batch),
-            learning_rate=3e-3 if small else 1e-3,
-            min_learning_rate=3e-4 if small else 1e-4,
+            learning_rate=rate,
+            min_learning_rate=rate / 10,
         ),
         run=RunRecipe(
             seed=42,
