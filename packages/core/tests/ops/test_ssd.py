@@ -9,7 +9,6 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
-from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
 
@@ -139,50 +138,6 @@ def test_kernels_agree_with_the_reference(case, dtype, device, monkeypatch):
     )
 
 
-def wanted(kind, B, T, device="cpu"):
-    """Some tokens, the first chunk of 64 and the third, or none."""
-    t = torch.arange(T, device=device).expand(B, -1)
-    return {"tokens": t % 3 == 0, "chunks": t // 64 % 2 == 0, "none": t < 0}[kind]
-
-
-@pytest.mark.parametrize("kind", ["tokens", "chunks", "none"])
-def test_tokens_that_are_not_read_out_enter_the_state_alone(kind):
-    x, readout = inputs(T=130, G=1, HV=2, K=4, V=3, N=2), wanted(kind, 2, 130)
-
-    def masked(**x):
-        o, final_state = chunk_ssd(**x)
-        return ScanOutput(o * readout[..., None, None], final_state)
-
-    got, upstream = values_and_gradients(partial(chunk_ssd, readout=readout), x)
-    exact, _ = values_and_gradients(masked, x, upstream)
-    for name in exact:
-        assert relative_error(got[name], exact[name]) < 1e-12, name
-
-
-@pytest.mark.parametrize("kind", ["tokens", "chunks", "none"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_kernels_read_out_what_is_wanted(kind, packed, device):
-    options = {"cu_seqlens": borders([0, 0, 66, 130], device)} if packed else {}
-    x = inputs(B=1, T=130, N=3 if packed else 1, dtype=torch.float32, device=device)
-    options["readout"] = wanted(kind, 1, 130, device)
-    assert_agrees(partial(chunk_ssd, impl="triton", **options), partial(chunk_ssd, impl="reference", **options), x)
-
-
-def test_kernels_read_out_segments(device, monkeypatch):
-    plan_with(monkeypatch, segment=64)
-    x, readout = inputs(B=1, T=130, dtype=torch.float32, device=device), wanted("chunks", 1, 130, device)
-    assert_agrees(
-        partial(chunk_ssd, impl="triton", readout=readout), partial(chunk_ssd, readout=readout, impl="reference"), x
-    )
-
-
-def test_a_readout_that_does_not_fit_is_refused():
-    x = inputs()
-    for readout, message in ((torch.ones(2, 70), "must be bool"), (torch.ones(2, 69).bool(), r"\[B, T\]")):
-        with pytest.raises(ValueError, match=f"readout {message}|readout must have shape {message}"):
-            chunk_ssd(**x, readout=readout)
-
-
 def test_token_by_token_kernel_agrees_with_the_reference(device):
     x = inputs(B=1, T=9, G=1, HV=2, N=3, dtype=torch.float32, device=device)
     ssd = partial(recurrent_ssd, scale=0.7, cu_seqlens=borders([0, 0, 5, 9], device))
@@ -233,9 +188,8 @@ def test_custom_ops_pass_torchs_own_checks(device):
 
     x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device)
     q, k, v, g, state = (value.requires_grad_() for value in x.values())
-    readout = torch.tensor([[True, False, True]], device=device)
-    for op, more in (ssd_forward_op, (readout,)), (ssd_recurrent_op, ()):
-        torch.library.opcheck(op, (q, k, v, g, 1.0, state, None, *more))
+    for op in ssd_forward_op, ssd_recurrent_op:
+        torch.library.opcheck(op, (q, k, v, g, 1.0, state, None))
     q, k, v, g, state = (value.detach() for value in x.values())
     torch.library.opcheck(ssd_backward_op, (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone()))
     torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0))

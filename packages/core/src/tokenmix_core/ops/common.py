@@ -214,17 +214,3 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int
                 f"{op}: cu_seqlens must rise from 0 to T = {tokens} without falling, got {cu_seqlens.tolist()[:16]}"
             )
     return cu_seqlens.numel() - 1
-
-
-def check_readout(op: str, readout: Tensor | None, q: Tensor) -> None:
-    """Raise a ValueError unless `readout` is None or bool `[B, T]` on the device of `q [B, T, ...]`."""
-    if readout is not None:
-        bind_shapes(op, {"B": q.shape[0], "T": q.shape[1]}, q=(q, "B T H K"), readout=(readout, "B T"))
-        check_dtype(op, (torch.bool,), readout=readout)
-
-
-def only_wanted(output: ScanOutput, readout: Tensor | None) -> ScanOutput:
-    """The outputs with zeros for the tokens that `readout [B, T]` does not name."""
-    if readout is None:
-        return output
-    return ScanOutput(output.o.masked_fill(~readout[..., None, None], 0.0), output.final_state)

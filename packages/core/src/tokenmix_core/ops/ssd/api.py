@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.ops.common import (
@@ -13,9 +13,7 @@ from tokenmix_core.ops.common import (
     check_cu_seqlens,
     check_dtype,
     check_multiple,
-    check_readout,
     check_same_dtype,
-    only_wanted,
     resolve_impl,
 )
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
@@ -33,7 +31,6 @@ def chunk_ssd(
     scale: float = 1.0,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-    readout: Bool[Tensor, "B T"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
     r"""State-space duality (Mamba-2; with G = HV also simple gated linear attention), parallel over chunks of tokens.
@@ -50,8 +47,6 @@ def chunk_ssd(
         scale: factor of the output.
         initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
         cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
-        readout: `[B, T]` bool, True for the tokens whose outputs are wanted; None for all. The others enter the state
-            alone: their outputs are 0 and pass no gradient, and chunks without a wanted one are not read out.
         impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
             Triton needs K and V of 16, 32, 64, 128 or 256.
 
@@ -62,13 +57,11 @@ def chunk_ssd(
         ValueError: shapes, dtypes, devices, group count or cu_seqlens do not fit; it says what was got and expected.
     """
     impl = _check("chunk_ssd", q, k, v, g, initial_state, cu_seqlens, impl)
-    check_readout("chunk_ssd", readout, q)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import chunk_ssd_triton
 
-        return chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens, readout)
-    out = chunk_ssd_reference(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return only_wanted(out, readout)
+        return chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens)
+    return chunk_ssd_reference(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
 def recurrent_ssd(
@@ -84,7 +77,7 @@ def recurrent_ssd(
 ) -> ScanOutput:
     """The same function as `chunk_ssd`, computed token by token: best for a few tokens a sequence.
 
-    Arguments, results and errors are those of `chunk_ssd` without `readout`; gradients too.
+    Arguments, results and errors are those of `chunk_ssd`; gradients too.
     """
     impl = _check("recurrent_ssd", q, k, v, g, initial_state, cu_seqlens, impl)
     if impl == "triton":

@@ -28,7 +28,7 @@ def _sequences(v: Tensor, cu_seqlens: Tensor | None) -> int:
     return v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
 
 
-def run_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout) -> tuple[Tensor, Tensor, Tensor]:
+def run_forward(q, k, v, g, scale, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     """o, the final states, and the states before each segment (empty where sequences are not cut up)."""
     from tokenmix_core.ops.ssd.forward import ssd_forward
     from tokenmix_core.ops.ssd.states import segment_states
@@ -37,13 +37,12 @@ def run_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout) -> tuple[
     q, k, v, g = token_rows(q), token_rows(k), token_rows(v), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    readout = None if readout is None else readout.contiguous()
     if not plan.segment:
-        o, final_state = ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout, 0, plan.forward)
+        o, final_state = ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, 0, plan.forward)
         assert final_state is not None, "whole sequences end in a state"
         return o, final_state, final_state.new_empty(0)
     before, final_state = segment_states(k, v, g, scale, initial_state, cu_seqlens, plan.segment, False, plan.states)
-    o, _ = ssd_forward(q, k, v, g, scale, before, cu_seqlens, readout, plan.segment, plan.forward)
+    o, _ = ssd_forward(q, k, v, g, scale, before, cu_seqlens, plan.segment, plan.forward)
     return o, final_state, before
 
 
@@ -100,14 +99,13 @@ def run_step(q, k, v, g, state, scale) -> Tensor:
 
 @torch.library.custom_op("tokenmix_core::ssd_forward", mutates_args=())
 def ssd_forward_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    readout: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return run_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout)
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return run_forward(q, k, v, g, scale, initial_state, cu_seqlens)
 
 
 @ssd_forward_op.register_fake
-def _(q, k, v, g, scale, initial_state, cu_seqlens, readout):
+def _(q, k, v, g, scale, initial_state, cu_seqlens):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     segment = _plan(q, v, cu_seqlens).segment
@@ -159,21 +157,19 @@ backward = direct_when_eager(ssd_backward_op, run_backward)
 
 def _save(ctx, inputs, output) -> None:
     """What backward needs; the recurrent form has no third result and its backward makes the segments' states anew."""
-    q, k, v, g, scale, initial_state, cu_seqlens, *readout = inputs
+    q, k, v, g, scale, initial_state, cu_seqlens = inputs
     before = output[2] if len(output) > 2 else None
-    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, before, *readout)
+    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, before)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, final_gradient, _before=None):
-    q, k, v, g, initial_state, cu_seqlens, before, *readout = ctx.saved_tensors
+    q, k, v, g, initial_state, cu_seqlens, before = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(v)
-    elif readout and readout[0] is not None:
-        do = do.masked_fill(~readout[0][..., None, None], 0.0)
     *grads, initial_gradient = backward(q, k, v, g, ctx.scale, initial_state, cu_seqlens, before, do, final_gradient)
-    return *grads, None, initial_gradient if initial_state is not None else None, None, *(None for _ in readout)
+    return *grads, None, initial_gradient if initial_state is not None else None, None
 
 
 chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
@@ -181,8 +177,8 @@ recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
 step = direct_when_eager(ssd_step_op, run_step)
 
 
-def chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens, readout) -> ScanOutput:
-    return ScanOutput(*chunk(q, k, v, g, scale, initial_state, cu_seqlens, readout))
+def chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:
+    return ScanOutput(*chunk(q, k, v, g, scale, initial_state, cu_seqlens))
 
 
 def recurrent_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:

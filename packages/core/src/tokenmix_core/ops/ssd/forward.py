@@ -24,7 +24,7 @@ def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def ssd_forward_kernel(
-    q, k, v, g, o, initial_state, final_state, cu_seqlens, readout,
+    q, k, v, g, o, initial_state, final_state, cu_seqlens,
     stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
@@ -66,22 +66,10 @@ def ssd_forward_kernel(
         p_v = v + o_t * stride_v + o_i[:, None] * stride_v + o_v[None, :]
         b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)
         b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
-
+        b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)
+        b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
         p_o = o + o_t * HV * V + o_i[:, None] * (HV * V) + o_v[None, :]
-        if readout is None:
-            b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)
-            b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
-            tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
-        else:
-            # outputs are zero unless written
-            m_o = tl.load(readout + o_t + o_i, mask=m_t, other=0) != 0
-            if tl.max(m_o.to(tl.int32)) > 0:
-                # loads of its own: Triton's pipeliner fetches the next chunk over b_v before it comes to this branch
-                b_qo = tl.load(p_q, mask=m_t[:, None], other=0.0)
-                b_ko = tl.load(p_k, mask=m_t[:, None], other=0.0)
-                b_vo = tl.load(p_v, mask=m_t[:, None], other=0.0)
-                b_o = read_out(b_qo, b_ko, b_vo, b_s, b_b, o_i)
-                tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_o[:, None])
+        tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
 
         b_w = (b_v * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
         b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
@@ -89,7 +77,7 @@ def ssd_forward_kernel(
         tl.store(final_state + o_state, b_s)
 
 
-def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout, segment, config: SSDForward):
+def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: SSDForward):
     """Outputs, and the final states unless the sequences are cut into segments.
 
     With `segment` tokens a program, `initial_state [slots, HV, K, V]` holds the state before each segment; with
@@ -98,12 +86,11 @@ def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, readout, segment, 
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    make = torch.empty_like if readout is None else torch.zeros_like
-    o = make(v, memory_format=torch.contiguous_format)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
     spans = len(initial_state) if segment else N
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
-        q, k, v, g, o, initial_state, final_state, cu_seqlens, readout,
+        q, k, v, g, o, initial_state, final_state, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), scale, T, N, G, HV, segment,
         K, V, config.BT, config.BV, segment > 0, cu_seqlens is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
