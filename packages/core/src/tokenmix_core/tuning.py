@@ -214,5 +214,19 @@ class ShortConvTile(NamedTuple):
 
 
 def short_conv() -> ShortConvTile:
-    """The tile of the short convolution, forward and backward."""
+    """The tile of the short convolution, forward."""
     return ShortConvTile(32, 128, 4)
+
+
+class ShortConvRun(NamedTuple):
+    """BT tokens, BU a step, by BD channels a warp."""
+
+    BT: int
+    BU: int
+    BD: int
+
+
+def short_conv_backward(tokens: int, channels: int) -> ShortConvRun:
+    """The runs of the short convolution's backward pass: long ones read few tokens twice, many fill the device."""
+    BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
+    return ShortConvRun(min(max(BT, 16), 128), 4, 128)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from tokenmix_core import tuning
 from tokenmix_core.ops import short_conv, short_conv_step
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
@@ -43,6 +44,16 @@ def test_every_width_and_dtype(W, dtype, packed, activation):
 def test_every_length(T):
     x = inputs(1, T, 64, 4, N=1)
     conv = partial(short_conv, activation="silu")
+    assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
+
+
+@pytest.mark.parametrize("BT", [16, 32, 64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_length_of_a_run(packed, BT, monkeypatch):
+    run = tuning.short_conv_backward(1000, 260)._replace(BT=BT)
+    monkeypatch.setattr(tuning, "short_conv_backward", lambda tokens, channels: run)
+    conv = partial(short_conv, activation="silu", **({"cu_seqlens": borders()} if packed else {}))
+    x = inputs(1, 1000, 260, 4, N=6 if packed else 1)
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
 
 

@@ -39,9 +39,10 @@ def run_backward(
     """Gradients of x, weight, bias and the initial state."""
     from tokenmix_core.ops.short_conv.backward import short_conv_backward
 
+    B, T, D = x.shape
     return short_conv_backward(
         token_rows(x), weight.contiguous(), bias, activation, _contiguous(initial_state), cu_seqlens,
-        token_rows(do), _contiguous(final_gradient), tuning.short_conv(),
+        token_rows(do), _contiguous(final_gradient), tuning.short_conv_backward(B * T, D),
     )  # fmt: skip
 
 

@@ -5,111 +5,118 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots
-from tokenmix_core.ops.short_conv.forward import convolve, load_inputs
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_core.tuning import ShortConvTile
+from tokenmix_core.tuning import ShortConvRun
+
+
+@triton.jit
+def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
+    """The input at position `o_t` of a sequence whose row 0 is at `p_x`, float32; before 0 lies the initial state."""
+    b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=(o_t >= 0) & (o_t < length) & m_d, other=0.0).to(tl.float32)
+    if p_initial is not None:
+        b_x += tl.load(p_initial + o_t + (W - 1), mask=(o_t < 0) & (o_t > -W) & m_d, other=0.0).to(tl.float32)
+    return b_x
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["T", "N"])
-def sum_gradient_kernel(
-    x, weight, bias, initial_state, do, dz, dsums, cu_seqlens, stride_x, stride_do, T, N, D,
-    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_conv_backward_kernel(
+    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
+    stride_x, stride_do, T, N, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the sums before the activation, and what a chunk adds to those of weight and bias."""
+    """One walk over BT tokens, BU a step; the last W inputs and gradients of sums before the activation are registers.
+
+    A thread owns its channels: what is summed over tokens meets no other thread.
+    """
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    o_r = tl.arange(0, BT)
-    p_x = x + (begin + first) * stride_x
+    end = tl.minimum(first + BT, length)
+    o_state = (tl.cast(i_n, tl.int64) * D + o_d) * (W - 1)
+    p_x = x + begin * stride_x + o_d
+    p_do = do + begin * stride_do + o_d
+    p_dx = dx + begin * D + o_d
     p_initial = initial_state
     if initial_state is not None:
-        p_initial += tl.cast(i_n, tl.int64) * D * (W - 1)
-    b_dz = load_inputs(do + (begin + first) * stride_do, None, first, o_r, length, o_d, m_d, stride_do, W)
-    if SILU:
-        b_z = convolve(p_x, p_initial, weight, bias, first, o_r, length, o_d, m_d, stride_x, W)
-        b_sigmoid = tl.sigmoid(b_z)
-        b_dz *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
-        p_dz = dz + (begin + first) * D + o_r[:, None] * D + o_d[None, :]
-        tl.store(p_dz, b_dz.to(dz.dtype.element_ty), mask=(first + o_r < length)[:, None] & m_d[None, :])
-    # unused slots of a packed batch, where first is past the length, write zeros for the sum over slots
+        p_initial += o_state
+    zero = tl.zeros([BD], tl.float32)
+    b_bias = tl.zeros([BD], tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_w = ()
+    b_x = ()
+    b_dz = ()
+    b_sums = (zero,)
+    for w in tl.static_range(W):
+        b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
+        b_sums = b_sums + (zero,)
+        b_dz = b_dz + (zero,)
+        b_x = b_x + (load_input(p_x, p_initial, first - W + w, length, m_d, stride_x, W),)
+
+    # the last W − 1 gradients of inputs need those of sums after them
+    for i in range(0, tl.maximum(end - first, 0) + W - 1, BU):
+        o_t = first + i
+        b_xs = ()
+        b_dos = ()
+        for u in tl.static_range(BU):
+            m_t = (o_t + u < length) & m_d
+            b_xs = b_xs + (tl.load(p_x + (o_t + u).to(tl.int64) * stride_x, mask=m_t, other=0.0),)
+            b_dos = b_dos + (tl.load(p_do + (o_t + u).to(tl.int64) * stride_do, mask=m_t, other=0.0),)
+        for u in tl.static_range(BU):
+            b_x = b_x[1:] + (b_xs[u].to(tl.float32),)
+            b_new = b_dos[u].to(tl.float32)
+            if SILU:
+                b_z = b_bias
+                for w in tl.static_range(W):
+                    b_z += b_w[w] * b_x[w]
+                b_sigmoid = tl.sigmoid(b_z)
+                b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+            b_dz = b_dz[1:] + (b_new,)
+            # later tokens are the next run's
+            b_own = tl.where(o_t + u < end, b_new, 0.0)
+            b_added = ()
+            for w in tl.static_range(W):
+                b_added = b_added + (b_sums[w] + b_own * b_x[w],)
+            b_sums = b_added + (b_sums[W] + b_own,)
+            b_dx = zero
+            for w in tl.static_range(W):
+                b_dx += b_w[W - 1 - w] * b_dz[w]
+            o_s = o_t + u - (W - 1)
+            if final_gradient is not None:
+                m_s = (o_s >= length - (W - 1)) & (o_s < length) & m_d
+                b_dx += tl.load(final_gradient + o_state + (o_s - length + W - 1), mask=m_s, other=0.0).to(tl.float32)
+            m_s = (o_s >= first) & (o_s < end) & m_d
+            tl.store(p_dx + o_s.to(tl.int64) * D, b_dx.to(dx.dtype.element_ty), mask=m_s)
+            if initial_gradient is not None:
+                m_s = (first == 0) & (o_s < 0) & m_d
+                tl.store(
+                    initial_gradient + o_state + (o_s + W - 1), b_dx.to(initial_gradient.dtype.element_ty), mask=m_s
+                )
+    # unused slots of a packed batch write zeros for the sum over slots
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * D + o_d
-    for w in tl.static_range(W):
-        b_x = load_inputs(p_x, p_initial, first, o_r + (w - W + 1), length, o_d, m_d, stride_x, W)
-        tl.store(p_sums + w * D, tl.sum(b_dz * b_x, 0), mask=m_d)
-    tl.store(p_sums + W * D, tl.sum(b_dz, 0), mask=m_d)
-
-
-@triton.jit
-def input_gradient(p_dz, p_final, weight, first, o_r, length, o_d, m_d, stride_dz, W: tl.constexpr):
-    """The gradient of the inputs, float32, at the positions `first + o_r`; from −W + 1 to −1 lies the initial state."""
-    b_dx = tl.zeros([o_r.shape[0], o_d.shape[0]], tl.float32)
-    for w in tl.static_range(W):
-        b_w = tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32)
-        b_dx += load_inputs(p_dz, None, first, o_r + (W - 1 - w), length, o_d, m_d, stride_dz, W) * b_w[None, :]
-    if p_final is not None:
-        o_w = first + o_r - length + (W - 1)
-        m_s = ((o_w >= 0) & (o_w < W - 1))[:, None] & m_d[None, :]
-        b_dx += tl.load(p_final + o_d[None, :] * (W - 1) + o_w[:, None], mask=m_s, other=0.0).to(tl.float32)
-    return b_dx
-
-
-@cached_launch
-@triton.jit(do_not_specialize=["T", "N"])
-def input_gradient_kernel(
-    dz, weight, final_gradient, dx, initial_gradient, cu_seqlens, stride_dz, T, N, D,
-    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
-    # an empty sequence has one chunk too, which hands the gradient of its state back
-    if first >= tl.maximum(length, 1):
-        return
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    o_r = tl.arange(0, BT)
-    o_state = tl.cast(i_n, tl.int64) * D * (W - 1)
-    p_dz = dz + (begin + first) * stride_dz
-    p_final = final_gradient
-    if final_gradient is not None:
-        p_final += o_state
-    b_dx = input_gradient(p_dz, p_final, weight, first, o_r, length, o_d, m_d, stride_dz, W)
-    p_dx = dx + (begin + first) * D + o_r[:, None] * D + o_d[None, :]
-    tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=(first + o_r < length)[:, None] & m_d[None, :])
-    # one condition is known when compiling, the other is not
-    if initial_gradient is not None:  # noqa: SIM102
-        if first == 0:
-            o_w = tl.arange(0, 8)
-            b_ds = input_gradient(p_dz, p_final, weight, first, o_w - (W - 1), length, o_d, m_d, stride_dz, W)
-            p_ds = initial_gradient + o_state + o_d[None, :] * (W - 1) + o_w[:, None]
-            m_s = (o_w < W - 1)[:, None] & m_d[None, :]
-            tl.store(p_ds, b_ds.to(initial_gradient.dtype.element_ty), mask=m_s)
+    for w in tl.static_range(W + 1):
+        tl.store(p_sums + w * D, b_sums[w], mask=m_d)
 
 
 def short_conv_backward(
-    x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: ShortConvTile
+    x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: ShortConvRun
 ):
     """Gradients of x, weight, bias and the initial state; the latter two None where their tensors are."""
     B, T, D = x.shape
     W = weight.shape[1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    chunks = chunk_slots(B, T, config.BT, cu_seqlens)
+    runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    # sums over the tokens of a chunk, then over chunks: a fixed order, so the result never changes between runs
-    dsums = torch.empty((chunks, W + 1, D), dtype=torch.float32, device=x.device)
+    # sums over the tokens of a run, then over runs: a fixed order, so the result never changes
+    dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
     initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
-    silu, packed = activation == "silu", cu_seqlens is not None
-    # without an activation the sums' gradient is do itself
-    dz = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if silu else do
-    grid = (chunks, cdiv(D, config.BD))
-    sum_gradient_kernel[grid](
-        x, weight, bias, initial_state, do, dz, dsums, cu_seqlens, x.stride(1), do.stride(1), T, N, D,
-        W, config.BT, config.BD, silu, packed, num_warps=config.num_warps,
-    )  # fmt: skip
-    input_gradient_kernel[grid](
-        dz, weight, final_gradient, dx, initial_gradient, cu_seqlens, dz.stride(1), T, N, D,
-        W, config.BT, config.BD, packed, num_warps=config.num_warps,
+    short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
+        x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
+        x.stride(1), do.stride(1), T, N, config.BT, D,
+        W, config.BD, config.BU, activation == "silu", cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     dsums = dsums.sum(0)
     # copies, since results of a custom op share no memory
