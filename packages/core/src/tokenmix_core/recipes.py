@@ -82,7 +82,7 @@ def tiny_mamba2() -> Recipe:
 
 
 class _RecallSize(NamedTuple):
-    """Sizes of the recall models: of the vocabulary, the rows, the model, its heads, its initial weights; of training."""
+    """Sizes of the recall models: vocabulary, rows, the model, its heads and initial weights; and of their training."""
 
     vocab: int
     seq_len: int

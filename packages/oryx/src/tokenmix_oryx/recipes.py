@@ -138,36 +138,37 @@ def ablation(family: str, name: str) -> Recipe:
 def demo(family: str, assignment: str) -> Recipe:
     """About 100M parameters on the built-in corpus and associative recall: some minutes of a GPU.
 
-    Recall needs steps more than tokens, hence small ones, and a learning rate this high: at half of it nothing is
-    recalled in as many steps.
+    Recall needs steps more than tokens, hence small ones, and four rows in five; and more pairs than either family's
+    linear state can hold.
     """
     suffix = "" if assignment == "chunk" else "-sequence"
-    tokens = 1024
+    tokens, vocab = 1024, 1024
     return Recipe(
         name=f"demo-{family}{suffix}",
         description=f"ORYX-{family.upper()}, 100M, {assignment} assignment, corpus and recall; minutes on one GPU",
         model={
-            "vocab_size": 512,
+            "vocab_size": vocab,
             **model_fields(family, 1024, 7),
             "mode_assignment": assignment,
             "max_position_embeddings": tokens,
+            "initializer_range": 0.006,
         },
         model_type="tokenmix_oryx",
         data=DataRecipe(
             sources=["stdlib", "mqar"],
-            weights=[0.3, 0.7],
+            weights=[0.2, 0.8],
             seq_len=tokens,
-            mqar_pairs=128,
-            mqar_vocab_size=512,
-            mqar_ramp=0.6,
+            mqar_pairs=tokens // 4,
+            mqar_vocab_size=vocab,
+            mqar_ramp=0.7,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(8 * tokens * 1400),
-            warmup_tokens=Tokens(8 * tokens * 60),
+            total_tokens=Tokens(8 * tokens * 2000),
+            warmup_tokens=Tokens(8 * tokens * 100),
             batch_tokens=Tokens(8 * tokens),
             micro_batch_tokens=Tokens(8 * tokens),
-            learning_rate=1.5e-3,
-            min_learning_rate=1.5e-4,
+            learning_rate=1e-3,
+            min_learning_rate=1e-4,
         ),
         run=RunRecipe(
             dataloader_num_workers=8,
