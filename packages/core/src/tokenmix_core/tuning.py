@@ -82,13 +82,21 @@ class SSDStates(NamedTuple):
     num_stages: int
 
 
+class SSDHopper(NamedTuple):
+    """Value heads a program, whose dq and dk it sums."""
+
+    heads: int
+    num_warps: int
+
+
 class SSDGradients(NamedTuple):
-    """Chunks of BT tokens, V in steps of BV."""
+    """Chunks of BT tokens, V in steps of BV; or, on Hopper, chunks of 64 where `hopper` is not None."""
 
     BT: int
     BV: int
     num_warps: int
     num_stages: int
+    hopper: SSDHopper | None = None
 
 
 class SSDRecurrent(NamedTuple):
@@ -121,7 +129,11 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2)
         states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
         gradients = SSDGradients(
-            64, min(V, 64 if max(K, V) == 256 else 128), 8 if min(K, V) >= 128 or K == 256 else 4, 1
+            64,
+            min(V, 64 if max(K, V) == 256 else 128),
+            8 if min(K, V) >= 128 or K == 256 else 4,
+            1,
+            SSDHopper(1, 4) if K in (64, 128) and V in (64, 128) else None,
         )
 
     # sequences cut into segments read k and v once more, so only where they alone leave the device idle

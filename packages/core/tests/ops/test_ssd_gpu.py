@@ -62,6 +62,26 @@ def test_every_head_size(K, V, dtype, segment, monkeypatch):
     check(inputs(2, 200, 1, 2, K, V, N=2, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128)])
+@pytest.mark.parametrize("heads", [(1, 4), (1, 8), (2, 8), (4, 8), (8, 8)], ids=lambda x: f"{x[0]} heads, {x[1]} warps")
+def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
+    if heads[0] > 1 and K == V == 128:
+        pytest.skip("two states of such heads do not fit")
+    B, T, G, HV = 2, 1000, 1, 16
+    gradients = tuning.ssd(B, T, B, G, HV, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(*heads))
+    plan_with(monkeypatch, gradients=gradients)
+    check(inputs(B, T, G, HV, K, V, N=B, dtype=dtype))
+
+
+def test_rows_that_begin_at_multiples_of_16_bytes_alone():
+    def ssd(q, k, v, g, impl):
+        q, k, v = (torch.nn.functional.pad(x.flatten(2), (8, 0))[..., 8:].view(x.shape) for x in (q, k, v))
+        return chunk_ssd(q, k, v, g, impl=impl)
+
+    assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), inputs(2, 130, 1, 2, 64, 64))
+
+
 @pytest.mark.parametrize(("G", "HV"), [(1, 8), (2, 8), (8, 8)])
 def test_heads_that_share_a_group(G, HV):
     check(inputs(1, 200, G, HV, 128, 64, N=1))

@@ -1,5 +1,8 @@
 """Gradients of the convolution: of its inputs and both states, and partial sums of those of weight and bias."""
 
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
 import torch
 import triton
 import triton.language as tl

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
@@ -117,16 +118,21 @@ def ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, config: 
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    dq = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
-    dk = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
     dv = torch.empty_like(v, memory_format=torch.contiguous_format)
     dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    ssd_gradients_kernel[(chunk_slots(B, T, config.BT, cu_seqlens) * HV,)](
-        q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
-        q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV,
-        K, V, config.BT, config.BV, cu_seqlens is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    if HV > G:
+    if config.hopper is not None and on_hopper(q.device):
+        from tokenmix_core.ops.ssd.hopper import hopper_gradients
+
+        dq, dk = hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, dg, config.hopper)
+    else:
+        dq = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
+        dk = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
+        ssd_gradients_kernel[(chunk_slots(B, T, config.BT, cu_seqlens) * HV,)](
+            q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+            q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV,
+            K, V, config.BT, config.BV, cu_seqlens is not None,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    if dq.shape[2] > G:
         dq, dk = (x.unflatten(2, (G, -1)).sum(3) for x in (dq, dk))
     return dq, dk, dv, dg.to(g.dtype)

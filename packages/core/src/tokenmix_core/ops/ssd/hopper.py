@@ -1,0 +1,231 @@
+"""`gradients` on Hopper for 16-bit inputs, in Gluon: a chunk and some value heads of one group a program.
+
+Triton's own form passes tiles through registers on their way to shared memory and changes layouts there; here they go
+straight to shared memory, and products read them from there.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.hopper.tiles import causal_decay, fetch_rows, locate_chunk, store_rows
+from tokenmix_core.tile.hopper import await_copies, barrier
+from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.tuning import SSDHopper
+
+CHUNK = gl.constexpr(64)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-160.0)
+
+
+@gluon.constexpr_function
+def product(N, warps):
+    """A product `[64, N]`: 16 rows a warp of a group, and a part of the columns each group."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, N * 4 // warps, 16])
+
+
+@gluon.jit
+def multiply(a, b, N: gl.constexpr):
+    """Begin A B."""
+    zero = gl.zeros([64, N], gl.float32, product(N, gl.num_warps()))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, STAGES: gl.constexpr):
+    """Room for STAGES tiles."""
+    shape: gl.constexpr = [rows, columns] if STAGES == 1 else [STAGES, rows, columns]
+    return gl.allocate_shared_memory(dtype, shape, gl.NVMMASharedLayout(128, 16))
+
+
+@gluon.jit
+def stage(x_n, i, STAGES: gl.constexpr):
+    """One of STAGES tiles."""
+    if STAGES == 1:
+        s_x = x_n
+    else:
+        s_x = x_n.index(i)
+    return s_x
+
+
+@gluon.jit
+def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
+    """Σ x y of each row of X in registers and Y in shared memory."""
+    return gl.convert_layout(gl.sum(b_x * s_y.load(product(D, gl.num_warps())).to(gl.float32), 1), row)
+
+
+@gluon.jit
+def scaled_rows(s_x, x_i, layout: gl.constexpr):
+    """diag(x) X in 16 bits, X from shared memory."""
+    b_x = s_x.load(layout).to(gl.float32)
+    return (b_x * gl.convert_layout(x_i, gl.SliceLayout(1, layout))[:, None]).to(s_x.dtype)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["T", "N", "G", "HV"])
+def hopper_gradients_kernel(
+    q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+    stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
+    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Vectors by row are `x_i`, by column `x_j`. R heads' dq and dk are summed in registers; strides count 16 bytes."""
+    BT: gl.constexpr = CHUNK
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = product(BT, W)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    col: gl.constexpr = gl.SliceLayout(0, square)
+    left: gl.constexpr = gl.DotOperandLayout(0, product(K, W), 2)
+    # not the layout of copies: their addresses would be kept from here on
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    parts = HV // R
+    i_c, i_r = gl.program_id(0) // parts, gl.program_id(0) % parts
+    _, begin, length, start = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED, W)
+    if start >= length:
+        return
+    first, rows = begin + start, length - start
+    # rows begin at multiples of 16 bytes
+    stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
+    i_g = i_r * R // (HV // G)
+
+    # where both states do not fit, the gradient takes the state's place
+    OVERLAY: gl.constexpr = K * V > 128 * 64
+    STAGES: gl.constexpr = 2 if R > 1 else 1
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    v_n = allocate(dtype, BT, V, STAGES)
+    do_n = allocate(dtype, BT, V, STAGES)
+    s_n = allocate(dtype, K, V, STAGES)
+    d_n = s_n if OVERLAY else allocate(dtype, K, V, STAGES)
+    # P, and then dP
+    s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    o_line = gl.arange(0, BT, gl.BlockedLayout([1], [32], [W], [0]))
+    o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
+    b_dq = gl.zeros([BT, K], gl.float32, product(K, W))
+    b_dk = gl.zeros([BT, K], gl.float32, product(K, W))
+    o_s = (i_c.to(gl.int64) * HV + i_r * R) * K * V
+    p_v, p_do = v + first * stride_v + i_r * R * V, do + first * stride_do + i_r * R * V
+    fetch_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
+    fetch_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
+    fetch_rows(stage(v_n, 0, STAGES), p_v, stride_v, rows, W)
+    fetch_rows(stage(do_n, 0, STAGES), p_do, stride_do, rows, W)
+    fetch_rows(stage(s_n, 0, STAGES), states + o_s, V, K, W)
+    if not OVERLAY:
+        fetch_rows(stage(d_n, 0, STAGES), gradients + o_s, V, K, W)
+    async_copy.commit_group()
+    for r in range(R):
+        i_h = i_r * R + r
+        here, then = r % STAGES, (r + 1) % STAGES
+        s_v, s_do = stage(v_n, here, STAGES), stage(do_n, here, STAGES)
+        s_s, s_d = stage(s_n, here, STAGES), stage(d_n, here, STAGES)
+        if OVERLAY:
+            b_d = gl.load(gradients + o_s + o_lk[:, None] * V + o_lv[None, :])
+        p_g = g + (first + o_line) * HV + i_h
+        g_line = gl.maximum(gl.load(p_g, mask=o_line < rows, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
+        g_j = gl.convert_layout(g_line, col)
+        b_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], g_j[None, :], 0.0), 1)
+        b_j = gl.convert_layout(b_i, col)
+        total = gl.sum(gl.where(o_i == BT - 1, b_i, 0.0), 0)
+        from_i, to_i = gl.exp2(b_i) * scale, gl.exp2(total - b_i)
+        await_copies(0)
+        if R > 1:  # noqa: SIM102
+            if r + 1 < R:
+                p_v, p_do, o_s = p_v + V, p_do + V, o_s + K * V
+                fetch_rows(stage(v_n, then, STAGES), p_v, stride_v, rows, W)
+                fetch_rows(stage(do_n, then, STAGES), p_do, stride_do, rows, W)
+                fetch_rows(stage(s_n, then, STAGES), states + o_s, V, K, W)
+                fetch_rows(stage(d_n, then, STAGES), gradients + o_s, V, K, W)
+                async_copy.commit_group()
+        if not OVERLAY:
+            b_d = s_d.load(lines)
+        end = gl.sum(gl.sum(s_s.load(lines).to(gl.float32) * b_d.to(gl.float32), 1), 0)
+
+        # M, P and dP
+        b_dp, b_qk = multiply(s_do, s_v.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
+        b_gamma = causal_decay(b_i, b_j, o_i, o_j) * scale
+        b_dp, b_qk = warpgroup_mma_wait(0, deps=[b_dp, b_qk])
+        b_dp *= b_gamma
+        b_m = gl.where(o_i[:, None] > o_j[None, :], b_qk * b_dp, 0.0)
+        crossing_i = gl.sum(b_m, 1) - gl.convert_layout(gl.sum(b_m, 0), row)
+        s_p.store((b_qk * b_gamma).to(dtype))
+        b_dp = b_dp.to(dtype)
+        fence_async_shared()
+        barrier()
+
+        # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
+        if R == 1:
+            b_dq = multiply(s_do, s_s.permute((1, 0)), K)
+            b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+            b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, product(K, W)))[:, None]
+            crossing_i += dot_rows(b_dq, s_q, row, K)
+        else:
+            # q_i · (S do_i) of this head alone
+            b_qs = multiply(s_q, s_s, V)
+            b_qs = warpgroup_mma_wait(0, deps=[b_qs])
+            crossing_i += dot_rows(b_qs, s_do, row, V) * from_i
+            b_left = scaled_rows(s_do, from_i, left)
+            b_dq = warpgroup_mma(b_left, s_s.permute((1, 0)), b_dq, is_async=True)
+            b_dq, b_left = warpgroup_mma_wait(0, deps=[b_dq, b_left])
+        if OVERLAY:
+            barrier()
+            fetch_rows(s_d, gradients + o_s, V, K, W)
+            async_copy.commit_group()
+        b_dv = multiply(s_p.permute((1, 0)), s_do, V)
+        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        barrier()
+        s_p.store(b_dp)
+        fence_async_shared()
+        barrier()
+        b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        if OVERLAY:
+            await_copies(0)
+        b_kd = multiply(s_k, s_d, V)
+        b_kd = warpgroup_mma_wait(0, deps=[b_kd])
+        b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, product(V, W)))[:, None]
+        later_i = dot_rows(b_kd, s_v, row, V)
+        b_dv += b_kd
+        s_do.store(b_dv.to(dtype))
+        # dK += dPᵀ Q + e^(b_C − b) V Dᵀ
+        b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
+        b_left = scaled_rows(s_v, to_i, left)
+        b_dk = warpgroup_mma(b_left, s_d.permute((1, 0)), b_dk, is_async=True)
+        store_rows(dv + (first * HV + i_h) * V, s_do, HV * V, rows, W)
+        b_paths = gl.where(
+            o_i[:, None] <= o_j[None, :],
+            gl.convert_layout(crossing_i, col)[None, :],
+            gl.convert_layout(later_i, col)[None, :],
+        )
+        dg_i = gl.sum(b_paths, 1) + end * gl.exp2(total)
+        gl.store(dg + (first + o_i) * HV + i_h, dg_i, mask=o_i < rows)
+        b_dk, b_left = warpgroup_mma_wait(0, deps=[b_dk, b_left])
+        barrier()
+    s_q.store(b_dq.to(dtype))
+    s_k.store(b_dk.to(dtype))
+    o_out = (first * parts + i_r) * K
+    store_rows(dq + o_out, s_q, parts * K, rows, W)
+    store_rows(dk + o_out, s_k, parts * K, rows, W)
+
+
+def hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, dg, config: SSDHopper):
+    """Write dv and dg; return dq and dk as sums of `config.heads` value heads each, `[B, T, HV / heads, K]`."""
+    B, T, G, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    parts = HV // config.heads
+    dq = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
+    dk = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
+    hopper_gradients_kernel[(chunk_slots(B, T, 64, cu_seqlens) * parts,)](
+        q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+        *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV,
+        K, V, config.heads, config.num_warps, cu_seqlens is not None, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dq, dk
