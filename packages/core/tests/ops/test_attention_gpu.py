@@ -17,9 +17,10 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def other_device(monkeypatch):
     """The kernels for other devices than Hopper."""
-    from tokenmix_core.ops.attention import backward
+    from tokenmix_core.ops.attention import backward, forward
 
-    monkeypatch.setattr(backward, "on_hopper", lambda device: False)
+    for module in (backward, forward):
+        monkeypatch.setattr(module, "on_hopper", lambda device: False)
 
 
 NAMES = ("o", "lse", "dq", "dk", "dv")

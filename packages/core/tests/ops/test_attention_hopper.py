@@ -1,4 +1,4 @@
-"""Attention's gradients for Hopper on a CPU, run by the stand-in for Gluon, against the reference."""
+"""Attention for Hopper on a CPU, run by the stand-in for Gluon, against the reference."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ CASES = {
     "window and sinks, grouped heads": dict(B=2, HQ=4, H=2, mask=Mask(True, 10, 37), through_lse=True),
     "fewer queries": dict(TQ=7, TK=70, mask=Mask(True, 30, 5)),
     "fewer keys": dict(TQ=70, TK=61, mask=CAUSAL, through_lse=True),
+    "chosen queries, grouped heads": dict(B=2, HQ=4, H=2, mask=CAUSAL, chosen=0.04),
+    "chosen queries, fewer than keys": dict(TQ=50, TK=70, mask=CAUSAL, chosen=0.1),
+    "chosen queries, packed": dict(mask=CAUSAL, cu_seqlens=[0, 1, 1, 16, 40, 41, 70], chosen=0.1),
+    "no query chosen": dict(mask=CAUSAL, chosen=0.0),
     "packed": dict(mask=CAUSAL, cu_seqlens=[0, 1, 1, 16, 40, 41, 70]),
     "packed, window and sinks": dict(HQ=4, H=2, mask=Mask(True, 5, 3), cu_seqlens=[0, 50, 50, 66, 70]),
 }
@@ -29,13 +33,15 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def hopper():
-    """The kernels' module on the stand-in, with tiles of 16."""
-    _, _, module = gluon.load("tokenmix_core", "tile.masks", "tile.hopper", "ops.attention.hopper")
-    for name in ("key_tiles", "query_tiles", "visible"):
-        function = getattr(module, name).fn
-        setattr(module, name, types.FunctionType(function.__code__, function.__globals__ | {"tl": module.gl}))
-    module.TILE = 16
-    return module
+    """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
+    names = "tile.masks", "tile.hopper", "ops.attention.hopper", "ops.attention.hopper_forward"
+    _, _, *modules = gluon.load("tokenmix_core", *names)
+    for module in modules:
+        for name in {"key_tiles", "query_tiles", "first_place", "visible"} & vars(module).keys():
+            function = getattr(module, name).fn
+            setattr(module, name, types.FunctionType(function.__code__, function.__globals__ | {"tl": module.gl}))
+        module.TILE = 16
+    return modules
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -43,6 +49,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
     generator = torch.Generator().manual_seed(0)
     options = dict(CASES[case])
     mask, cu, through_lse = options.pop("mask"), options.pop("cu_seqlens", None), options.pop("through_lse", False)
+    chosen = options.pop("chosen", None)
     B, HQ, H, TQ = (options.get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2), ("TQ", 70)))
     TK = options.get("TK", TQ)
     shapes = (B, TQ, HQ, 64), (B, TK, H, 64), (B, TK, H, 64), (B, TQ, HQ, 64)
@@ -52,12 +59,33 @@ def test_gradients_answer_to_the_reference(hopper, case):
     o, lse = attention_reference(q, k, v, **form)
     dlse = torch.randn(lse.shape, generator=generator).masked_fill(lse.isneginf(), 0) if through_lse else None
 
-    expected = attention_reference_backward(q, k, v, o, do, dlse, **form)
+    selected = None if chosen is None else torch.rand(B, TQ, generator=generator) < chosen
+    wanted = torch.ones(B, TQ, 1, dtype=torch.bool) if selected is None else selected[..., None]
+
+    expected = attention_reference_backward(q, k, v, o, do * wanted[..., None], dlse, **form)
+    # as the forward pass leaves what nobody chose
+    o, lse = o * wanted[..., None], lse.masked_fill(~wanted, float("inf"))
     grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     lse = lse.transpose(1, 2).contiguous()
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     delta = torch.full_like(lse, float("nan"))
-    hopper.backward_queries(q, k, v, o.contiguous(), do, lse, dlse, delta, grads[0], cu, mask, 0.125)
-    hopper.backward_keys(q, k, v, do, lse, delta, *grads[1:], cu, mask, 0.125)
+    backward, _ = hopper
+    backward.backward_queries(q, k, v, o.contiguous(), do, lse, dlse, delta, grads[0], cu, mask, 0.125, selected)
+    backward.backward_keys(q, k, v, do, lse, delta, *grads[1:], cu, mask, 0.125, selected)
     for grad, exact in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "chosen" not in CASES[case]])
+def test_outputs_answer_to_the_reference(hopper, case):
+    generator = torch.Generator().manual_seed(0)
+    B, HQ, H, TQ = (CASES[case].get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2), ("TQ", 70)))
+    TK = CASES[case].get("TK", TQ)
+    q, k, v = (torch.randn(s, generator=generator) for s in ((B, TQ, HQ, 64), (B, TK, H, 64), (B, TK, H, 64)))
+    mask, cu = CASES[case]["mask"], CASES[case].get("cu_seqlens")
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    exact = attention_reference(q, k, v, scale=0.125, cu_seqlens=cu, **mask._asdict())
+    o, lse = torch.full_like(q, float("nan")), torch.full((B, HQ, TQ), float("nan"))
+    hopper[1].forward(q, k, v, o, lse, cu, mask, 0.125)
+    for got, expected in zip((o, lse.transpose(1, 2)), exact, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

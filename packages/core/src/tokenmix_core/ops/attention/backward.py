@@ -201,13 +201,13 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     # the kernel of dq leaves delta for the kernel of dk and dv
     delta = torch.empty_like(lse)
-    hopper = _hopper(q, k, v, do) if selected is None and on_hopper(q.device) else None
+    hopper = _hopper(q, k, v, do) if on_hopper(q.device) else None
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
 
     if hopper is not None and K == 128:
-        hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale)
+        hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected)
     else:
         BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
         tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
@@ -217,7 +217,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if hopper is not None:
-        hopper.backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale)
+        hopper.backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)
     else:
         BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
         tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N

@@ -13,6 +13,7 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.selection import selected_rows
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import locate_tile, visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
@@ -107,6 +108,12 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None):
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
+    if selected is None and K == 128 and on_hopper(q.device):
+        from tokenmix_core.ops.attention import hopper, hopper_forward
+
+        if hopper.takes(q, k, v):
+            hopper_forward.forward(q, k, v, o, lse, cu_seqlens, mask, scale)
+            return o, lse
     BM, BN, warps, stages = tuning.attention("forward", max(K, V), q.dtype)
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N

@@ -1,4 +1,4 @@
-"""The backward kernels for Hopper, in Gluon: 16-bit heads of 64 or 128, any mask but chosen queries.
+"""The backward kernels for Hopper, in Gluon: 16-bit heads of 64 or 128, any mask, for all queries or chosen ones.
 
 The arithmetic is that of `backward.py`. What differs is the order: both products that a tile begins with are started
 together, exponentials run beside the second, and the next tile is copied meanwhile; and addresses take fewer registers,
@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.attention.selection import first_place, list_tiles
 from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles
 from tokenmix_core.tile.hopper import await_copies, begin_copy, begin_vector_copy, product_layout, row_layout
 from tokenmix_core.tile.launch import cached_launch
@@ -25,7 +26,7 @@ WARPS = 4
 
 @gluon.jit
 def locate_tile(cu_seqlens, N, i_tile, BT: gl.constexpr):
-    """`tile.masks.locate_tile` by bisection: the tile inside its sequence, the sequence's start and its length."""
+    """`tile.masks.locate_tile` by bisection: the sequence, the tile inside it, the sequence's start and its length."""
     low = 0
     high = N
     while high - low > 1:
@@ -36,13 +37,29 @@ def locate_tile(cu_seqlens, N, i_tile, BT: gl.constexpr):
             high = middle
     start = gl.load(cu_seqlens + low).to(gl.int64)
     length = (gl.load(cu_seqlens + low + 1).to(gl.int64) - start).to(gl.int32)
-    return i_tile - (start // BT).to(gl.int32) - low, start, length
+    return low, i_tile - (start // BT).to(gl.int32) - low, start, length
+
+
+@gluon.jit
+def holds_selected(selected, first, rows, BT: gl.constexpr):
+    """Whether one of the rows `first` … `first + BT − 1` is selected."""
+    o_t = first + gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.max(gl.load(selected + o_t, mask=o_t < rows, other=0).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
+    layout: gl.constexpr = row_layout(D, gl.num_warps())
+    o_t = first + gl.arange(0, BT, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    p_x += o_t.to(gl.int64)[:, None] * stride + o_d[None, :]
+    gl.store(p_x, gl.zeros([BT, D], p_x.dtype.element_ty, layout), mask=(o_t < rows)[:, None])
 
 
 @cached_launch
 @gluon.jit
 def _backward_queries(
-    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens,
+    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr,
@@ -56,9 +73,15 @@ def _backward_queries(
     queries = TQ
     keys = TK
     if PACKED:
-        i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BT)
+        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BT)
         keys = queries
-    if i_t * BT < queries:
+    o_head = (i_b * TQ + start) * HQ * D + i_h * D
+    wanted = i_t * BT < queries
+    if selected is not None:
+        wanted = holds_selected(selected + i_b * TQ + start, i_t * BT, queries, BT)
+        if not wanted:
+            store_zeros(dq + o_head, i_t * BT, queries, HQ * D, BT, D)
+    if wanted:
         rows: gl.constexpr = row_layout(D, gl.num_warps())
         scores: gl.constexpr = product_layout(BT, gl.num_warps())
         sums: gl.constexpr = product_layout(D, gl.num_warps())
@@ -83,7 +106,6 @@ def _backward_queries(
         async_copy.commit_group()
 
         o_row = (i_b * HQ + i_h) * TQ + start
-        o_head = (i_b * TQ + start) * HQ * D + i_h * D
         o_t = i_t * BT + gl.arange(0, BT, gl.SliceLayout(1, rows))
         o_d = gl.arange(0, D, gl.SliceLayout(0, rows))
         p_o = o + o_head + o_t.to(gl.int64)[:, None] * (HQ * D) + o_d[None, :]
@@ -128,10 +150,19 @@ def _backward_queries(
         gl.store(p_dq, (b_dq * scale).to(dq.dtype.element_ty), mask=(o_t < queries)[:, None])
 
 
+@gluon.jit
+def listed(order, i, exists):
+    """The tile at place i of a list, 0 where there is none; i itself without a list."""
+    if order is None:
+        return i
+    else:
+        return gl.load(order + i, mask=exists, other=0)
+
+
 @cached_launch
 @gluon.jit
 def _backward_keys(
-    q, k, v, do, lse, delta, dk, dv, cu_seqlens,
+    q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
@@ -140,11 +171,12 @@ def _backward_keys(
     i_t = pid % tiles
     i_hk = (pid // tiles % H).to(gl.int64)
     i_b = (pid // tiles // H).to(gl.int64)
+    i_n = 0
     start = i_b * 0
     queries = TQ
     keys = TK
     if PACKED:
-        i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BT)
+        i_n, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BT)
         keys = queries
     if i_t * BT < keys:
         scores: gl.constexpr = product_layout(BT, gl.num_warps())
@@ -155,7 +187,16 @@ def _backward_keys(
         first = i_t * BT
         last = gl.minimum(first + BT, keys) - 1
         near, full, end, stop = query_tiles(first, last, queries, shift, window, sinks, BT, CAUSAL, WINDOW)
+        if order is not None:
+            # from here on tiles are counted along the list of those that hold a selected query
+            place = first_place(i_b, i_n, start, gl.cdiv(TQ, BT), BT, PACKED)
+            order += place
+            near = gl.load(ranks + place + near)
+            full = gl.load(ranks + place + full)
+            end = gl.load(ranks + place + end)
+            stop = gl.load(ranks + place + stop)
         count = (stop - near) * (HQ // H)
+        t_q = listed(order, near, count > 0)
         sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, D], shared)
@@ -170,10 +211,10 @@ def _backward_keys(
         p_delta = delta + (i_b * HQ + i_h) * TQ + start
         begin_copy(sh_k, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
         begin_copy(sh_v, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
-        begin_copy(sh_q.index(0), p_q, near * BT, queries, s_qt)
-        begin_copy(sh_do.index(0), p_do, near * BT, queries, s_dt)
-        begin_vector_copy(sh_lse.index(0), p_lse, near * BT, queries)
-        begin_vector_copy(sh_delta.index(0), p_delta, near * BT, queries)
+        begin_copy(sh_q.index(0), p_q, t_q * BT, queries, s_qt)
+        begin_copy(sh_do.index(0), p_do, t_q * BT, queries, s_dt)
+        begin_vector_copy(sh_lse.index(0), p_lse, t_q * BT, queries)
+        begin_vector_copy(sh_delta.index(0), p_delta, t_q * BT, queries)
         async_copy.commit_group()
 
         b_dk = gl.zeros([BT, D], gl.float32, sums)
@@ -196,18 +237,19 @@ def _backward_keys(
                 p_do += s_dh
                 p_lse += TQ
                 p_delta += TQ
+            t_next = listed(order, i_next, i + 1 < count)
             # nothing comes after the last tile
             left = gl.where(i + 1 < count, queries, 0)
-            begin_copy(sh_q.index((i + 1) % 2), p_q, i_next * BT, left, s_qt)
-            begin_copy(sh_do.index((i + 1) % 2), p_do, i_next * BT, left, s_dt)
-            begin_vector_copy(sh_lse.index((i + 1) % 2), p_lse, i_next * BT, left)
-            begin_vector_copy(sh_delta.index((i + 1) % 2), p_delta, i_next * BT, left)
+            begin_copy(sh_q.index((i + 1) % 2), p_q, t_next * BT, left, s_qt)
+            begin_copy(sh_do.index((i + 1) % 2), p_do, t_next * BT, left, s_dt)
+            begin_vector_copy(sh_lse.index((i + 1) % 2), p_lse, t_next * BT, left)
+            begin_vector_copy(sh_delta.index((i + 1) % 2), p_delta, t_next * BT, left)
             async_copy.commit_group()
             b_lse = sh_lse.index(i % 2).load(gl.SliceLayout(0, scores)) * log2e
             b_st = warpgroup_mma_wait(1, [b_st])
             b_pt = gl.exp2(b_st * (scale * log2e) - b_lse[None, :])
             if (i_q < full) | (i_q >= end):
-                o_q = i_q * BT + o_m
+                o_q = t_q * BT + o_m
                 m_s = visible(o_q[None, :] + shift, first + o_n[:, None], keys, window, sinks, CAUSAL, WINDOW)
                 b_pt = gl.where(m_s & (o_q < queries)[None, :], b_pt, 0.0)
             b_left = gl.convert_layout(b_pt.to(q.dtype.element_ty), gl.DotOperandLayout(0, sums, 2))
@@ -219,7 +261,7 @@ def _backward_keys(
             b_dk = warpgroup_mma(b_dst, sh_qi, b_dk, is_async=True)
             # what stands among the waited for is not overwritten before
             b_dk, b_dv, b_left, b_dst = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_dst])
-            i_q = i_next
+            i_q, t_q = i_next, t_next
         o_t = first + gl.arange(0, BT, gl.SliceLayout(1, sums))
         o_d = gl.arange(0, D, gl.SliceLayout(0, sums))
         o_x = (i_b * TK + start) * H * D + i_hk * D + o_t.to(gl.int64)[:, None] * (H * D) + o_d[None, :]
@@ -227,34 +269,35 @@ def _backward_keys(
         gl.store(dv + o_x, b_dv.to(dv.dtype.element_ty), mask=(o_t < keys)[:, None])
 
 
-def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale) -> None:
+def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected) -> None:
     """Write dq, and delta for `backward_keys`."""
     (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     tiles = cdiv(TQ, TILE) if cu_seqlens is None else TQ // TILE + N
     _backward_queries[(tiles * HQ * B,)](
-        q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, *_strides(q, k, v, do),
+        q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *_strides(q, k, v, do),
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
         D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, dlse is not None, num_warps=WARPS,
     )  # fmt: skip
 
 
-def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale) -> None:
+def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected) -> None:
     """Write dk and dv."""
+    ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, TILE)
     (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     tiles = cdiv(TK, TILE) if cu_seqlens is None else TK // TILE + N
     _backward_keys[(tiles * H * B,)](
-        q, k, v, do, lse, delta, dk, dv, cu_seqlens, *_strides(q, k, v, do),
+        q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *_strides(q, k, v, do),
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
         D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, num_warps=WARPS,
     )  # fmt: skip
 
 
-def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> bool:
+def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
     """Whether these kernels can read the tensors: on Hopper, 16 bits, heads of 64 or 128, in runs of 16 bytes."""
     sizes = q.element_size() == 2 and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128)
-    return sizes and all(x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in x.stride()[:3]) for x in (q, k, v, do))
+    return sizes and all(x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in x.stride()[:3]) for x in (q, k, v, *more))
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
