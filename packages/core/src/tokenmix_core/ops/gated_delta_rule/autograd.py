@@ -96,12 +96,12 @@ def _chunk_backward(
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
     terms = (inverse, gates)
-    dv, dstates, dinitial_state = backward_state(
-        q, k, *terms, do, dfinal_state, cu_seqlens, scale, qk_l2norm, v, initial_state is not None
-    )
     saved = forward(q, k, v, *terms, entering, initial_state, cu_seqlens, scale, qk_l2norm, output=False, save=True)
+    dv, dstates, ends, dinitial_state = backward_state(
+        q, k, *terms, saved.states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, v, initial_state is not None
+    )
     dq, dk, dg, dbeta = backward_chunk(
-        q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, cu_seqlens, scale, qk_l2norm
+        q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, cu_seqlens, scale, qk_l2norm
     )
     return dq, dk, dv, dg, dbeta, dinitial_state
 

@@ -31,10 +31,10 @@ def unnormalise(b_dx, b_x, r_x, b_dot):
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
-    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, dq, dk, dg, dbeta,
+    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
     scale, T, N, H, group, tokens,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    OUTPUT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dg and dβ of one chunk and value head.
 
@@ -96,14 +96,13 @@ def backward_chunk_kernel(
     b_dot_q, b_dot_k = tl.sum(b_e * b_beta[None, :], 1), tl.sum(b_f * b_beta[None, :], 1)
 
     # dQ = scale γ dO Sᵀ + (E β) K̂; dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + (β Eᵀ) Q̂ + β w R dSᵀ
-    b_end, b_out = tl.zeros([BK], tl.float32), tl.zeros([BT], tl.float32)
+    b_out = tl.zeros([BT], tl.float32)
     for i_k in range(K // BK):
         b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
         b_dq, b_dk = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
         b_dw = tl.zeros([BT, BK], tl.float32)
         for i_v in range(V // BV):
             b_s, b_ds = tl.load(states + p_tile + i_v * BV), tl.load(dstates + p_tile + i_v * BV)
-            b_end += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
             if OUTPUT:
                 b_do = load_rows(do + o_vo + i_v * BV, HV * V, rows, BT, BV)
                 b_dq = tl.dot(b_do, tl.trans(b_s), b_dq, input_precision=DOT)
@@ -143,6 +142,7 @@ def backward_chunk_kernel(
 
     # dg gathers all later decays of the chunk; a decay that was cut off has none
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
+    b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
     b_g = load_vector(g + first * HV + i_hv, HV, rows, BT)
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
@@ -159,6 +159,7 @@ def backward_chunk(
     residual: Tensor,
     states: Tensor,
     dstates: Tensor,
+    ends: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
@@ -177,9 +178,9 @@ def backward_chunk(
     else:
         launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
         backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
-            q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, dq, dk, dg, dbeta,
-            scale, T, sequences(q, cu_seqlens), H, group, B * T,
-            K, V, CHUNK, min(K, launch.BK), launch.BV, do is not None, qk_l2norm, cu_seqlens is not None,
+            q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,
+            dq, dk, dg, dbeta, scale, T, sequences(q, cu_seqlens), H, group, B * T,
+            K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], do is not None, qk_l2norm, cu_seqlens is not None,
             dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     if group > 1:

@@ -17,12 +17,12 @@ from tokenmix_core.tile.sequences import first_chunk, sequence_span
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,
+    q, k, inverse, gates, cu_seqlens, states, do, dfinal_state, dv, dstates, ends, dinitial_state,
     scale, T, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dV, and the gradient of the state leaving each chunk.
+    """dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩ with S entering it.
 
     OUTPUT: there is a gradient of o; FINAL: of the final state; INITIAL: the initial state's is wanted.
     """
@@ -57,8 +57,11 @@ def backward_state_kernel(
         if L2NORM:
             r_q *= inverse_norm(b_q, DOT)
         b_dh = b_ds.to(k.dtype.element_ty)
-        p_ds = dstates + ((slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv) * K * V
-        tl.store(p_ds + p_tile, b_dh)
+        o_state = (slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv
+        tl.store(dstates + o_state * K * V + p_tile, b_dh)
+        # its terms cancel, so that one of the two has to be as it was before it was rounded
+        b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
+        tl.store(ends + o_state * (V // BV) + i_v, tl.sum(tl.sum(b_s * b_ds, 1), 0))
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
         b_dr = tl.dot(b_k, b_dh, input_precision=DOT) * (b_w * tl.exp2(b_last - b_b))[:, None]
@@ -88,6 +91,7 @@ def backward_state(
     k: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    states: Tensor,
     do: Tensor | None,
     dfinal_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -95,8 +99,12 @@ def backward_state(
     qk_l2norm: bool,
     like_v: Tensor,
     initial: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dV, the gradient of the state leaving each chunk, both in v's dtype, and, if `initial`, the initial state's."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
+
+    `states` are those entering the chunks. ⟨dS', S⟩ comes in parts, `[slots, HV, parts]`; with no part on Hopper, where
+    `backward_chunk` sums it.
+    """
     B, T, H, K = q.shape
     HV, V = like_v.shape[2:]
     N = sequences(q, cu_seqlens)
@@ -110,13 +118,14 @@ def backward_state(
         segment = tuning.gated_delta_rule_segment(N, HV, B * T) if qk_l2norm else 0
         out = (dv, dstates, dinitial_state)
         on_hopper.backward_state(q, k, inverse, gates, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, out)
-        return out
+        return dv, dstates, gates.new_empty(0), dinitial_state
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
+    ends = gates.new_empty(len(dstates), HV, V // launch.BV)
     backward_state_kernel[(N * HV * (V // launch.BV),)](
-        q, k, inverse, gates, cu_seqlens, dv if do is None else do,
+        q, k, inverse, gates, cu_seqlens, states, dv if do is None else do,
         gates if dfinal_state is None else dfinal_state,
-        dv, dstates, dinitial_state, scale, T, H, HV // H, B * T,
+        dv, dstates, ends, dinitial_state, scale, T, H, HV // H, B * T,
         K, V, CHUNK, launch.BV, do is not None, dfinal_state is not None, initial, qk_l2norm, cu_seqlens is not None,
         dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    return dv, dstates, dinitial_state
+    return dv, dstates, ends, dinitial_state
