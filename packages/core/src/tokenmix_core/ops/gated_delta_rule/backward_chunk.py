@@ -180,8 +180,8 @@ def backward_chunk(
         backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
             q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,
             dq, dk, dg, dbeta, scale, T, sequences(q, cu_seqlens), H, group, B * T,
-            K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], do is not None, qk_l2norm, cu_seqlens is not None,
-            dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+            K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], do is not None, qk_l2norm,
+            cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     if group > 1:
         # a sum of its own keeps the result the same from run to run, which atomic additions would not
