@@ -64,12 +64,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class SSDForward(NamedTuple):
-    """Chunks of BT tokens, BV columns of the state a program."""
+    """Chunks of BT tokens, BV columns of the state a program; on Hopper `hopper` columns and chunks of 64, unless 0."""
 
     BT: int
     BV: int
     num_warps: int
     num_stages: int
+    hopper: int = 0
 
 
 class SSDStates(NamedTuple):

@@ -74,6 +74,19 @@ def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
     check(inputs(B, T, G, HV, K, V, N=B, dtype=dtype))
 
 
+@pytest.mark.parametrize("segment", [0, 256], ids=["whole", "segments"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("K", "V", "columns"), [(128, 64, 64), (64, 128, 64), (64, 128, 128), (64, 64, 64), (128, 128, 64), (128, 128, 128)]
+)
+def test_outputs_of_some_columns_a_program(K, V, columns, dtype, packed, segment, monkeypatch):
+    forward = tuning.ssd(1, 1000, 1, 1, 2, K, V, dtype).forward._replace(hopper=columns)
+    plan_with(monkeypatch, forward=forward, segment=segment)
+    x = inputs(1, 1000, 1, 2, K, V, N=7 if packed else 1, dtype=dtype)
+    check(x, **({"cu_seqlens": borders()} if packed else {}))
+
+
 def test_rows_that_begin_at_multiples_of_16_bytes_alone():
     def ssd(q, k, v, g, impl):
         q, k, v = (torch.nn.functional.pad(x.flatten(2), (8, 0))[..., 8:].view(x.shape) for x in (q, k, v))

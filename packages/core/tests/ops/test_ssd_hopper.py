@@ -1,33 +1,50 @@
-"""SSD's gradients for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+"""SSD's steps for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_ssd
-from tokenmix_core.ops.ssd import gradients
+from tokenmix_core.ops.ssd import forward, gradients
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import assert_agrees
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
+# shapes, heads a program that makes gradients, columns of one that makes outputs
 CASES = {
-    "ragged": (dict(B=2, T=70, G=2, HV=2), {}),
-    "packed": (dict(B=1, T=130, G=1, HV=2, N=4), {"cu_seqlens": [0, 0, 1, 64, 130]}),
-    "unequal head sizes": (dict(B=1, T=66, G=1, HV=4, K=128), {}),
-    "more values than keys": (dict(B=1, T=66, G=1, HV=2, V=128), {}),
-    "wide heads": (dict(B=1, T=66, G=1, HV=2, K=128, V=128), {}),
+    "ragged": (dict(B=2, T=70, G=2, HV=2), 1, 64, {}),
+    "packed": (dict(B=1, T=130, G=1, HV=2, N=4), 2, 64, {"cu_seqlens": [0, 0, 1, 64, 130]}),
+    "more keys than values": (dict(B=1, T=66, G=1, HV=4, K=128, N=1), 2, 64, {}),
+    "more values than keys": (dict(B=1, T=66, G=1, HV=2, V=128), 1, 128, {}),
+    "wide heads": (dict(B=1, T=66, G=1, HV=2, K=128, V=128), 1, 64, {}),
 }
+STEPS = ("forward", "gradients")
 
 
 @pytest.fixture(scope="module")
-def module():
-    return gluon.load("tokenmix_core.ops.ssd", "hopper")[0]
+def steps():
+    return gluon.load("tokenmix_core", *(f"ops.ssd.hopper.{name}" for name in STEPS))
+
+
+@pytest.fixture
+def on_hopper(steps, monkeypatch):
+    """Let these steps run in place of Triton's, and return the names of those that have run."""
+    ran = set()
+    for name, step, module in zip(STEPS, (forward, gradients), steps, strict=True):
+        run = getattr(module, f"hopper_{name}")
+        stand_in = SimpleNamespace(
+            **{f"hopper_{name}": lambda *args, name=name, run=run: (ran.add(name), run(*args))[1]}
+        )
+        monkeypatch.setitem(sys.modules, module.__name__, stand_in)
+        monkeypatch.setattr(step, "on_hopper", lambda device: True)
+    return ran
 
 
 def inputs(B, T, G, HV, K=64, V=64, N=None):
@@ -38,28 +55,26 @@ def inputs(B, T, G, HV, K=64, V=64, N=None):
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_answer_to_the_reference(case, heads, module, monkeypatch):
-    shape, options = CASES[case]
-    if heads > 1 and (shape["G"] == shape["HV"] or shape.get("K") == shape.get("V") == 128):
-        pytest.skip("heads are summed where they share a group and two states fit")
-    original, ran = tuning.ssd, []
+def plan_with(monkeypatch, heads, columns, segment):
+    """Let every call use the shape's plan with these steps."""
+    original = tuning.ssd
 
-    def plan(*args):
-        plan = original(*args)
-        return plan._replace(gradients=plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4)))
-
-    def step(*args):
-        ran.append(case)
-        return module.hopper_gradients(*args)
+    def plan(*shape):
+        plan = original(*shape)
+        forward = plan.forward._replace(hopper=columns)
+        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4))
+        return plan._replace(forward=forward, gradients=gradients, segment=segment)
 
     monkeypatch.setattr(tuning, "ssd", plan)
-    monkeypatch.setitem(sys.modules, "tokenmix_core.ops.ssd.hopper", type(sys)("hopper"))
-    sys.modules["tokenmix_core.ops.ssd.hopper"].hopper_gradients = step
-    monkeypatch.setattr(gradients, "on_hopper", lambda device: True)
+
+
+@pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_agree_with_the_reference(case, segment, on_hopper, monkeypatch):
+    shape, heads, columns, options = CASES[case]
+    plan_with(monkeypatch, heads, columns, segment)
     if "cu_seqlens" in options:
         options = {"cu_seqlens": torch.tensor(options["cu_seqlens"], dtype=torch.int32)}
     ssd = partial(chunk_ssd, scale=0.7, **options)
     assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), inputs(**shape))
-    assert ran
+    assert on_hopper == set(STEPS)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk, sequence_span
@@ -89,6 +90,11 @@ def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: S
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
     spans = len(initial_state) if segment else N
+    if config.hopper and on_hopper(q.device):
+        from tokenmix_core.ops.ssd.hopper.forward import hopper_forward
+
+        hopper_forward(q, k, v, g, o, scale, initial_state, final_state, cu_seqlens, segment, spans, config.hopper)
+        return o, final_state
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
         q, k, v, g, o, initial_state, final_state, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), scale, T, N, G, HV, segment,

@@ -121,7 +121,7 @@ def ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, config: 
     dv = torch.empty_like(v, memory_format=torch.contiguous_format)
     dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     if config.hopper is not None and on_hopper(q.device):
-        from tokenmix_core.ops.ssd.hopper import hopper_gradients
+        from tokenmix_core.ops.ssd.hopper.gradients import hopper_gradients
 
         dq, dk = hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, dg, config.hopper)
     else:

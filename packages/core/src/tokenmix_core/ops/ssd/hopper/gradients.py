@@ -1,8 +1,4 @@
-"""`gradients` on Hopper for 16-bit inputs, in Gluon: a chunk and some value heads of one group a program.
-
-Triton's own form passes tiles through registers on their way to shared memory and changes layouts there; here they go
-straight to shared memory, and products read them from there.
-"""
+"""`gradients` on Hopper: a chunk and some value heads of one group a program."""
 
 import torch
 from triton.experimental import gluon
@@ -16,13 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule.hopper.tiles import causal_decay, fetch_rows, locate_chunk, store_rows
+from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
 from tokenmix_core.tile.hopper import await_copies, barrier
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tuning import SSDHopper
 
 CHUNK = gl.constexpr(64)
-LOG2_E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-160.0)
 
 
 @gluon.constexpr_function
@@ -107,7 +102,6 @@ def hopper_gradients_kernel(
     # P, and then dP
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
-    o_line = gl.arange(0, BT, gl.BlockedLayout([1], [32], [W], [0]))
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
     b_dq = gl.zeros([BT, K], gl.float32, product(K, W))
     b_dk = gl.zeros([BT, K], gl.float32, product(K, W))
@@ -128,12 +122,9 @@ def hopper_gradients_kernel(
         s_s, s_d = stage(s_n, here, STAGES), stage(d_n, here, STAGES)
         if OVERLAY:
             b_d = gl.load(gradients + o_s + o_lk[:, None] * V + o_lv[None, :])
-        p_g = g + (first + o_line) * HV + i_h
-        g_line = gl.maximum(gl.load(p_g, mask=o_line < rows, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
-        g_j = gl.convert_layout(g_line, col)
-        b_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], g_j[None, :], 0.0), 1)
+        b_g = load_decay(g + first * HV + i_h, HV, rows)
+        b_i, total = cumulative_decay(gl.convert_layout(b_g, col), o_i, o_j)
         b_j = gl.convert_layout(b_i, col)
-        total = gl.sum(gl.where(o_i == BT - 1, b_i, 0.0), 0)
         from_i, to_i = gl.exp2(b_i) * scale, gl.exp2(total - b_i)
         await_copies(0)
         if R > 1:  # noqa: SIM102
