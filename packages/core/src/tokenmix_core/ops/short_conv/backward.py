@@ -14,11 +14,19 @@ from tokenmix_core.tuning import ShortConvRun
 
 
 @triton.jit
+def within(o_t, low, high, m_d):
+    """The mask of channels where a position lies in `low` … `high` − 1, else none."""
+    # Triton 3.9's interpreter takes no number in a mask
+    b_t = o_t + tl.zeros(m_d.shape, tl.int32)
+    return (b_t >= low) & (b_t < high) & m_d
+
+
+@triton.jit
 def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
     """The input at position `o_t` of a sequence whose row 0 is at `p_x`, float32; before 0 lies the initial state."""
-    b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=(o_t >= 0) & (o_t < length) & m_d, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
-        b_x += tl.load(p_initial + o_t + (W - 1), mask=(o_t < 0) & (o_t > -W) & m_d, other=0.0).to(tl.float32)
+        b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
     return b_x
 
 
@@ -65,7 +73,7 @@ def short_conv_backward_kernel(
         b_xs = ()
         b_dos = ()
         for u in tl.static_range(BU):
-            m_t = (o_t + u < length) & m_d
+            m_t = within(o_t + u, 0, length, m_d)
             b_xs = b_xs + (tl.load(p_x + (o_t + u).to(tl.int64) * stride_x, mask=m_t, other=0.0),)
             b_dos = b_dos + (tl.load(p_do + (o_t + u).to(tl.int64) * stride_do, mask=m_t, other=0.0),)
         for u in tl.static_range(BU):
@@ -89,15 +97,15 @@ def short_conv_backward_kernel(
                 b_dx += b_w[W - 1 - w] * b_dz[w]
             o_s = o_t + u - (W - 1)
             if final_gradient is not None:
-                m_s = (o_s >= length - (W - 1)) & (o_s < length) & m_d
+                m_s = within(o_s, length - (W - 1), length, m_d)
                 b_dx += tl.load(final_gradient + o_state + (o_s - length + W - 1), mask=m_s, other=0.0).to(tl.float32)
-            m_s = (o_s >= first) & (o_s < end) & m_d
-            tl.store(p_dx + o_s.to(tl.int64) * D, b_dx.to(dx.dtype.element_ty), mask=m_s)
+            p_s = p_dx + o_s.to(tl.int64) * D
+            tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
             if initial_gradient is not None:
-                m_s = (first == 0) & (o_s < 0) & m_d
-                tl.store(
-                    initial_gradient + o_state + (o_s + W - 1), b_dx.to(initial_gradient.dtype.element_ty), mask=m_s
-                )
+                # the first run alone has positions before 0
+                p_s = initial_gradient + o_state + (o_s + W - 1)
+                m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
+                tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
     # unused slots of a packed batch write zeros for the sum over slots
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * D + o_d
     for w in tl.static_range(W + 1):
