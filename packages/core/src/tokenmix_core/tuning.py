@@ -127,14 +127,15 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
         gradients = SSDGradients(64, min(V, 32), 8, 1)
     else:
-        forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2)
+        hopper = K in (64, 128) and V in (64, 128)
+        forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2, 64 if hopper else 0)
         states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
         gradients = SSDGradients(
             64,
             min(V, 64 if max(K, V) == 256 else 128),
             8 if min(K, V) >= 128 or K == 256 else 4,
             1,
-            SSDHopper(1, 4) if K in (64, 128) and V in (64, 128) else None,
+            _ssd_hopper(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
     # sequences cut into segments read k and v once more, so only where they alone leave the device idle
@@ -146,6 +147,13 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         segment = 0 if segment >= T else segment
 
     return SSDPlan(segment, forward, states, gradients)
+
+
+def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
+    """One head a program is fastest; of large groups, dq and dk of every head would be most of the memory."""
+    programs = cdiv(tokens, 64) * HV // 16
+    fit = group % 16 == 0 and K * V <= 128 * 64 and programs >= 4 * _PROGRAMS
+    return SSDHopper(16, 8) if fit else SSDHopper(1, 4)
 
 
 def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:

@@ -64,7 +64,9 @@ def test_every_head_size(K, V, dtype, segment, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128)])
-@pytest.mark.parametrize("heads", [(1, 4), (1, 8), (2, 8), (4, 8), (8, 8)], ids=lambda x: f"{x[0]} heads, {x[1]} warps")
+@pytest.mark.parametrize(
+    "heads", [(1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8)], ids=lambda x: f"{x[0]} heads, {x[1]} warps"
+)
 def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
     if heads[0] > 1 and K == V == 128:
         pytest.skip("two states of such heads do not fit")

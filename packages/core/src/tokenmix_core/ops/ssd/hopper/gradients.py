@@ -93,6 +93,8 @@ def hopper_gradients_kernel(
     # where both states do not fit, the gradient takes the state's place
     OVERLAY: gl.constexpr = K * V > 128 * 64
     STAGES: gl.constexpr = 2 if R > 1 else 1
+    # dQ leaves through dO's place before dV and dK need its registers
+    EARLY: gl.constexpr = R == 1 and K == V
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     v_n = allocate(dtype, BT, V, STAGES)
@@ -177,6 +179,10 @@ def hopper_gradients_kernel(
         barrier()
         b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        if EARLY:
+            s_do.store(b_dq.to(dtype))
+            barrier()
+            store_rows(dq + (first * HV + i_h) * K, s_do, HV * K, rows, W)
         if OVERLAY:
             await_copies(0)
         b_kd = multiply(s_k, s_d, V)
@@ -184,6 +190,7 @@ def hopper_gradients_kernel(
         b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, product(V, W)))[:, None]
         later_i = dot_rows(b_kd, s_v, row, V)
         b_dv += b_kd
+        barrier()
         s_do.store(b_dv.to(dtype))
         # dK += dPᵀ Q + e^(b_C − b) V Dᵀ
         b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
@@ -199,10 +206,11 @@ def hopper_gradients_kernel(
         gl.store(dg + (first + o_i) * HV + i_h, dg_i, mask=o_i < rows)
         b_dk, b_left = warpgroup_mma_wait(0, deps=[b_dk, b_left])
         barrier()
-    s_q.store(b_dq.to(dtype))
-    s_k.store(b_dk.to(dtype))
     o_out = (first * parts + i_r) * K
-    store_rows(dq + o_out, s_q, parts * K, rows, W)
+    if not EARLY:
+        s_q.store(b_dq.to(dtype))
+        store_rows(dq + o_out, s_q, parts * K, rows, W)
+    s_k.store(b_dk.to(dtype))
     store_rows(dk + o_out, s_k, parts * K, rows, W)
 
 
