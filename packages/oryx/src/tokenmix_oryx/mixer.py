@@ -281,7 +281,10 @@ class OryxMixer(Mixer):
             o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
             if state is not None:
                 state.recurrent.set(after)
-        return o if self.D is None else (o + v * self.D.unsqueeze(-1)).to(v.dtype)
+        if self.D is None:
+            return o
+        # a D for each token: its gradient is then summed over channels first, in one pass with that of Δ
+        return (o + v * self.D.expand(v.shape[:3]).unsqueeze(-1)).to(v.dtype)
 
     def mixing_flops(self, seq_len: int) -> float:
         # as trained: the state for every token (the delta rule also reads it with k), then the read-out or the visible
