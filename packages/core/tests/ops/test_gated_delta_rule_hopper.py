@@ -16,7 +16,7 @@ from tokenmix_core.testing.agreement import assert_agrees
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
-STEPS = ("backward_state", "backward_chunk")
+STEPS = ("prepare", "forward", "backward_state", "backward_chunk")
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,13 @@ def check(x, **options):
 def test_packed_sequences_with_grouped_heads_and_states(D, on_hopper):
     x = inputs(1, 130, 1, 2, D, N=4)
     check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32))
-    assert on_hopper == set(STEPS)
+    # smaller heads take Triton's form of the forward step
+    assert on_hopper == (set(STEPS) if D == 128 else set(STEPS) - {"forward"})
 
 
-def test_without_norm_or_states(on_hopper):
-    x = inputs(2, 70, 1, 1, 64)
+@pytest.mark.parametrize("D", [64, 128])
+def test_without_norm_or_states(D, on_hopper):
+    x = inputs(2, 70, 1, 1, D)
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
     check(x, qk_l2norm=False, scale=0.3)
 
@@ -71,4 +73,4 @@ def test_segments(decay, borders, on_hopper, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
     sequences = 1 if borders is None else len(borders) - 1
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
-    check(inputs(1, 500, 1, 1, 64, N=sequences, decay=decay), cu_seqlens=cu_seqlens)
+    check(inputs(1, 500, 1, 1, 128, N=sequences, decay=decay), cu_seqlens=cu_seqlens)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import (
     CHUNK,
     SIZES,
@@ -147,6 +148,11 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2
     HV = g.shape[2]
     inverse = k.new_empty(B, T, HV, CHUNK)
     gates = k.new_empty(HV, B * T, 4, dtype=torch.float32)
+    if hopper.takes(k):
+        from tokenmix_core.ops.gated_delta_rule.hopper import prepare as on_hopper
+
+        on_hopper.prepare(k, g, beta, cu_seqlens, qk_l2norm, (inverse, gates))
+        return inverse, gates
     launch = tuning.gated_delta_rule("prepare", K, K, k.element_size(), B * HV)
     prepare_kernel[(chunk_slots(k, cu_seqlens), H)](
         k, g, beta, cu_seqlens, inverse, gates, T, sequences(k, cu_seqlens), H, HV // H, B * T,

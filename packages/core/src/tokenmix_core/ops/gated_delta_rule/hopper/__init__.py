@@ -10,7 +10,8 @@ from torch import Tensor
 from tokenmix_core.ops.common import on_hopper
 
 
-def takes(q: Tensor, k: Tensor, do: Tensor) -> bool:
-    """Whether these steps exist for q and k `[B, T, H, K]` and an upstream gradient `[B, T, HV, V]`."""
-    sizes = q.element_size() == 2 and q.shape[-1] == do.shape[-1] and q.shape[-1] in (64, 128)
-    return sizes and on_hopper(q.device) and all(x.data_ptr() % 16 == 0 for x in (q, k, do))
+def takes(x: Tensor, *others: Tensor) -> bool:
+    """Whether these steps exist for tensors `[B, T, H, D]` of one dtype that they read by rows."""
+    D = x.shape[-1]
+    sizes = x.element_size() == 2 and D in (64, 128) and all(y.shape[-1] == D for y in others)
+    return sizes and on_hopper(x.device) and all(y.data_ptr() % 16 == 0 for y in (x, *others))
