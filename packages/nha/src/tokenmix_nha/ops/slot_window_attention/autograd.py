@@ -9,9 +9,13 @@ import triton
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.common import differentiable, direct_when_eager
+from tokenmix_core.tile.launch import compiled_together
 from tokenmix_nha.ops.slot_window_attention import tuning
+from tokenmix_nha.ops.slot_window_attention.backward_gates import slot_window_backward_gates_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_keys import slot_window_backward_keys_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_queries import slot_window_backward_queries_kernel
+from tokenmix_nha.ops.slot_window_attention.backward_values import slot_window_backward_values_kernel
 from tokenmix_nha.ops.slot_window_attention.forward import slot_window_forward_kernel
 from tokenmix_nha.ops.slot_window_attention.states import (
     slot_gates_kernel,
@@ -63,43 +67,61 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
     return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, constants)
 
 
-@torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
-def slot_window_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor | None,
-    slots_v: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None, before: int, window: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, final slots of keys and values, and for the backward pass: log-sum-exp, decays, splits and slots of chunks."""
+class Gates(NamedTuple):
+    """What the gates of a chunk come to, by token and slot: `slot_gates_kernel`."""
+
+    weight: Tensor
+    row: Tensor
+    column: Tensor
+
+
+def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: Layout) -> Gates:
+    """Fill `end` and `splits`, the chunks' decays and how often to halve them."""
+    M, BT = y.constants["M"], y.BT
+    shape = (y.entries * y.rows, y.heads, BT, M)
+    factor = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    gates = Gates(*(q.new_empty(shape, dtype=dtype) for dtype in (q.dtype, torch.float32, factor)))
+    launch(
+        slot_gates_kernel, (y.key_chunks * y.rows, y.heads),
+        f, *gates, end, splits, cu_seqlens, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
+        M=M, SLOTS=f.shape[3], BT=BT, PACKED=y.constants["PACKED"], DOT=y.constants["DOT"],
+        num_warps=4,
+    )  # fmt: skip
+    return gates
+
+
+def _run(
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before: int, window: int, scale: float
+) -> tuple[Tensor, ...]:
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     o, final_k, final_v, lse, end, splits, states_k, states_v = outputs = _outputs(
         q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
     )
     M, K, V = (y.constants[x] for x in "MKV")
-    weight = q.new_empty(y.entries * y.rows, y.heads, y.BT, M)
-    shared = dict(M=M, SLOTS=f.shape[3], BT=y.BT, PACKED=y.constants["PACKED"], DOT=y.constants["DOT"])
-    slot_gates_kernel[(y.key_chunks * y.rows, y.heads)](
-        f, weight, end, splits, cu_seqlens, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
-        **shared, num_warps=4,
-    )  # fmt: skip
-    walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
-    local = _local(walk, y, q)
-    for is_local in (True, False) if walk.segments > 1 else (False,):
-        slot_states_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            k if k_slots is None else k_slots, v, weight, end, slots_k, slots_v, cu_seqlens, *local, states_k,
-            states_v, final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
-            walk.segments, **shared, K=K, V=V, ND=walk.ND, HAS_INITIAL=slots_k is not None, LOCAL=is_local,
-            num_warps=walk.num_warps, num_stages=walk.num_stages,
-        )  # fmt: skip
-    t = tuning.tile(M, window, q.dtype)
-    for strong in (False, True):
-        slot_window_forward_kernel[(y.query_chunks * y.rows, q.shape[2])](
-            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
-            scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
-            **y.constants, STRONG=strong, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
-        )  # fmt: skip
+    with compiled_together() as launch:
+        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y)
+        walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
+        local = _local(walk, y, q)
+        for is_local in (True, False) if walk.segments > 1 else (False,):
+            launch(
+                slot_states_kernel, (walk.segments * y.sequences * y.heads, walk.ND),
+                k if k_slots is None else k_slots, v, gates.weight, end, slots_k, slots_v, cu_seqlens, *local, states_k,
+                states_v, final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
+                walk.segments, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, HAS_INITIAL=slots_k is not None,
+                PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
+                num_stages=walk.num_stages,
+            )  # fmt: skip
+        t = tuning.tile(M, window, q.dtype)
+        for strong in (False, True):
+            launch(
+                slot_window_forward_kernel, (y.query_chunks * y.rows, q.shape[2]),
+                q, k, v, f, q_slots, k_slots, splits, gates.row, gates.column, states_k, states_v, start, cu_seqlens, o,
+                lse, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra,
+                y.lead, **y.constants, STRONG=strong, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+            )  # fmt: skip
     return outputs
 
 
-@slot_window_attention_op.register_fake
 def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
@@ -117,6 +139,18 @@ def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, 
     )
 
 
+@torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
+def slot_window_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor | None,
+    slots_v: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None, before: int, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, final slots of keys and values, and for the backward pass: log-sum-exp, decays, splits and slots of chunks."""
+    return _run(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale)
+
+
+slot_window_attention_op.register_fake(_outputs)
+
+
 def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]:
     """What the segments of a sequence leave for the later ones: their own slots and decays."""
     if walk.segments == 1:
@@ -126,53 +160,67 @@ def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]
     return tuple(q.new_empty(heads, *shape, dtype=torch.float32) for shape in ((K, M), (V, M), (M,)))
 
 
-@torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
-def slot_window_attention_backward_op(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
-    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, end: Tensor, splits: Tensor, states_k: Tensor, states_v: Tensor,
-    do: Tensor, dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
+def _run_backward(
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
+    before: int, window: int, scale: float, initial: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
-    dq, dk, dv, df, *slots = _gradients(
+    dq, dk, dv, df, *slots = _empty_gradients(
         q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
         dfinal_v, before, window, scale, initial,
     )  # fmt: skip
     dq_slots, dk_slots, dinitial_k, dinitial_v = slots
-    factor = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    p, dz = (q.new_empty(*q.shape[:3], M, dtype=factor) for _ in range(2))
-    x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
-    t = tuning.tile(M, window, q.dtype)
-    for strong in (False, True):
-        slot_window_backward_queries_kernel[(y.query_chunks * y.rows, q.shape[2])](
-            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p,
-            dz, x, delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra,
-            y.lead, **y.constants, STRONG=strong, SHORT=window <= 64, BM=t.BM, BN=t.BN, num_warps=t.num_warps,
-            num_stages=t.num_stages,
-        )  # fmt: skip
-    walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
-    ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
-    local = _local(walk, y, q)
-    for is_local in (True, False) if walk.segments > 1 else (False,):
-        slot_gradients_kernel[(walk.segments * y.sequences * y.heads, walk.ND)](
-            q if q_slots is None else q_slots, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, *local, ds_k,
-            ds_v, dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
-            walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND,
-            GROUP=y.constants["GROUP"], PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"],
-            num_warps=walk.num_warps, num_stages=walk.num_stages,
-        )  # fmt: skip
-    for strong in (False, True):
-        slot_window_backward_keys_kernel[((2 + M // t.BM) * y.key_chunks * y.rows, y.heads)](
-            q, k, v, f, q_slots, k_slots, splits, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do,
-            p, dz, x, dk, dv, df, dk_slots, scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks,
-            y.entries, **y.constants, STRONG=strong, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
-        )  # fmt: skip
+    with compiled_together() as launch:
+        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y)
+        p, dz = (q.new_empty(*q.shape[:3], M, dtype=gates.column.dtype) for _ in range(2))
+        x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
+        t = tuning.tile(M, window, q.dtype)
+        for strong in (False, True):
+            launch(
+                slot_window_backward_queries_kernel, (y.query_chunks * y.rows, q.shape[2]),
+                q, k, v, f, q_slots, k_slots, splits, gates.row, gates.column, states_k, states_v, start, cu_seqlens, o,
+                lse, do, dq, dq_slots, p, dz, x, delta, scale, q.shape[1], y.sequences, y.heads, before, window,
+                y.query_chunks, y.entries, y.extra, y.lead, **y.constants, STRONG=strong, SHORT=window <= 64, BM=t.BM,
+                BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+            )  # fmt: skip
+        walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
+        ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
+        local = _local(walk, y, q)
+        for is_local in (True, False) if walk.segments > 1 else (False,):
+            launch(
+                slot_gradients_kernel, (walk.segments * y.sequences * y.heads, walk.ND),
+                q if q_slots is None else q_slots, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, *local,
+                ds_k, ds_v, dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window,
+                y.entries, walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT,
+                ND=walk.ND, GROUP=y.constants["GROUP"], PACKED=y.constants["PACKED"], LOCAL=is_local,
+                DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
+            )  # fmt: skip
+        sizes = scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries
+        grid, own = (y.key_chunks * y.rows, y.heads), y.constants["OWN_SLOT_KEYS"]
+        shared = {name: x for name, x in y.constants.items() if name != "OWN_SLOT_KEYS"}
+        for strong in (False, True):
+            options = dict(STRONG=strong, num_warps=t.num_warps, num_stages=t.num_stages)
+            launch(
+                slot_window_backward_values_kernel, grid,
+                q, k, f, splits, gates.weight, gates.column, ds_v, start, cu_seqlens, lse, do, p, dv, *sizes,
+                **shared, BM=t.BM, BN=t.BN, **options,
+            )  # fmt: skip
+            launch(
+                slot_window_backward_keys_kernel, grid,
+                q, k, v, f, q_slots, splits, gates.weight, gates.column, ds_k, start, cu_seqlens, lse, delta, do, dz,
+                dk, dk_slots, *sizes, **y.constants, BM=t.BM, BN=t.BN, **options,
+            )  # fmt: skip
+            launch(
+                slot_window_backward_gates_kernel, (*grid, M // t.BM),
+                q_slots if own else q, k_slots if own else k, v, f, splits, gates.row, gates.column, end, states_k,
+                states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df, *sizes[1:], **shared, BM=t.BM,
+                **options,
+            )  # fmt: skip
     return dq, dk, dv, df, *slots
 
 
-@slot_window_attention_backward_op.register_fake
-def _gradients(
+def _empty_gradients(
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
     before, window, scale, initial,
 ):  # fmt: skip
@@ -183,25 +231,48 @@ def _gradients(
     return empty(q), empty(k), empty(v), empty(f), dq_slots, dk_slots, empty(dfinal_k), empty(dfinal_v)
 
 
-def _setup_context(ctx, inputs, output):
+@torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
+def slot_window_attention_backward_op(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
+    cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, end: Tensor, splits: Tensor, states_k: Tensor, states_v: Tensor,
+    do: Tensor, dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
+    return _run_backward(
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
+        dfinal_v, before, window, scale, initial,
+    )  # fmt: skip
+
+
+slot_window_attention_backward_op.register_fake(_empty_gradients)
+_backward = direct_when_eager(slot_window_attention_backward_op, _run_backward)
+
+
+def _save(ctx, inputs, output) -> None:
     q, k, v, f, q_slots, k_slots, slots_k, _, start, cu_seqlens, *ctx.options = inputs
-    o, _, _, *saved = output
+    o, final_k, final_v, *saved = output
     ctx.initial = slots_k is not None
+    # else torch would fill gradients of all outputs with zeros, those of the chunks' slots included
+    ctx.set_materialize_grads(False)
+    ctx.final = final_k.shape, final_v.shape
     ctx.save_for_backward(q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *saved)
 
 
-def _backward(ctx, do, dfinal_k, dfinal_v, *_):
-    *tensors, states_v = ctx.saved_tensors
-    *grads, dinitial_k, dinitial_v = slot_window_attention_backward_op(
-        *tensors, states_v, do.contiguous(), dfinal_k.contiguous(), dfinal_v.contiguous(), *ctx.options, ctx.initial
-    )
-    own_keys = tensors[4] is not None
-    slots = grads[4:] if own_keys else (None, None)
+def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
+    tensors = ctx.saved_tensors
+    o, lse = tensors[8:10]
+    do = torch.zeros_like(o) if do is None else do
+    final = (
+        lse.new_zeros(shape) if x is None else x.contiguous()
+        for x, shape in zip((dfinal_k, dfinal_v), ctx.final, strict=True)
+    )  # fmt: skip
+    *grads, dinitial_k, dinitial_v = _backward(*tensors, do.contiguous(), *final, *ctx.options, ctx.initial)
+    slots = grads[4:] if tensors[4] is not None else (None, None)
     initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
     return *grads[:4], *slots, *initial, None, None, None, None, None
 
 
-slot_window_attention_op.register_autograd(_backward, setup_context=_setup_context)
+_attention = differentiable(slot_window_attention_op, _run, _save, _gradients, outputs=3)
 
 
 def slot_window_attention_triton(
@@ -209,5 +280,4 @@ def slot_window_attention_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o and the final slots, by the kernels; keys are the window before the queries and theirs."""
     tensors = (None if x is None else x.contiguous() for x in (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
-    o, final_k, final_v, *_ = slot_window_attention_op(*tensors, start, cu_seqlens, before, window, scale)
-    return o, final_k, final_v
+    return _attention(*tensors, start, cu_seqlens, before, window, scale)

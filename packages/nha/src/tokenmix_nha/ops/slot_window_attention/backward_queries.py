@@ -3,17 +3,21 @@
 import triton
 import triton.language as tl
 
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
+    SIZES,
+    as_factor,
     block_pairs,
     block_to_border,
     block_to_start,
-    chunk_gates,
-    enter_weight,
     first_entry,
     load_columns,
+    load_factors,
+    load_gates,
     load_rows,
     locate_chunk,
+    log2_gates,
     opposite_pairs,
     store_rows,
 )
@@ -21,18 +25,19 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 
 @triton.jit
 def _slot_logits(
-    b_q, b_do, b_a, b_dp, p_k, p_v, p_f, count, o_j, m_e, stride, slots,
+    b_q, b_do, b_a, b_dp, p_k, p_v, p_row, p_col, p_f, exists, count, o_j, m_e, stride, slots,
     BM: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Of BM slots: logits and their counterpart of values, both without row factors; these; column factors; gates."""
     b_z = tl.dot(b_q, load_columns(p_k, M, K, BM), input_precision=DOT)
     b_d = tl.dot(b_do, load_columns(p_v, M, V, BM), input_precision=DOT)
-    b_f, b_log, size, b_g = chunk_gates(p_f, count, o_j, m_e, stride, slots, BM, BT, DOT)
-    b_col = (tl.exp2(-b_g) * enter_weight(b_f)).to(FACTOR)
+    b_col, b_log = load_factors(p_col, exists, 0.0, M, BT, BM), 0.0
+    size = BT >> count
     o_r = tl.arange(0, BT)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if STRONG:
+        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
         b_start = block_to_start(b_log, size, BT, DOT)
         b_z *= b_start
         b_d *= b_start
@@ -40,23 +45,23 @@ def _slot_logits(
             half = (BT // 2) >> i
             b_border = block_to_border(b_log, size, half, BT, DOT)
             m_h = opposite_pairs(r_t, r_j, half)
-            b_h = (b_col * b_border).to(FACTOR)
-            b_z += b_border * tl.dot(tl.where(m_h, b_a, 0.0).to(FACTOR), b_h, input_precision=DOT)
-            b_d += b_border * tl.dot(tl.where(m_h, b_dp, 0.0).to(FACTOR), b_h, input_precision=DOT)
+            b_h = as_factor(b_col * b_border, FACTOR, DOT)
+            b_z += b_border * tl.dot(as_factor(tl.where(m_h, b_a, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
+            b_d += b_border * tl.dot(as_factor(tl.where(m_h, b_dp, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
     m_b = block_pairs(r_t, r_j, size)
-    b_z = tl.dot(tl.where(m_b, b_a, 0.0).to(FACTOR), b_col, b_z, input_precision=DOT)
-    b_d = tl.dot(tl.where(m_b, b_dp, 0.0).to(FACTOR), b_col, b_d, input_precision=DOT)
-    return b_z, b_d, tl.exp2(b_g), b_col, b_log
+    b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT)
+    b_d = tl.dot(as_factor(tl.where(m_b, b_dp, 0.0), FACTOR, DOT), b_col, b_d, input_precision=DOT)
+    return b_z, b_d, load_factors(p_row, exists, 1.0, M, BT, BM), b_col, b_log
 
 
-@triton.jit
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
 def slot_window_backward_queries_kernel(
-    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
-    delta, scale, T, N, H, before, window, chunks, entries, extra, lead,
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, do, dq,
+    dq_slots, p, dz, x, delta, scale, T, N, H, before, window, chunks, entries, extra, lead,
     M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr,
-    FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
+    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
@@ -114,6 +119,7 @@ def slot_window_backward_queries_kernel(
     o_n, o_m = tl.arange(0, BN), tl.arange(0, BM)[None, :]
     shift_0 += tl.maximum(oldest - first - shift_0, 0) // BN * BN
     shift_1 = tl.minimum(BT + window, keys - first)
+    p_rows, p_col = row + entry * BT * M, column + entry * BT * M
     p_f, p_sk, p_sv = f + begin_k * SLOTS, states_k + entry * K * M, states_v + entry * V * M
     if SHORT:
         # from the probabilities themselves: where slots are nearly the same, the rounding of o would not cancel
@@ -127,31 +133,41 @@ def slot_window_backward_queries_kernel(
             b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=DOT) * scale_2 - b_lse[:, None]
             b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
             b_delta += tl.sum(b_s * tl.dot(b_do, tl.trans(b_vn), input_precision=DOT), 1)
-        for i_m in tl.range(0, M, BM, num_stages=1):
-            b_z, b_d, b_row, b_col, b_log = _slot_logits(
-                b_qs, b_do, b_a, b_dp, p_sk + i_m, p_sv + i_m, p_f + i_m, count, o_j, m_e, H * SLOTS, SLOTS - i_m,
-                BM, M, K, V, BT, STRONG, FACTOR, DOT,
-            )  # fmt: skip
-            b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
-            b_delta += tl.sum(b_p * b_d * b_row, 1)
+        if M > BM:
+            for i_m in tl.range(0, M, BM, num_stages=1):
+                b_z, b_d, b_row, b_col, b_log = _slot_logits(
+                    b_qs, b_do, b_a, b_dp, p_sk + i_m, p_sv + i_m, p_rows + i_m, p_col + i_m, p_f + i_m,
+                    i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, M, K, V, BT, STRONG, FACTOR, DOT,
+                )  # fmt: skip
+                b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
+                b_delta += tl.sum(b_p * b_d * b_row, 1)
     else:
         b_o = load_rows(o + begin_q * V, o_q, m_q, HQ * V, V)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    tl.store(delta + p_row, b_delta, mask=m_q)
-
-    b_w *= (b_dp - b_delta[:, None]) * scale
-    b_dq = tl.zeros([BT, K], dtype=tl.float32)
-    for i_m in tl.range(0, M, BM, num_stages=1):
+    if M == BM:
         b_z, b_d, b_row, b_col, b_log = _slot_logits(
-            b_qs, b_do, b_a, b_dp, p_sk + i_m, p_sv + i_m, p_f + i_m, count, o_j, m_e, H * SLOTS, SLOTS - i_m,
+            b_qs, b_do, b_a, b_dp, p_sk, p_sv, p_rows, p_col, p_f, i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS,
             BM, M, K, V, BT, STRONG, FACTOR, DOT,
         )  # fmt: skip
-        b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
-        b_y = (b_p * b_row).to(FACTOR)
+        b_p = tl.exp2(tl.where(o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
+        if SHORT:
+            b_delta += tl.sum(b_p * b_d * b_row, 1)
+    tl.store(delta + p_row, b_delta, mask=m_q)
+
+    b_w = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dq = tl.zeros([BT, K], dtype=tl.float32)
+    for i_m in tl.range(0, M, BM, num_stages=1):
+        if M > BM:
+            b_z, b_d, b_row, b_col, b_log = _slot_logits(
+                b_qs, b_do, b_a, b_dp, p_sk + i_m, p_sv + i_m, p_rows + i_m, p_col + i_m, p_f + i_m,
+                i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, M, K, V, BT, STRONG, FACTOR, DOT,
+            )  # fmt: skip
+            b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
+        b_y = as_factor(b_p * b_row, FACTOR, DOT)
         store_rows(p + begin_q * M + i_m, b_y, o_q, m_q, HQ * M, BM)
         # x is the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
         b_x = b_y.to(tl.float32) * b_d
-        b_y = (b_p * (b_d * b_row - b_delta[:, None]) * (scale * b_row)).to(FACTOR)
+        b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (scale * b_row), FACTOR, DOT)
         store_rows(dz + begin_q * M + i_m, b_y, o_q, m_q, HQ * M, BM)
         store_rows(x + begin_q * M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ * M, BM)
         b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=DOT), 0.0)
@@ -161,10 +177,17 @@ def slot_window_backward_queries_kernel(
             for i in range(count):
                 half = (BT // 2) >> i
                 b_border = block_to_border(b_log, size, half, BT, DOT)
-                b_h = tl.trans((b_col * b_border).to(FACTOR))
-                b_h = tl.dot((b_y * b_border).to(FACTOR), b_h, input_precision=DOT)
+                b_h = tl.trans(as_factor(b_col * b_border, FACTOR, DOT))
+                b_h = tl.dot(as_factor(b_y * b_border, FACTOR, DOT), b_h, input_precision=DOT)
                 b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
         b_dq = tl.dot(b_ys, tl.trans(load_columns(p_sk + i_m, M, K, BM)), b_dq, input_precision=DOT)
+    if not OWN_SLOT_KEYS:
+        # once more, since registers are short
+        b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
+        b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=DOT) * scale_2 - b_lse[:, None]
+        b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))
+        b_dp = tl.dot(b_do, tl.trans(load_rows(v + begin_k * V, o_j, m_j, H * V, V)), input_precision=DOT)
+        b_w += b_a * (b_dp - b_delta[:, None]) * scale
     b_dq = tl.dot(b_w.to(b_q.dtype), b_ks, b_dq, input_precision=DOT)
     if OWN_SLOT_KEYS:
         store_rows(dq_slots + begin_q * K, b_dq, o_q, m_q, HQ * K, K)

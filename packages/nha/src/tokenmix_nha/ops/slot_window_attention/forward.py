@@ -3,30 +3,34 @@
 import triton
 import triton.language as tl
 
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
+    SIZES,
+    as_factor,
     block_pairs,
     block_to_border,
     block_to_start,
-    chunk_gates,
-    enter_weight,
     first_entry,
+    load_factors,
+    load_gates,
     load_rows,
     load_tile,
     locate_chunk,
+    log2_gates,
     opposite_pairs,
     store_rows,
 )
 
 
-@triton.jit
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
 def slot_window_forward_kernel(
-    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse,
     scale, T, N, H, before, window, chunks, entries, extra, lead,
     M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr,
-    FACTOR: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
@@ -66,19 +70,20 @@ def slot_window_forward_kernel(
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
     b_z = tl.dot(b_qs, load_tile(states_k + entry * K * M, K, K, M), input_precision=DOT)
     m_e = (o_j >= 0) & (o_j < keys - window)
-    b_f, b_log, size, b_g = chunk_gates(f + begin_k * SLOTS, count, o_j, m_e, H * SLOTS, SLOTS, M, BT, DOT)
-    b_row = tl.exp2(b_g)
-    b_col = (tl.exp2(-b_g) * enter_weight(b_f)).to(FACTOR)
+    b_row = load_factors(row + entry * BT * M, i_t >= 0, 1.0, M, BT, M)
+    b_col = load_factors(column + entry * BT * M, i_t >= 0, 0.0, M, BT, M)
+    size = BT >> count
     r_t, r_j = o_r[:, None], o_r[None, :]
     m_b = block_pairs(r_t, r_j, size)
     if STRONG:
+        b_log = log2_gates(load_gates(f + begin_k * SLOTS, o_j, m_e, H * SLOTS, SLOTS, M), DOT)
         b_z *= block_to_start(b_log, size, BT, DOT)
         for i in range(count):
             half = (BT // 2) >> i
             b_border = block_to_border(b_log, size, half, BT, DOT)
-            b_h = tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0).to(FACTOR)
-            b_z += b_border * tl.dot(b_h, (b_col * b_border).to(FACTOR), input_precision=DOT)
-    b_z = tl.dot(tl.where(m_b, b_a, 0.0).to(FACTOR), b_col, b_z, input_precision=DOT) * b_row
+            b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), FACTOR, DOT)
+            b_z += b_border * tl.dot(b_h, as_factor(b_col * b_border, FACTOR, DOT), input_precision=DOT)
+    b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT) * b_row
     # a tile may be wider than the slots that exist
     b_z = tl.where((tl.arange(0, M) < SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
@@ -95,7 +100,7 @@ def slot_window_forward_kernel(
     b_p = tl.exp2(b_z - b_max[:, None])
     b_w = tl.exp2(b_w - b_max[:, None])
     b_l = tl.sum(b_p, 1) + tl.sum(b_w, 1)
-    b_y = (b_p * b_row).to(FACTOR)
+    b_y = as_factor(b_p * b_row, FACTOR, DOT)
     b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=DOT), 0.0)
     b_ys = b_y.to(b_q.dtype)
     if STRONG:
@@ -103,7 +108,11 @@ def slot_window_forward_kernel(
         for i in range(count):
             half = (BT // 2) >> i
             b_border = block_to_border(b_log, size, half, BT, DOT)
-            b_h = tl.dot((b_y * b_border).to(FACTOR), tl.trans((b_col * b_border).to(FACTOR)), input_precision=DOT)
+            b_h = tl.dot(
+                as_factor(b_y * b_border, FACTOR, DOT),
+                tl.trans(as_factor(b_col * b_border, FACTOR, DOT)),
+                input_precision=DOT,
+            )
             b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
     b_o = tl.dot(b_ys, tl.trans(load_tile(states_v + entry * V * M, V, V, M)), input_precision=DOT)
     b_o = tl.dot(b_w.to(b_q.dtype), load_rows(v + begin_k * V, o_j, m_j, H * V, V), b_o, input_precision=DOT)

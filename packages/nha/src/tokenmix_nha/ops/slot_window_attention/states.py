@@ -8,8 +8,11 @@ at once.
 import triton
 import triton.language as tl
 
+from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LARGEST_FACTOR,
+    SIZES,
+    as_factor,
     block_to_start,
     enter_weight,
     first_entry,
@@ -49,13 +52,14 @@ def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
     return index + (first + tl.arange(0, BD))[:, None] * M + tl.arange(0, M)[None, :]
 
 
-@triton.jit
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
 def slot_gates_kernel(
-    f, weight, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries,
+    f, weight, row, column, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries,
     M: tl.constexpr, SLOTS, BT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: each token's weight in the slots at the end `[BT, M]`, the log2 decay of the whole `[M]`, and how
-    often it must be halved for factors within 2^±80."""
+    often it must be halved for factors within 2^±80; for the backward pass column factors."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, before, cu_seqlens, BT, PACKED)
     i_h = tl.program_id(1)
     begin += i_n.to(tl.int64) * before
@@ -69,7 +73,8 @@ def slot_gates_kernel(
     b_log = log2_gates(b_f, DOT)
     b_end = tl.sum(b_log, 0)
     b_g = gates_between(b_log, -1, o_r, BT, DOT)
-    b_weight = enter_weight(b_f) * tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
+    b_enter = enter_weight(b_f)
+    b_weight = b_enter * tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
     tl.store(weight + _tile_offsets(tile * BT * M, 0, BT, M), b_weight.to(weight.dtype.element_ty))
     tl.store(end + tile * M + o_m, b_end)
     # blocks of two or four tokens are small enough for any gates
@@ -82,9 +87,13 @@ def slot_gates_kernel(
         b_g = gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
         lowest = tl.min(tl.min(b_g, 1), 0)
     tl.store(splits + tile, count)
+    b_col = tl.exp2(-b_g) * b_enter
+    tl.store(row + _tile_offsets(tile * BT * M, 0, BT, M), tl.exp2(b_g))
+    tl.store(column + _tile_offsets(tile * BT * M, 0, BT, M), as_factor(b_col, column.dtype.element_ty, DOT))
 
 
-@triton.jit
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
 def slot_states_kernel(
     k, v, weight, end, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v,
     final_k, final_v, T, NH, H, before, window, entries, segments,
@@ -153,7 +162,8 @@ def slot_states_kernel(
         _store_slots(final_v, b_sv, i_nh, i_d * BV, BV, V, M, SLOTS)
 
 
-@triton.jit
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
 def slot_gradients_kernel(
     q, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, local_k, local_v, local_g, ds_k, ds_v, dinitial_k,
     dinitial_v, T, NH, H, before, window, entries, segments, lead,

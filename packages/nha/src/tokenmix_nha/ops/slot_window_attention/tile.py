@@ -10,6 +10,8 @@ them, both factors are at most 1.
 import triton
 import triton.language as tl
 
+# numbers of which a kernel needs no variants: they follow from others, and would have every length compile anew
+SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # what the factors of a block may reach, as a power of 2
@@ -41,6 +43,26 @@ def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, BT: tl.constexpr, PACKED:
         length = T
         i_t = i_c - i_n * chunks
     return i_n, i_t, begin, length
+
+
+@triton.jit
+def locate_tokens(
+    i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
+    BT: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of the i_c-th chunk of keys: the first, one past the last and the oldest key there is, the number of queries, how
+    often the chunk is halved (−1: there is no such chunk), its entry, and where rows of keys and of queries begin."""
+    i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
+    begin_k = begin + i_n.to(tl.int64) * before
+    first, keys = i_t * BT, length + before
+    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + i_t) * H + i_h
+    count = tl.where(first < keys, 0, -1)
+    if first < keys - window:
+        count = tl.load(splits + entry)
+    oldest = 0
+    if HAS_START:
+        oldest = tl.load(start + i_n)
+    return first, keys, oldest, length, count, entry, begin_k * H + i_h, (begin * H + i_h) * GROUP
 
 
 @triton.jit
@@ -100,10 +122,26 @@ def load_columns(p, stride, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
+    """Factors `[BT, BM]` of a chunk, `other` everywhere if no token enters in it."""
+    o_t = tl.arange(0, BT)[:, None]
+    return tl.load(p + o_t * M + tl.arange(0, BM)[None, :], mask=o_t < tl.where(exists, BT, 0), other=other)
+
+
+@triton.jit
 def enter_weight(b_f):
     """1 − exp(f) for f ≤ 0, to the last digits also near 0."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return tl.where(b_f > -0.1, b_small, 1.0 - tl.exp2(b_f * LOG2_E))
+
+
+@triton.jit
+def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
+    """Rounded as an operand of products, which would cut the last digits of float32 off instead."""
+    if DOT == "tf32" and tl.float32 == FACTOR:
+        return ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return b_x.to(FACTOR)
 
 
 @triton.jit
@@ -170,3 +208,34 @@ def chunk_gates(p_f, count, o_j, m_j, stride, slots, M: tl.constexpr, BT: tl.con
     o_r = tl.arange(0, BT)
     size = BT >> count
     return b_f, b_log, size, gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
+
+
+@triton.jit
+def from_later(
+    b_dx, p_weight, p_ds, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr
+):
+    """Add what BM slots after the chunk owe to its tokens."""
+    b_in = load_columns(p_weight, M, BT, BM)
+    return tl.dot(b_in, tl.trans(load_columns(p_ds, M, D, BM)), b_dx, input_precision=DOT)
+
+
+@triton.jit
+def pair_weights(
+    b_y, p_col, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, M: tl.constexpr, BT: tl.constexpr,
+    FACTOR: tl.constexpr, DOT: tl.constexpr, STRONG: tl.constexpr,
+):  # fmt: skip
+    """`Σ_m col_m(j) y_m(t)` `[token, query]` over BM slots, where j has entered the slots that t sees."""
+    b_col = load_columns(p_col, M, BT, BM)
+    o_r = tl.arange(0, BT)
+    r_j, r_t = o_r[:, None], o_r[None, :]
+    size = BT >> count
+    b_b = tl.where(block_pairs(r_t, r_j, size), tl.dot(b_col, tl.trans(b_y), input_precision=DOT), 0.0)
+    if STRONG:
+        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
+        for i in range(count):
+            half = (BT // 2) >> i
+            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_h = tl.trans(as_factor(b_y * b_border, FACTOR, DOT))
+            b_c = tl.dot(as_factor(b_col * b_border, FACTOR, DOT), b_h, input_precision=DOT)
+            b_b += tl.where(opposite_pairs(r_t, r_j, half), b_c, 0.0)
+    return b_b

@@ -1,0 +1,83 @@
+"""Gradients of a chunk's values: of tokens that enter the slots, and of tokens of the window.
+
+Tiles are transposed, `[token, query]`.
+"""
+
+import triton
+import triton.language as tl
+
+from tokenmix_core.tile.launch import cached_launch
+from tokenmix_nha.ops.slot_window_attention.tile import (
+    LOG2_E,
+    SIZES,
+    from_later,
+    load_rows,
+    locate_tokens,
+    pair_weights,
+    store_rows,
+)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_window_backward_values_kernel(
+    q, k, f, splits, weight, column, ds_v, start, cu_seqlens, lse, do, p, dv,
+    scale, T, N, H, before, window, chunks, entries,
+    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """dv `[BT, V]` of the keys of a chunk."""
+    i_h, HQ = tl.program_id(1), H * GROUP
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+        tl.program_id(0), i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, GROUP,
+        HAS_START, PACKED,
+    )  # fmt: skip
+    if (count < 0) | ((count > 0) != STRONG):
+        return
+    o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
+    o_j = first + o_r
+    m_j = (o_j >= oldest) & (o_j < keys)
+    m_s = o_j < keys
+    m_e = m_j & (o_j < keys - window)
+    # slots that any token of the chunk enters
+    slots = tl.where(first < keys - window, M, 0)
+    scale_2 = scale * LOG2_E
+    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    o_q = first + window - before + o_r
+    m_q = (o_q >= 0) & (o_q < length)
+    m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + window) & m_j[:, None]
+    # earlier queries, whose windows hold the tokens
+    shift_0 = tl.maximum(before - first, 0) // BN * BN
+    shift_1 = tl.minimum(window, keys - first)
+    p_f, p_weight, p_col = f + begin_k * SLOTS, weight + entry * BT * M, column + entry * BT * M
+    p_dsv = ds_v + entry * V * M
+
+    b_dv = tl.zeros([BT, V], dtype=tl.float32)
+    for i_m in tl.range(0, slots, BM, num_stages=1):
+        b_dv = from_later(b_dv, p_weight + i_m, p_dsv + i_m, BM, M, V, BT, DOT)
+    b_k = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
+    for i_g in range(GROUP):
+        p_q, p_do, p_row = q + (begin_q + i_g) * K, do + (begin_q + i_g) * V, begin_q + i_g
+        b_q = load_rows(p_q, o_q, m_q, HQ * K, K)
+        b_lse = tl.load(lse + p_row + o_q.to(tl.int64) * HQ, mask=m_q, other=float("inf"))
+        b_b = tl.dot(b_k, tl.trans(b_q), input_precision=DOT) * scale_2 - b_lse[None, :]
+        b_b = tl.exp2(tl.where(m_w, b_b, float("-inf")))
+        for i_m in tl.range(0, slots, BM, num_stages=1):
+            b_y = load_rows(p + p_row * M + i_m, o_q, m_q, HQ * M, BM)
+            b_b += pair_weights(
+                b_y, p_col + i_m, p_f + i_m, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, M, BT, FACTOR, DOT, STRONG
+            )
+        b_do = load_rows(p_do, o_q, m_q, HQ * V, V)
+        b_dv = tl.dot(b_b.to(b_k.dtype), b_do, b_dv, input_precision=DOT)
+        for shift in range(shift_0, shift_1, BN):
+            o_qn = first - before + shift + o_n
+            m_qn = (o_qn >= 0) & (o_qn < length) & (shift + o_n < window)
+            b_qn = load_rows(p_q, o_qn, m_qn, HQ * K, K)
+            b_don = load_rows(p_do, o_qn, m_qn, HQ * V, V)
+            b_lsen = tl.load(lse + p_row + o_qn.to(tl.int64) * HQ, mask=m_qn, other=float("inf"))
+            m_wn = (o_r[:, None] <= shift + o_n[None, :]) & m_j[:, None]
+            b_s = tl.dot(b_k, tl.trans(b_qn), input_precision=DOT) * scale_2 - b_lsen[None, :]
+            b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
+            b_dv = tl.dot(b_s.to(b_k.dtype), b_don, b_dv, input_precision=DOT)
+    store_rows(dv + begin_k * V, b_dv, o_j, m_s, H * V, V)
