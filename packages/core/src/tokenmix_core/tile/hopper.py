@@ -1,4 +1,4 @@
-"""What Gluon kernels for Hopper share: layouts, and copies into shared memory that run beside the matrix units.
+"""What Gluon kernels for Hopper share: layouts, copies into shared memory beside the matrix units, where tokens lie.
 
 Gluon is the part of Triton that names layouts and leaves the order of copies and products to the kernel.
 """
@@ -48,3 +48,50 @@ def await_copies(NEWER: gl.constexpr):
     async_copy.wait_group(NEWER)
     fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr):
+    """Begin to copy rows that lie `stride` elements apart; rows from `rows` on become zero."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    async_load(s_x, p_rows + o_t * stride + o_d, mask=o_t < rows)
+
+
+@gluon.jit
+def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr):
+    """Store a tile from shared memory as rows that lie `stride` elements apart, up to row `rows`."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    gl.store(p_rows + o_t * stride + o_d, s_x.load(layout), mask=o_t < rows)
+
+
+@gluon.jit
+def causal_decay(b_row, b_col, o_row, o_col):
+    """`exp2(b_row − b_col)` where the row's token is at or after the column's, else 0."""
+    return gl.exp2(gl.where(o_row[:, None] >= o_col[None, :], b_row[:, None] - b_col[None, :], float("-inf")))
+
+
+@gluon.jit
+def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
+    """As `tile.sequences.locate_chunk`: a slot's sequence, its first row and length, and the chunk's first token."""
+    if PACKED:
+        BN: gl.constexpr = 256
+        sequences = 0
+        for i in range(0, N, BN):
+            o_n = i + gl.arange(0, BN, gl.BlockedLayout([2], [32], [WARPS], [0]))
+            slots = gl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) // C + o_n
+            sequences += gl.sum(((slots <= i_c) & (o_n < N)).to(gl.int32), 0)
+        i_n = sequences - 1
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
+        first = ((i_c - (begin // C + i_n)) * C).to(gl.int32)
+    else:
+        chunks = gl.cdiv(T, C)
+        i_n = i_c // chunks
+        begin = i_n.to(gl.int64) * T
+        length = T
+        first = (i_c - i_n * chunks) * C
+    return i_n, begin, length, first

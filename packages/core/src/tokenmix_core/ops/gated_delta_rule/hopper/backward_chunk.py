@@ -6,16 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
-    causal_decay,
-    fetch_rows,
-    load_gate,
-    locate_chunk,
-    product,
-    rows_of,
-    store_rows,
-)
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
+from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -31,7 +24,7 @@ def column_gates(p_gates, rows, col: gl.constexpr):
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Begin A B."""
-    zero = gl.zeros([64, N], gl.float32, product(N, 4))
+    zero = gl.zeros([64, N], gl.float32, product_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
@@ -44,25 +37,25 @@ def square(s_x, D: gl.constexpr):
 @gluon.jit
 def scale_rows(b_x, x_i, D: gl.constexpr):
     """diag(x) X."""
-    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, product(D, 4)))[:, None]
+    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, product_layout(D, 4)))[:, None]
 
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(product(D, 4)).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(product_layout(D, 4)).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
     """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
-    return scale_rows(b_dx - scale_rows(s_x.load(product(D, 4)).to(gl.float32), r_i * dot_i, D), r_i, D)
+    return scale_rows(b_dx - scale_rows(s_x.load(product_layout(D, 4)).to(gl.float32), r_i * dot_i, D), r_i, D)
 
 
 @gluon.jit
 def dot_tiles(s_x, s_y, D: gl.constexpr):
     """Σ x y over two matrices `[D, D]`."""
-    layout: gl.constexpr = rows_of(D, 4)
+    layout: gl.constexpr = row_layout(D, 4)
     b_sum = gl.zeros([16, D], gl.float32, layout)
     for i in gl.static_range(D // 16):
         b_sum += s_x.slice(i * 16, 16).load(layout).to(gl.float32) * s_y.slice(i * 16, 16).load(layout).to(gl.float32)
@@ -81,9 +74,9 @@ def backward_chunk_kernel(
     What meets K and Q transposed, Eᵀ and Fᵀ, is read from shared memory so; no result is transposed on its way there.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    row: gl.constexpr = gl.SliceLayout(1, product(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, product(BT, 4))
-    left: gl.constexpr = gl.DotOperandLayout(0, product(D, 4), 2)
+    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(D, 4), 2)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_slot, i_hv = gl.program_id(0), gl.program_id(1)
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 4)
@@ -120,7 +113,7 @@ def backward_chunk_kernel(
     async_copy.wait_group(1)
     rq_i = gl.full([BT], 1.0, gl.float32, row)
     if L2NORM:
-        rq_i = gl.rsqrt(dot_rows(s_q.load(product(D, 4)).to(gl.float32), s_q, row, D) + 1e-6)
+        rq_i = gl.rsqrt(dot_rows(s_q.load(product_layout(D, 4)).to(gl.float32), s_q, row, D) + 1e-6)
     b_e, b_qk = multiply(s_do, s_r.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
     b_j, w_j, beta_j = column_gates(p_gates, rows, col)
     b_e, b_qk = warpgroup_mma_wait(0, deps=[b_e, b_qk])

@@ -7,16 +7,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
-    causal_decay,
-    fetch_rows,
-    load_gate,
-    locate_chunk,
-    product,
-    rows_of,
-    store_rows,
-)
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 # base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
@@ -64,8 +57,8 @@ def backward_state_kernel(
     initial state is wanted.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    tile: gl.constexpr = product(K, WARPS)
-    flat: gl.constexpr = product(BT, WARPS)
+    tile: gl.constexpr = product_layout(K, WARPS)
+    flat: gl.constexpr = product_layout(BT, WARPS)
     # P' is shared out among all warps: a warp group for each part of its columns
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BT * 4 // WARPS, 16])
     row: gl.constexpr = gl.SliceLayout(1, square)
@@ -151,7 +144,7 @@ def backward_state_kernel(
 
         # P' = tril(Q Kᵀ ⊙ Γ) diag(β), with q's norm
         if L2NORM:
-            b_q = s_q.load(rows_of(K, WARPS)).to(gl.float32)
+            b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
             g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
             r_i = g_q.load(row)
         else:

@@ -17,16 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.tiles import (
-    causal_decay,
-    fetch_rows,
-    load_gate,
-    locate_chunk,
-    product,
-    rows_of,
-    store_rows,
-)
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 
@@ -79,8 +72,8 @@ def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, 
     dtype: gl.constexpr = k_2.dtype
     BT: gl.constexpr = k_2.shape[1]
     K: gl.constexpr = k_2.shape[2]
-    tile: gl.constexpr = product(K, 4)
-    flat: gl.constexpr = product(BT, 4)
+    tile: gl.constexpr = product_layout(K, 4)
+    flat: gl.constexpr = product_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
@@ -137,8 +130,8 @@ def write_outputs(p_o, tiles, results, barriers, s_o, s_norm, scale, rows, chunk
     BT: gl.constexpr = k_2.shape[1]
     K: gl.constexpr = k_2.shape[2]
     V: gl.constexpr = s_s.shape[1]
-    square: gl.constexpr = product(BT, 4)
-    tile: gl.constexpr = product(V, 4)
+    square: gl.constexpr = product_layout(BT, 4)
+    tile: gl.constexpr = product_layout(V, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     row_o: gl.constexpr = gl.SliceLayout(1, tile)
@@ -151,7 +144,7 @@ def write_outputs(p_o, tiles, results, barriers, s_o, s_norm, scale, rows, chunk
         fence_async_shared()
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if L2NORM:
-            b_q = s_q.load(rows_of(K, 4)).to(gl.float32)
+            b_q = s_q.load(row_layout(K, 4)).to(gl.float32)
             s_norm.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
         b_p = warpgroup_mma_wait(0, deps=[b_p])
         b_p *= causal_decay(s_b.load(row), s_b.load(col), o_i, o_j) * s_w.load(col)[None, :]

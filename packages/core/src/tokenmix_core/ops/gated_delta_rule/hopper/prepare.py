@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from tokenmix_core.ops.gated_delta_rule.hopper.tiles import fetch_rows, locate_chunk, rows_of
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
+from tokenmix_core.tile.hopper import fetch_rows, locate_chunk, row_layout
 from tokenmix_core.tile.launch import cached_launch
 
 # as in `tile.decay`
@@ -129,7 +129,7 @@ def prepare_kernel(
     """Ã, b, β r, r and β of one chunk, for the value heads of one key head."""
     dtype: gl.constexpr = k.dtype.element_ty
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    layout: gl.constexpr = rows_of(BT, 1)
+    layout: gl.constexpr = row_layout(BT, 1)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     i_slot, i_h = gl.program_id(0), gl.program_id(1)
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)

@@ -9,9 +9,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.ops.gated_delta_rule.hopper.tiles import causal_decay, fetch_rows, locate_chunk, product, store_rows
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
-from tokenmix_core.tile.hopper import await_copies, barrier
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    causal_decay,
+    fetch_rows,
+    locate_chunk,
+    product_layout,
+    store_rows,
+)
 from tokenmix_core.tile.launch import cached_launch
 
 
@@ -41,8 +48,8 @@ def hopper_forward_kernel(
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    tile: gl.constexpr = product(K, W)
-    flat: gl.constexpr = product(BT, W)
+    tile: gl.constexpr = product_layout(K, W)
+    flat: gl.constexpr = product_layout(BT, W)
     # P is shared out among all warps: a warp group for each part of its columns
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BT * 4 // W, 16])
     row: gl.constexpr = gl.SliceLayout(1, square)

@@ -11,9 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.tiles import causal_decay, fetch_rows, locate_chunk, store_rows
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
-from tokenmix_core.tile.hopper import await_copies, barrier
+from tokenmix_core.tile.hopper import await_copies, barrier, causal_decay, fetch_rows, locate_chunk, store_rows
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tuning import SSDHopper
 
