@@ -273,12 +273,15 @@ def test_operators_keep_torchs_rules(impl):
 
 
 def test_choice_follows_its_rule():
-    def choice(device="cuda", dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, **mask):
-        return choose_impl(Call(device, dtype, tq, tk, k, v, Mask(**{**Mask(True, None, 0)._asdict(), **mask}), packed))
+    def choice(device="cuda", dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, heads=None, **mask):
+        mask = Mask(**{**Mask(True, None, 0)._asdict(), **mask})
+        return choose_impl(Call(device, dtype, tq, tk, k, v, mask, packed, heads))
 
     assert choice() == "sdpa"
     assert choice(causal=False, tq=512) == "sdpa"
-    assert choice(k=256, v=256) == "sdpa"
+    assert choice(k=256, v=256) == choice(tq=512, tk=512, heads=17) == choice(tq=512, tk=512) == "sdpa"
+    assert choice(tq=512, tk=512, heads=16) == choice(tq=512, tk=512, heads=16, causal=False) == "triton"
+    assert choice(tq=512, tk=512, heads=16, k=256, v=256) == "sdpa"
     assert choice(tq=512) == choice(window=64) == choice(window=64, sinks=4) == choice(packed=True) == "triton"
     assert choice(tq=64, tk=64) == choice(dtype=torch.float32) == choice(k=64) == choice(tq=8192) == "triton"
     assert choice(k=512, v=512) == choice(dtype=torch.float64) == "reference"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tokenmix_core import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.attention import attention_reference, choose_impl
 from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
@@ -89,6 +90,14 @@ def test_kernels_answer_to_float64(K, dtype, case):
 @pytest.mark.parametrize("K", [64, 128])
 def test_kernels_for_other_devices_answer_to_float64(other_device, K, case):
     answers_to_float64(case, torch.bfloat16, "triton", K)
+
+
+@pytest.mark.parametrize("case", ["window", "window and sinks, grouped heads", "fewer queries"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_kernel_for_many_blocks_answers_to_float64(monkeypatch, dtype, case):
+    # these are many for one multiprocessor
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
+    answers_to_float64(CASES[case], dtype, "triton", 128)
 
 
 @pytest.mark.parametrize("impl", ["triton", None])

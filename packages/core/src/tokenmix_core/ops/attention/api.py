@@ -69,7 +69,9 @@ def attention(
         bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
         if dims["TQ"] != dims["TK"]:
             raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
-    call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, cu_seqlens is not None)
+    heads = dims["B"] * dims["H"] if dims["HQ"] == dims["H"] else None
+    packed = cu_seqlens is not None
+    call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed, heads)
     impl = _resolve(op, impl, call)
     o, lse = autograd.attention(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
     return AttentionOutput(o, lse.transpose(1, 2))

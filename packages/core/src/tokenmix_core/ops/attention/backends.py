@@ -9,12 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.common import interpreting
 
 IMPLS = ("triton", "sdpa", "flash_attn", "reference")
 
 # below this many queries a row the libraries' plain causal kernels have no lead over ours
 _LONG = 128
+# nor with no more blocks of 64 queries than a GPU has multiprocessors, where latency decides
+_FEW_BLOCKS = 128
 # a window as a mask on a CPU: up to 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
@@ -48,6 +51,8 @@ class Call(NamedTuple):
     head_v: int
     mask: Mask
     packed: bool = False
+    # B · HQ where every query head has keys of its own; None where heads share keys
+    heads: int | None = None
 
 
 def limit(impl: str, call: Call) -> str | None:
@@ -59,14 +64,16 @@ def choose_impl(call: Call) -> str:
     """The fastest implementation that covers the call, by rule.
 
     On CUDA: "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where
-    cuDNN leads; "triton" for everything else it takes; "reference" for what is left (heads beyond 256, float64).
+    cuDNN leads but for calls too small to fill the GPU; "triton" for everything else it takes; "reference" for what is
+    left (heads beyond 256, float64).
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
     "flash_attn" runs only when asked for: no call is known on which it is the fastest.
     """
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
+    small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
     if call.device == "cuda":
-        order = ("sdpa", "triton") if plain else ("triton",)
+        order = ("sdpa", "triton") if plain and not small else ("triton",)
     else:
         order = ("sdpa",) if call.mask.window is None or call.tq * call.tk <= _MASK_ELEMENTS else ()
     return next((impl for impl in order if limit(impl, call) is None), "reference")

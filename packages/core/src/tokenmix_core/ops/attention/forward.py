@@ -108,11 +108,12 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None):
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
-    if selected is None and K == 128 and on_hopper(q.device):
+    if mask.window is not None and cu_seqlens is None and K == 128 and on_hopper(q.device):
         from tokenmix_core.ops.attention import hopper, hopper_forward
 
-        if hopper.takes(q, k, v):
-            hopper_forward.forward(q, k, v, o, lse, cu_seqlens, mask, scale)
+        # with few blocks each has more of a multiprocessor to itself in Triton's kernel
+        if hopper.takes(q, k, v) and B * HQ * cdiv(TQ, hopper.TILE) >= 12 * tuning.multiprocessors(q.device):
+            hopper_forward.forward(q, k, v, o, lse, mask, scale)
             return o, lse
     BM, BN, warps, stages = tuning.attention("forward", max(K, V), q.dtype)
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
