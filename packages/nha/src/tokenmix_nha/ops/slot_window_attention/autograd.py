@@ -23,6 +23,8 @@ from tokenmix_nha.ops.slot_window_attention.states import (
     slot_states_kernel,
 )
 
+_Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 class Layout(NamedTuple):
     """Sizes that the launches of a call share; `Grid` numbers in README.md's terms."""
@@ -92,7 +94,7 @@ def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: L
 
 def _run(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before: int, window: int, scale: float
-) -> tuple[Tensor, ...]:
+) -> _Eight:
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     o, final_k, final_v, lse, end, splits, states_k, states_v = outputs = _outputs(
         q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
@@ -163,14 +165,13 @@ def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]
 def _run_backward(
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
     before: int, window: int, scale: float, initial: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> _Eight:  # fmt: skip
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
-    dq, dk, dv, df, *slots = _empty_gradients(
+    dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = gradients = _empty_gradients(
         q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
         dfinal_v, before, window, scale, initial,
     )  # fmt: skip
-    dq_slots, dk_slots, dinitial_k, dinitial_v = slots
     with compiled_together() as launch:
         gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y)
         p, dz = (q.new_empty(*q.shape[:3], M, dtype=gates.column.dtype) for _ in range(2))
@@ -217,7 +218,7 @@ def _run_backward(
                 states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df, *sizes[1:], **shared, BM=t.BM,
                 **options,
             )  # fmt: skip
-    return dq, dk, dv, df, *slots
+    return gradients
 
 
 def _empty_gradients(
