@@ -71,7 +71,7 @@ class _Launcher:
         # a pointer given as a number is taken as it is; one given as a tensor is looked up in the driver
         run(
             *grid, *(1,) * (3 - len(grid)), stream, function, metadata, None, None, None,
-            *pointers, *args[self._tensors :], *named,
+            *pointers, *args[len(pointers) :], *named,
         )  # fmt: skip
 
     def _key(self, args: tuple, options: dict) -> tuple[tuple, list]:

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
@@ -169,15 +168,6 @@ def forward(
     residual = torch.empty_like(v) if save else none
     states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
     programs, segment = len(entering) or N, tuning.gated_delta_rule_segment(N, HV, B * T) if len(entering) else 0
-    results = Forward(out, final_state, residual, states)
-    # states alone and smaller heads were not seen to be faster there
-    if output and not save and K == V == 128 and hopper.takes(q, k, v):
-        from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
-
-        on_hopper.forward(
-            q, k, v, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm, segment, (out, final_state)
-        )
-        return results
     launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)
@@ -188,4 +178,4 @@ def forward(
         cu_seqlens is not None, dot_precision(q),
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
     )  # fmt: skip
-    return results
+    return Forward(out, final_state, residual, states)
