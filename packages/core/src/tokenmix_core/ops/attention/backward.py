@@ -200,6 +200,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     # the kernel of dq leaves delta for the kernel of dk and dv
+    # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
     hopper = _hopper(q, k, v, do) if on_hopper(q.device) else None
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
