@@ -34,7 +34,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def hopper():
     """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
-    names = "tile.masks", "tile.hopper", "ops.attention.hopper", "ops.attention.hopper_forward"
+    names = "tile.masks", "tile.hopper", "ops.attention.hopper.backward", "ops.attention.hopper.forward"
     _, _, *modules = gluon.load("tokenmix_core", *names)
     for module in modules:
         for name in {"key_tiles", "query_tiles", "first_place", "visible"} & vars(module).keys():

@@ -190,7 +190,11 @@ def _hopper(q, k, v, do):
     """The module of the kernels for Hopper, where they take these tensors."""
     from tokenmix_core.ops.attention import hopper
 
-    return hopper if hopper.takes(q, k, v, do) else None
+    if not hopper.takes(q, k, v, do):
+        return None
+    from tokenmix_core.ops.attention.hopper import backward
+
+    return backward
 
 
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None):

@@ -109,11 +109,12 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None):
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
     if mask.window is not None and cu_seqlens is None and K == 128 and on_hopper(q.device):
-        from tokenmix_core.ops.attention import hopper, hopper_forward
+        from tokenmix_core.ops.attention import hopper
+        from tokenmix_core.ops.attention.hopper import forward as on_hopper_forward
 
         # with few blocks each has more of a multiprocessor to itself in Triton's kernel
         if hopper.takes(q, k, v) and B * HQ * cdiv(TQ, hopper.TILE) >= 12 * tuning.multiprocessors(q.device):
-            hopper_forward.forward(q, k, v, o, lse, mask, scale)
+            on_hopper_forward.forward(q, k, v, o, lse, mask, scale)
             return o, lse
     BM, BN, warps, stages = tuning.attention("forward", max(K, V), q.dtype)
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1

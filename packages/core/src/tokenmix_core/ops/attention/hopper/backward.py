@@ -13,15 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.attention.hopper import TILE, WARPS
 from tokenmix_core.ops.attention.selection import first_place, list_tiles
 from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles
 from tokenmix_core.tile.hopper import await_copies, begin_copy, begin_vector_copy, product_layout, row_layout
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
-
-# queries that meet as many keys on four warps; two blocks share a multiprocessor
-TILE = 64
-WARPS = 4
 
 
 @gluon.jit
@@ -292,12 +289,6 @@ def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, sele
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
         D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, num_warps=WARPS,
     )  # fmt: skip
-
-
-def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
-    """Whether these kernels can read the tensors: on Hopper, 16 bits, heads of 64 or 128, in runs of 16 bytes."""
-    sizes = q.element_size() == 2 and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128)
-    return sizes and all(x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in x.stride()[:3]) for x in (q, k, v, *more))
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
