@@ -21,6 +21,12 @@ def test_all_bytes_and_line_ends_come_back():
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
+def test_text_that_names_a_special_token_is_bytes(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    for tokenizer in (TOKENIZER, AutoTokenizer.from_pretrained(tmp_path)):
+        assert bytes(tokenizer("a<|end|>b")["input_ids"]) == b"a<|end|>b"
+
+
 def test_special_tokens_follow_the_bytes():
     assert (TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id) == (256, 257, 258)
     assert len(TOKENIZER) == 259

@@ -32,7 +32,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(BYTE_SPECIALS.values()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **BYTE_SPECIALS)
+    # a text that names a special token is bytes like any other, and cannot end a document
+    options = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options, **BYTE_SPECIALS)
 
 
 def _printable_bytes() -> list[str]:
