@@ -18,7 +18,8 @@ from tokenmix_core.ops.attention.selection import first_place, list_tiles, liste
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, query_tiles, store_tile
 from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.launch import cached_launch
-from tokenmix_core.tile.masks import locate_tile, visible
+from tokenmix_core.tile.masks import visible
+from tokenmix_core.tile.sequences import locate_chunk
 
 
 @triton.jit
@@ -57,10 +58,11 @@ def _attention_backward_queries(
     queries = TQ
     keys = TK
     if PACKED:
-        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BM)
+        _, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
         keys = queries
-        if i_t * BM >= queries:
+        if first_row >= queries:
             return
+        i_t = first_row // BM
     if selected is not None:
         m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
         if tl.max(m_s.to(tl.int32)) == 0:
@@ -144,10 +146,11 @@ def _attention_backward_keys(
     queries = TQ
     keys = TK
     if PACKED:
-        i_n, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BN)
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BN, N, cu_seqlens, PACKED)
         keys = queries
-        if i_t * BN >= keys:
+        if first_row >= queries:
             return
+        i_t = first_row // BN
     log2e: tl.constexpr = 1.4426950408889634
     shift = keys - queries
     first = i_t * BN

@@ -16,25 +16,16 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.attention.hopper import TILE, WARPS
 from tokenmix_core.ops.attention.selection import first_place, list_tiles
 from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles
-from tokenmix_core.tile.hopper import await_copies, begin_copy, begin_vector_copy, product_layout, row_layout
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    begin_copy,
+    begin_vector_copy,
+    locate_chunk,
+    product_layout,
+    row_layout,
+)
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
-
-
-@gluon.jit
-def locate_tile(cu_seqlens, N, i_tile, BT: gl.constexpr):
-    """`tile.masks.locate_tile` by bisection: the sequence, the tile inside it, the sequence's start and its length."""
-    low = 0
-    high = N
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(cu_seqlens + middle).to(gl.int32) // BT + middle <= i_tile:
-            low = middle
-        else:
-            high = middle
-    start = gl.load(cu_seqlens + low).to(gl.int64)
-    length = (gl.load(cu_seqlens + low + 1).to(gl.int64) - start).to(gl.int32)
-    return low, i_tile - (start // BT).to(gl.int32) - low, start, length
 
 
 @gluon.jit
@@ -70,7 +61,8 @@ def _backward_queries(
     queries = TQ
     keys = TK
     if PACKED:
-        _, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BT)
+        _, start, queries, first_row = locate_chunk(i_t, TQ, BT, N, cu_seqlens, PACKED, gl.num_warps())
+        i_t = first_row // BT
         keys = queries
     o_head = (i_b * TQ + start) * HQ * D + i_h * D
     wanted = i_t * BT < queries
@@ -173,7 +165,8 @@ def _backward_keys(
     queries = TQ
     keys = TK
     if PACKED:
-        i_n, i_t, start, queries = locate_tile(cu_seqlens, N, i_t, BT)
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BT, N, cu_seqlens, PACKED, gl.num_warps())
+        i_t = first_row // BT
         keys = queries
     if i_t * BT < keys:
         scores: gl.constexpr = product_layout(BT, gl.num_warps())
