@@ -6,6 +6,7 @@ beside them; around the layers, padding is taken out and our cache is kept. Ever
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.windows import check_windows, nha_mixers
 
 
+@dataclass(kw_only=True)
 class HybridizedConfig:
     """What a hybridized configuration has beside transformers' own fields.
 
@@ -46,15 +48,14 @@ class HybridizedConfig:
         nha_impl: implementation of the operations, None, "triton" or "reference".
     """
 
-    window: Any
-    slots: int
-    gate_normalizer: float
-    nha_impl: str | None
-    num_hidden_layers: int
+    window: Any = 32
+    slots: int = 64
+    gate_normalizer: float = 8.0
+    nha_impl: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        self.window = check_windows(self.window, self.num_hidden_layers, self.slots)
+        self.window = check_windows(self.window, self.num_hidden_layers, self.slots)  # type: ignore[attr-defined]
         sliding = "sliding_attention" in (getattr(self, "layer_types", None) or [])
         if sliding or getattr(self, "sliding_window", None) is not None:
             raise ValueError(
@@ -213,10 +214,6 @@ class NhaLlamaConfig(HybridizedConfig, LlamaConfig):
     """A Llama configuration with slots and windows."""
 
     model_type = "tokenmix_nha_llama"
-    window: Any = 32
-    slots: int = 64
-    gate_normalizer: float = 8.0
-    nha_impl: str | None = None
 
 
 class NhaLlamaModel(HybridizedModel, LlamaModel):
@@ -236,10 +233,6 @@ class NhaQwen2Config(HybridizedConfig, Qwen2Config):
     """A Qwen2 (also Qwen2.5) configuration with slots and windows."""
 
     model_type = "tokenmix_nha_qwen2"
-    window: Any = 32
-    slots: int = 64
-    gate_normalizer: float = 8.0
-    nha_impl: str | None = None
 
 
 class NhaQwen2Model(HybridizedModel, Qwen2Model):
@@ -259,10 +252,6 @@ class NhaQwen3Config(HybridizedConfig, Qwen3Config):
     """A Qwen3 configuration with slots and windows."""
 
     model_type = "tokenmix_nha_qwen3"
-    window: Any = 32
-    slots: int = 64
-    gate_normalizer: float = 8.0
-    nha_impl: str | None = None
 
 
 class NhaQwen3Model(HybridizedModel, Qwen3Model):
@@ -282,10 +271,6 @@ class NhaQwen3MoeConfig(HybridizedConfig, Qwen3MoeConfig):
     """A Qwen3-MoE configuration with slots and windows."""
 
     model_type = "tokenmix_nha_qwen3_moe"
-    window: Any = 32
-    slots: int = 64
-    gate_normalizer: float = 8.0
-    nha_impl: str | None = None
 
 
 class NhaQwen3MoeModel(HybridizedModel, Qwen3MoeModel):

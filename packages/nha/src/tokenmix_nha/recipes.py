@@ -17,6 +17,7 @@ import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN, MAMBA2, paper_baseline
+from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_nha.training import DrawWindows
 from tokenmix_nha.windows import FULL, Window, hybrid_windows
@@ -203,8 +204,9 @@ def recall(kind: str, size: str) -> Recipe:
 
 def tiny() -> Recipe:
     """Two heads, four layers of which the third is full, on Python's standard library: minutes on a laptop."""
-    return Recipe(
-        name="tiny",
+    base = tiny_hybrid()
+    return replace(
+        base,
         description="NHA with one full layer in four, on the built-in corpus; minutes on a laptop",
         model={
             "vocab_size": BYTE_VOCAB,
@@ -217,26 +219,9 @@ def tiny() -> Recipe:
             "max_position_embeddings": 256,
         },
         model_type=MODEL_TYPE,
-        data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined", data_seed=42),
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**11 * 300),
-            warmup_tokens=Tokens(2**11 * 30),
-            batch_tokens=Tokens(2**11),
-            micro_batch_tokens=Tokens(2**11),
-            learning_rate=4e-3,
-            min_learning_rate=2e-4,
-            adam_beta2=0.98,
-        ),
-        run=RunRecipe(
-            seed=42,
-            logging_steps=20,
-            save_steps=100,
-            save_total_limit=1,
-            evaluations=["perplexity-by-position", "slot-share"],
-            evaluation_lengths=[256],
-            evaluation_limit=64,
-            sample_prompt="def ",
-        ),
+        data=replace(base.data, data_seed=42),
+        optimizer=replace(base.optimizer, total_tokens=Tokens(2**11 * 300), warmup_tokens=Tokens(2**11 * 30)),
+        run=replace(base.run, seed=42, save_steps=100, evaluations=["perplexity-by-position", "slot-share"]),
     )
 
 
