@@ -163,7 +163,7 @@ def demo(family: str, assignment: str) -> Recipe:
             mqar_ramp=0.7,
         ),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(8 * tokens * 1500),
+            total_tokens=Tokens(8 * tokens * 1200),
             warmup_tokens=Tokens(8 * tokens * 100),
             batch_tokens=Tokens(8 * tokens),
             micro_batch_tokens=Tokens(8 * tokens),
