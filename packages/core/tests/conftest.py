@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tokenmix_core.testing.recorded import forgotten_with_changes
+
 if not torch.cuda.is_available():
     # before any test module imports triton
     os.environ["TRITON_INTERPRET"] = "1"
@@ -17,6 +19,11 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def calls_are_recorded_anew(monkeypatch):
+    yield from forgotten_with_changes(monkeypatch)
 
 
 @pytest.fixture

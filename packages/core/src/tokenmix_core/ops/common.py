@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tokenmix_core.ops.replay import Replayed
+
 Impl = Literal["triton", "reference"]
 
 
@@ -66,6 +68,7 @@ def direct_when_eager(op: Callable, run: Callable) -> Callable:
     A custom op's way through torch's dispatcher takes more host time than the launch of a kernel. The first argument of
     both is a tensor.
     """
+    run = Replayed(run)
 
     def call(*inputs):
         return (run if is_plain(inputs[0]) else op)(*inputs)
@@ -87,6 +90,7 @@ def differentiable(
             for the backward pass alone.
     """
     op.register_autograd(gradients, setup_context=save)
+    run = Replayed(run)
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -96,9 +100,10 @@ def differentiable(
             return output if outputs is None else output[:outputs]
 
         @staticmethod
-        @once_differentiable
         def backward(ctx, *output_gradients):
-            return gradients(ctx, *output_gradients)
+            # with a graph of the backward pass, gradients of gradients must raise an error
+            run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
+            return run(ctx, *output_gradients)
 
     def call(*inputs):
         if not is_plain(inputs[0]):
@@ -151,14 +156,14 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
             raise ValueError(
                 f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {type(x).__name__}"
             )
-        letters = spec.split()
-        shape = x.shape
+        letters, shape = _letters(spec), x.shape
         ok = len(shape) == len(letters)
         if ok:
             for letter, size in zip(letters, shape, strict=True):
-                if (int(letter) if letter.isdigit() else dims.setdefault(letter, size)) != size:
+                if (letter if letter.__class__ is int else dims.setdefault(letter, size)) != size:
                     ok = False
         if not ok:
+            letters = spec.split()
             bound = ", ".join(f"{k}={v}" for k, v in dims.items() if k in letters)
             wanted = f"[{', '.join(letters)}]" + (f" with {bound}" if bound else "")
             raise ValueError(f"{op}: {name} must have shape {wanted}, got {list(shape)}")
@@ -167,6 +172,11 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
         elif x.device != device:
             raise ValueError(f"{op}: {name} is on {x.device}, expected {device} like the other tensors")
     return dims
+
+
+@functools.cache
+def _letters(spec: str) -> tuple[str | int, ...]:
+    return tuple(int(letter) if letter.isdigit() else letter for letter in spec.split())
 
 
 def check_dtype(op: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
+
+# a kernel, its grid, arguments, and those given by name
+Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # calls remembered by a kernel; beyond that many the older half is forgotten
 _REMEMBERED = 4096
@@ -30,11 +35,18 @@ def cached_launch(kernel):
 def compiled_together() -> Iterator[Callable]:
     """Gives `launch(kernel, grid, *args, **options)`, which launches in turn, at the end of the block.
 
-    By then all kernels are known, so that those of `cached_launch` that are new are compiled side by side, where Triton
-    can: compiling takes seconds a kernel, mostly outside Python.
+    By then all kernels are known, so that the new ones are compiled side by side.
     """
-    launches = []
+    launches: list[Launch] = []
     yield lambda kernel, grid, *args, **options: launches.append((kernel, grid, args, options))
+    launch_together(launches)
+
+
+def launch_together(launches: list[Launch]) -> None:
+    """Launch in turn, after compiling those kernels of `cached_launch` that are new side by side, where Triton can.
+
+    Compiling takes seconds a kernel, mostly outside Python.
+    """
     new = [x for x in launches if isinstance(x[0], _Launcher) and not x[0].knows(x[2], x[3])]
     if len(new) > 1 and hasattr(triton, "AsyncCompileMode"):
         with ThreadPoolExecutor(len(new)) as pool, triton.AsyncCompileMode(pool):
@@ -42,6 +54,43 @@ def compiled_together() -> Iterator[Callable]:
                 kernel.fn.warmup(*args, grid=grid, **options)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
+
+
+class _Taker(threading.local):
+    take: Callable[[Launch], None] | None = None
+
+
+_taker = _Taker()
+
+
+@contextmanager
+def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
+    """Launches of this thread by `cached_launch` are handed to `take` instead; None: they are made."""
+    before, _taker.take = _taker.take, take
+    try:
+        yield
+    finally:
+        _taker.take = before
+
+
+def observed() -> bool:
+    """Whether something, such as a profiler, wants to be told of launches by Triton itself."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def being_taken() -> bool:
+    """Whether launches of this thread are handed to somebody."""
+    return _taker.take is not None
+
+
+def current_device() -> int:
+    """The device that kernels are launched on."""
+    return driver.active.get_current_device()
+
+
+def current_stream(device: int) -> int:
+    """The stream that kernels are launched on."""
+    return driver.active.get_current_stream(device)
 
 
 class _Launcher:
@@ -59,18 +108,26 @@ class _Launcher:
         """Whether such a call was made before."""
         return self._key(args, options)[0] in self._compiled
 
+    def driver_call(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[Callable, tuple, list]:
+        """What a launch came to, `run(*grid, stream, *args)`, with tensors as they were given."""
+        run, function, metadata, named = self._compiled[self._key(args, options)[0]]
+        return run, _three(grid), [function, metadata, None, None, None, *args, *named]
+
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
+        if _taker.take is not None:
+            _taker.take((self, grid, args, options))
+            return
         key, pointers = self._key(args, options)
         found = self._compiled.get(key)
         # what profilers hook into launches is called by Triton's own way alone
-        if found is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        if found is None or observed():
             self._compile_and_launch(grid, args, options)
             return
         run, function, metadata, named = found
         stream = driver.active.get_current_stream(key[0])
         # a pointer given as a number is taken as it is; one given as a tensor is looked up in the driver
         run(
-            *grid, *(1,) * (3 - len(grid)), stream, function, metadata, None, None, None,
+            *_three(grid), stream, function, metadata, None, None, None,
             *pointers, *args[len(pointers) :], *named,
         )  # fmt: skip
 
@@ -97,3 +154,7 @@ class _Launcher:
         named = tuple(options[name] for name in self.fn.arg_names[len(args) :])
         found = compiled.run, compiled.function, compiled.packed_metadata, named
         self._compiled[self._key(args, options)[0]] = found
+
+
+def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
+    return (*grid, *(1,) * (3 - len(grid)))

@@ -11,6 +11,7 @@ from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_slots, segment_states
+from tokenmix_core.ops.replay import Replayed
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule", mutates_args=())
@@ -106,6 +107,9 @@ def _chunk_backward(
     return dq, dk, dv, dg, dbeta, dinitial_state
 
 
+_replayed_backward = Replayed(_chunk_backward)
+
+
 def _step(q, k, v, g, beta, state, scale, qk_l2norm):
     token = (x.unsqueeze(1) for x in (q, k, v, g, beta))
     return recurrent_forward(*token, state, None, scale, qk_l2norm, state_out=state)[0].squeeze(1)
@@ -125,7 +129,7 @@ def _save_recurrent(ctx, inputs, output):
 
 def _gradients(ctx, do, dfinal_state, q, *saved):
     """Gradients in the order of the forward arguments."""
-    run = _chunk_backward if is_plain(q) else backward_op
+    run = _replayed_backward if is_plain(q) else backward_op
     *grads, dinitial_state = run(do, dfinal_state, q, *saved, ctx.scale, ctx.qk_l2norm)
     return *grads, dinitial_state if ctx.needs_input_grad[5] else None, None, None, None
 

@@ -1,0 +1,201 @@
+"""Recorded calls, with a kernel that adds by addresses in place of Triton's, so that a CPU shows what is replayed."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tokenmix_core.ops import replay
+from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.tile import launch
+
+
+def at(address, n):
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (n,))
+
+
+class Adding:
+    """`out = a + b` of n float32 numbers, launched as `cached_launch` does; counts its launches."""
+
+    def __init__(self):
+        self.launches = 0
+
+    def __getitem__(self, grid):
+        def call(*args, **options):
+            if launch._taker.take is not None:
+                launch._taker.take((self, grid, args, options))
+            else:
+                addresses = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
+                self._run(*grid, 1, 1, 0, *addresses)
+
+        return call
+
+    def driver_call(self, grid, args, options):
+        return self._run, (*grid, 1, 1), list(args)
+
+    def _run(self, x, y, z, stream, a, b, out, n):
+        self.launches += 1
+        at(out, n)[:] = at(a, n) + at(b, n)
+
+
+@pytest.fixture
+def add(monkeypatch):
+    monkeypatch.setattr(replay, "on_gpu", lambda x: True)
+    monkeypatch.setattr(replay, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    return Adding()
+
+
+class Counted:
+    """A function whose runs are counted."""
+
+    def __init__(self, function):
+        self.function, self.runs = function, 0
+
+    def __call__(self, *inputs):
+        self.runs += 1
+        return self.function(*inputs)
+
+
+def counted(function):
+    function = Counted(function)
+    return function, Replayed(function)
+
+
+def three_sums(add):
+    """a + b + b, then the second half of it beside its first; what lies between is a buffer that nobody gets."""
+
+    def run(a, b, factor):
+        a = a.contiguous()
+        between, whole = torch.empty_like(a), a.new_empty(2, len(a))
+        add[(1,)](a, b, between, len(a))
+        add[(1,)](between, b, whole[1], len(a))
+        add[(1,)](whole[1], whole[1], whole[0], len(a))
+        return whole[1], None, whole.view(-1), a.new_empty(0), a
+
+    return counted(run)
+
+
+def test_a_replay_gives_what_a_run_gives(add):
+    function, replayed = three_sums(add)
+    for i in range(4):
+        a, b = torch.randn(6), torch.randn(6)
+        once, nothing, both, empty, same = replayed(a, b, 2.0)
+        torch.testing.assert_close(once, a + b + b, rtol=0, atol=0)
+        torch.testing.assert_close(both, torch.cat([2 * once, once]), rtol=0, atol=0)
+        assert nothing is None
+        assert empty.shape == (0,)
+        assert same is a
+        assert once.data_ptr() == both[6:].data_ptr()
+        assert add.launches == 3 * (i + 1)
+    assert function.runs == 1
+
+
+def test_results_of_calls_share_no_memory(add):
+    _, replayed = three_sums(add)
+    a, b = torch.randn(6), torch.randn(6)
+    results = [replayed(a, b, 1.0)[2] for _ in range(3)]
+    assert len({x.data_ptr() for x in results}) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda a, b: (torch.randn(7), torch.randn(7), 1.0),
+        lambda a, b: (a, b, 3.0),
+        lambda a, b: (torch.randn(7)[1:], b, 1.0),
+        lambda a, b: (a, torch.randn(12)[::2], 1.0),
+        lambda a, b: (a, b.double(), 1.0),
+    ],
+    ids=["size", "number", "alignment", "stride", "dtype"],
+)
+def test_another_kind_of_call_is_run(add, other):
+    function, replayed = three_sums(add)
+    a, b = torch.randn(6), torch.randn(6)
+    replayed(a, b, 1.0)
+    replayed(*other(a, b))
+    assert function.runs == 2
+
+
+def test_a_tensor_given_twice_is_run(add):
+    function, replayed = three_sums(add)
+    a = torch.randn(6)
+    for _ in range(3):
+        torch.testing.assert_close(replayed(a, a, 1.0)[0], 3 * a)
+    assert function.runs == 3
+    replayed(a, torch.randn(6), 1.0)
+    b = torch.randn(6)
+    torch.testing.assert_close(replayed(a, b, 1.0)[0], a + 2 * b)
+
+
+def test_a_call_with_other_work_is_run_in_order(add):
+    def run(a, b):
+        out = torch.empty_like(a)
+        add[(1,)](a, b, out, len(a))
+        doubled = out * 2
+        add[(1,)](doubled, b, out, len(a))
+        return out
+
+    function, replayed = counted(run)
+    for _ in range(3):
+        a, b = torch.randn(6), torch.randn(6)
+        torch.testing.assert_close(replayed(a, b), 2 * (a + b) + b)
+    assert function.runs == 3
+
+
+def test_memory_of_somebody_else_is_not_replayed(add):
+    kept = torch.randn(6)
+
+    def run(a):
+        out = torch.empty_like(a)
+        add[(1,)](a, kept, out, len(a))
+        return out
+
+    function, replayed = counted(run)
+    for _ in range(3):
+        a = torch.randn(6)
+        torch.testing.assert_close(replayed(a), a + kept)
+    assert function.runs == 3
+
+
+def test_a_changed_input_is_changed_again(add):
+    def run(state, x):
+        add[(1,)](state, x, state, len(x))
+        return state
+
+    function, replayed = counted(run)
+    state, total = torch.zeros(6), torch.zeros(6)
+    for _ in range(3):
+        x = torch.randn(6)
+        total += x
+        assert replayed(state, x) is state
+        torch.testing.assert_close(state, total)
+    assert function.runs == 1
+
+
+def test_after_forget_calls_are_run(add):
+    function, replayed = three_sums(add)
+    inputs = torch.randn(6), torch.randn(6), 1.0
+    replayed(*inputs)
+    Replayed.forget()
+    replayed(*inputs)
+    assert function.runs == 2
+
+
+def test_an_error_leaves_nothing_behind(add):
+    def run(a, b):
+        add[(1,)](a, b, torch.empty_like(a), len(a))
+        raise ValueError("no")
+
+    _, replayed = counted(run)
+    a, b, out = torch.ones(6), torch.ones(6), torch.zeros(6)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            replayed(a, b)
+    assert add.launches == 0
+    add[(1,)](a, b, out, 6)
+    assert out.tolist() == [2.0] * 6

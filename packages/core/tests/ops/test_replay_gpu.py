@@ -1,0 +1,162 @@
+"""Replayed calls on a GPU: the same numbers as calls that are run, wherever and whenever they are made."""
+
+import pytest
+import torch
+
+from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, replay, short_conv
+from tokenmix_core.ops.replay import Replayed
+
+pytestmark = pytest.mark.gpu
+
+T, H, D = 200, 4, 64
+
+
+def gated_delta_rule(q, k, v, g, **packed):
+    return chunk_gated_delta_rule(q, k, v, g, g.exp(), qk_l2norm=True, **packed)
+
+
+def ssd(q, k, v, g, **packed):
+    return chunk_ssd(q, k, v, g, **packed)
+
+
+def window(q, k, v, g, **packed):
+    return attention(q, k, v, window=50, **packed)
+
+
+def convolution(q, k, v, g, **packed):
+    return short_conv(q.flatten(2), v[0, :4].flatten(1).T, activation="silu", **packed)
+
+
+OPS = [gated_delta_rule, ssd, window, convolution]
+
+
+def inputs(device="cuda", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v = (torch.randn(1, T, H, D, device=device, generator=generator).bfloat16() for _ in range(3))
+    return *(x.requires_grad_() for x in (q, k, v)), -torch.rand(1, T, H, device=device, generator=generator)
+
+
+def results(op, tensors, **packed):
+    """Both outputs and the gradients of q, k and v."""
+    out = op(*tensors, **packed)
+    loss = sum(x.float().square().sum() for x in out)
+    return [*out, *torch.autograd.grad(loss, tensors[:3], allow_unused=True)]
+
+
+def check_equal(got, wanted):
+    for x, y in zip(got, wanted, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y)
+
+
+def run(op, tensors, **packed):
+    """The results of calls that are run."""
+    on_gpu, replay.on_gpu = replay.on_gpu, lambda x: False
+    try:
+        return results(op, tensors, **packed)
+    finally:
+        replay.on_gpu = on_gpu
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """How many calls were replayed."""
+    made = [0]
+    call = replay._Replay.__call__
+
+    def count(self, *inputs):
+        made[0] += 1
+        return call(self, *inputs)
+
+    monkeypatch.setattr(replay._Replay, "__call__", count)
+    return made
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_replays_give_what_runs_give(op, packed, replays):
+    borders = {"cu_seqlens": torch.tensor([0, 30, 30, 129, T], device="cuda")} if packed else {}
+    for seed in range(3):
+        check_equal(results(op, inputs(seed=seed), **borders), run(op, inputs(seed=seed), **borders))
+    # forward and backward of the second and third call
+    assert replays[0] >= 4
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_strides_are_followed(op):
+    def strided(seed):
+        q, k, v, g = inputs(seed=seed)
+        wide = torch.cat([q, k, v], 3).detach()
+        return *(x.requires_grad_() for x in wide.split(D, 3)), g
+
+    for seed in range(3):
+        for make in (strided, lambda seed: inputs(seed=seed)):
+            check_equal(results(op, make(seed)), run(op, make(seed)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_tensor_for_two_arguments(op):
+    for seed in range(3):
+        q, k, v, g = inputs(seed=seed)
+        check_equal(results(op, (q, q, v, g)), run(op, (q, q, v, g)))
+        check_equal(results(op, (q, k, v, g)), run(op, (q, k, v, g)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_replays_are_captured_into_a_graph(op, replays):
+    tensors = inputs()
+    for _ in range(2):
+        results(op, tensors)
+    before = replays[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = results(op, tensors)
+    assert replays[0] > before
+    with torch.no_grad():
+        for x, y in zip(tensors, inputs(seed=5), strict=True):
+            x.copy_(y)
+    graph.replay()
+    check_equal(got, run(op, tensors))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_replays_follow_the_stream(op):
+    tensors = inputs()
+    wanted = run(op, tensors)
+    results(op, tensors)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # work of another stream would not wait for this
+        torch.cuda._sleep(10_000_000)
+        with torch.no_grad():
+            late = [x.clone() for x in tensors]
+        got = results(op, (*(x.requires_grad_() for x in late[:3]), late[3]))
+    torch.cuda.current_stream().wait_stream(stream)
+    check_equal(got, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("op", OPS)
+def test_calls_run_on_the_device_of_their_tensors(op):
+    wanted = run(op, inputs())
+    for _ in range(3):
+        for device in ("cuda:0", "cuda:1"):
+            tensors = (x.detach().to(device) for x in inputs())
+            q, k, v, g = tensors
+            got = results(op, (*(x.requires_grad_() for x in (q, k, v)), g))
+            check_equal([None if x is None else x.to("cuda:0") for x in got], wanted)
+
+
+def test_steps_change_the_state_they_are_given():
+    from tokenmix_core.ops import gated_delta_rule_step
+
+    q, k, v, g = (x.detach() for x in inputs())
+    state = torch.zeros(1, H, D, D, device="cuda")
+    outputs = [gated_delta_rule_step(q[:, t], k[:, t], v[:, t], g[:, t], g[:, t].exp(), state) for t in range(9)]
+    Replayed.forget()
+    again = torch.zeros_like(state)
+    for t, o in enumerate(outputs):
+        Replayed.forget()
+        assert torch.equal(o, gated_delta_rule_step(q[:, t], k[:, t], v[:, t], g[:, t], g[:, t].exp(), again))
+    assert torch.equal(state, again)
