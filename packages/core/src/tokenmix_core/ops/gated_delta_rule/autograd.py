@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.common import differentiable, direct_when_eager, is_plain
+from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.forward import forward
@@ -96,13 +97,16 @@ def _chunk_backward(
 ):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
-    terms = (inverse, gates)
-    saved = forward(q, k, v, *terms, entering, initial_state, cu_seqlens, scale, qk_l2norm, output=False, save=True)
+    terms, options = (inverse, gates), (cu_seqlens, scale, qk_l2norm)
+    # the steps on Hopper sum ⟨dS', S⟩ from what is stored in 16 bits alone
+    parts = q.element_size() == 2 and not (do is not None and hopper.takes(q, k, do))
+    saved = forward(q, k, v, *terms, entering, initial_state, *options, output=False, save=True, remainders=parts)
+    states = (saved.states, saved.remainders)
     dv, dstates, ends, dinitial_state = backward_state(
-        q, k, *terms, saved.states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, v, initial_state is not None
+        q, k, *terms, *states, do, dfinal_state, *options, v, initial_state is not None
     )
     dq, dk, dg, dbeta = backward_chunk(
-        q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, cu_seqlens, scale, qk_l2norm
+        q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, *options
     )
     return dq, dk, dv, dg, dbeta, dinitial_state
 

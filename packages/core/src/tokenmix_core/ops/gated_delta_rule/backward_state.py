@@ -17,14 +17,15 @@ from tokenmix_core.tile.sequences import first_chunk, sequence_span
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, states, do, dfinal_state, dv, dstates, ends, dinitial_state,
+    q, k, inverse, gates, cu_seqlens, states, remainders, do, dfinal_state, dv, dstates, ends, dinitial_state,
     scale, T, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    INITIAL: tl.constexpr, REMAINDERS: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩ with S entering it.
 
-    OUTPUT: there is a gradient of o; FINAL: of the final state; INITIAL: the initial state's is wanted.
+    OUTPUT: there is a gradient of o; FINAL: of the final state; INITIAL: the initial state's is wanted; REMAINDERS: S
+    comes in two parts.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -59,8 +60,10 @@ def backward_state_kernel(
         b_dh = b_ds.to(k.dtype.element_ty)
         o_state = (slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
-        # its terms cancel, so that one of the two has to be as it was before it was rounded
+        # its terms cancel, so that both have to be as they were before they were rounded
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
+        if REMAINDERS:
+            b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
         tl.store(ends + o_state * (V // BV) + i_v, tl.sum(tl.sum(b_s * b_ds, 1), 0))
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
@@ -92,6 +95,7 @@ def backward_state(
     inverse: Tensor,
     gates: Tensor,
     states: Tensor,
+    remainders: Tensor,
     do: Tensor | None,
     dfinal_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -102,8 +106,8 @@ def backward_state(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
 
-    `states` are those entering the chunks. ⟨dS', S⟩ comes in parts, `[slots, HV, parts]`; with no part on Hopper, where
-    `backward_chunk` sums it.
+    `states` are those entering the chunks, `remainders` what rounding took from them, or empty. ⟨dS', S⟩ comes in
+    parts, `[slots, HV, parts]`; with no part on Hopper, where `backward_chunk` sums it.
     """
     B, T, H, K = q.shape
     HV, V = like_v.shape[2:]
@@ -122,10 +126,10 @@ def backward_state(
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     ends = gates.new_empty(len(dstates), HV, V // launch.BV)
     backward_state_kernel[(N * HV * (V // launch.BV),)](
-        q, k, inverse, gates, cu_seqlens, states, dv if do is None else do,
+        q, k, inverse, gates, cu_seqlens, states, remainders, dv if do is None else do,
         gates if dfinal_state is None else dfinal_state,
         dv, dstates, ends, dinitial_state, scale, T, H, HV // H, B * T,
-        K, V, CHUNK, launch.BV, do is not None, dfinal_state is not None, initial, qk_l2norm, cu_seqlens is not None,
-        dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        K, V, CHUNK, launch.BV, do is not None, dfinal_state is not None, initial, len(remainders) > 0, qk_l2norm,
+        cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return dv, dstates, ends, dinitial_state

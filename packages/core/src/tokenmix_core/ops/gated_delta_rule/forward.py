@@ -57,14 +57,16 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
-    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, o, final_state, residual, states,
+    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, o, final_state, residual, states, remainders,
     scale, T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    REMAINDERS: tl.constexpr, SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk.
 
-    With SPLIT a program runs through one segment of a sequence, from the state that enters it.
+    With REMAINDERS also what rounding has taken from each of those states. With SPLIT a program runs through one
+    segment of a sequence, from the state that enters it.
     """
     i_v, i_sh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -89,7 +91,8 @@ def forward_kernel(
     p_a = inverse + (row * HV + i_hv) * BT
     p_gates = gates + (i_hv.to(tl.int64) * tokens + row) * 4
     slot = first_chunk(i_n, begin, T, BT, PACKED) + first // BT
-    p_s = states + (slot.to(tl.int64) * HV + i_hv) * K * V + p_tile
+    o_s = (slot.to(tl.int64) * HV + i_hv) * K * V
+    p_s, p_m = states + o_s + p_tile, remainders + o_s + p_tile
 
     if INITIAL:
         b_s = tl.load(initial_state + o_state).to(tl.float32)
@@ -107,6 +110,8 @@ def forward_kernel(
         if OUTPUT:
             b_q = load_rows(p_q, H * K, rows, BT, K)
         b_h = b_s.to(k.dtype.element_ty)
+        if REMAINDERS:
+            tl.store(p_m, (b_s - b_h.to(tl.float32)).to(k.dtype.element_ty))
         if OUTPUT:
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
         b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
@@ -126,18 +131,20 @@ def forward_kernel(
         p_a += BT * HV * BT
         p_gates += BT * 4
         p_s += HV * K * V
+        p_m += HV * K * V
 
     if OUTPUT and end >= length:
         tl.store(final_state + o_state, b_s)
 
 
 class Forward(NamedTuple):
-    """Outputs and final states; saved are R, like v, and the state entering each chunk."""
+    """Outputs and final states; saved are R, like v, and the state entering each chunk, maybe in two parts."""
 
     o: Tensor
     final_state: Tensor
     residual: Tensor
     states: Tensor
+    remainders: Tensor
 
 
 def forward(
@@ -154,10 +161,11 @@ def forward(
     *,
     output: bool = True,
     save: bool = False,
+    remainders: bool = False,
 ) -> Forward:
     """Run along the sequences, or along the segments that `entering` (see `segments.py`) holds the states of.
 
-    What `output` or `save` do not ask for is empty.
+    What `output`, `save` or, besides `save`, `remainders` do not ask for is empty.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -167,15 +175,16 @@ def forward(
     final_state = v.new_empty(N, HV, K, V, dtype=torch.float32) if output else none
     residual = torch.empty_like(v) if save else none
     states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
+    rests = torch.empty_like(states) if remainders else none
     programs, segment = len(entering) or N, tuning.gated_delta_rule_segment(N, HV, B * T) if len(entering) else 0
     launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
         q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens,
-        out, final_state, residual, states, scale, T, N, H, HV // H, B * T, segment,
-        K, V, CHUNK, BV, output, save, segment > 0, initial_state is not None, qk_l2norm,
+        out, final_state, residual, states, rests, scale, T, N, H, HV // H, B * T, segment,
+        K, V, CHUNK, BV, output, save, remainders, segment > 0, initial_state is not None, qk_l2norm,
         cu_seqlens is not None, dot_precision(q),
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
     )  # fmt: skip
-    return Forward(out, final_state, residual, states)
+    return Forward(out, final_state, residual, states, rests)
