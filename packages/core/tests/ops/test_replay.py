@@ -132,18 +132,44 @@ def test_a_tensor_given_twice_is_run(add):
     torch.testing.assert_close(replayed(a, b, 1.0)[0], a + 2 * b)
 
 
-def test_a_call_with_other_work_is_run_in_order(add):
+def test_operations_between_launches_are_replayed_in_order(add):
     def run(a, b):
+        a = a.contiguous()
         out = torch.empty_like(a)
         add[(1,)](a, b, out, len(a))
         doubled = out * 2
         add[(1,)](doubled, b, out, len(a))
-        return out
+        out[:3].mul_(3)
+        return out, out.view(2, 3).sum(0, dtype=torch.float64), torch.zeros(2)
+
+    function, replayed = counted(run)
+    for _ in range(4):
+        a, b = torch.randn(6, 2)[:, 0], torch.randn(6)
+        out = 2 * (a + b) + b
+        out[:3] *= 3
+        got = replayed(a, b)
+        torch.testing.assert_close(got[0], out)
+        torch.testing.assert_close(got[1], out[:3].double() + out[3:])
+        assert got[2].tolist() == [0.0, 0.0]
+        got[2].fill_(7.0)
+    assert function.runs == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda x: x.max(0)[0], lambda x: x.nonzero(), lambda x: torch.cat([x, x]), lambda x: torch.tensor(x.sum().item())],
+    ids=["two results", "size that depends on numbers", "list of tensors", "number"],
+)
+def test_a_call_with_other_work_is_run(add, other):
+    def run(a, b):
+        out = torch.empty_like(a)
+        add[(1,)](a, b, out, len(a))
+        return other(out)
 
     function, replayed = counted(run)
     for _ in range(3):
         a, b = torch.randn(6), torch.randn(6)
-        torch.testing.assert_close(replayed(a, b), 2 * (a + b) + b)
+        torch.testing.assert_close(replayed(a, b), other(a + b))
     assert function.runs == 3
 
 

@@ -15,8 +15,16 @@ def gated_delta_rule(q, k, v, g, **packed):
     return chunk_gated_delta_rule(q, k, v, g, g.exp(), qk_l2norm=True, **packed)
 
 
+def gated_delta_rule_in_groups(q, k, v, g, **packed):
+    return chunk_gated_delta_rule(q[:, :, :2], k[:, :, 2:], v, g, g.exp(), qk_l2norm=True, **packed)
+
+
 def ssd(q, k, v, g, **packed):
     return chunk_ssd(q, k, v, g, **packed)
+
+
+def ssd_in_groups(q, k, v, g, **packed):
+    return chunk_ssd(q[:, :, :1], k[:, :, 1:2], v, g, **packed)
 
 
 def window(q, k, v, g, **packed):
@@ -27,7 +35,7 @@ def convolution(q, k, v, g, **packed):
     return short_conv(q.flatten(2), v[0, :4].flatten(1).T, activation="silu", **packed)
 
 
-OPS = [gated_delta_rule, ssd, window, convolution]
+OPS = [gated_delta_rule, gated_delta_rule_in_groups, ssd, ssd_in_groups, window, convolution]
 
 
 def inputs(device="cuda", seed=0):

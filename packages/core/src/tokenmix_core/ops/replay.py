@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 # kinds of calls remembered by a function; with more it begins anew
 _REMEMBERED = 1024
@@ -45,9 +46,9 @@ class Replayed:
     """`run`, of whose calls on a GPU the first of a kind is recorded, and later ones are replayed where they can be.
 
     A call's kind is all that it may depend on: shapes, strides, dtypes and alignment of tensors, and the values of
-    other arguments. It can be replayed if `run` only makes buffers, views them, and launches kernels of
-    `cached_launch`; else every call is run. What chooses tiles is not asked again: whoever changes it calls `forget`.
-    The kernels of a recorded call are compiled side by side.
+    other arguments. It can be replayed if `run` only makes buffers, views them, launches kernels of `cached_launch` and
+    calls simple operations of torch; else every call is run. What chooses tiles is not asked again: whoever changes it
+    calls `forget`. The kernels of a recorded call are compiled side by side.
     """
 
     _all: ClassVar[list[Replayed]] = []
@@ -100,92 +101,119 @@ class Replayed:
             replayed._known.clear()
 
 
-class _Launch(NamedTuple):
-    """A launch: buffers made before it (slot, size, stride, dtype), its grid, function and arguments.
+class _Step(NamedTuple):
+    """A launch, or an operation of torch.
 
-    `pointers` says which arguments are addresses: their places, slots and bytes from there. Slots `dropped` are needed
-    no more.
+    Attributes:
+        buffers: what is made before it: slot, size, stride, dtype.
+        call: `call(*grid, stream, *args)` launches; where there is no grid, `call(*args)` is an operation.
+        args: its arguments.
+        places: which of them are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
+        result: the slot of what an operation makes, None where it makes nothing.
+        dropped: slots that are needed no more.
     """
 
     buffers: list[tuple]
-    grid: tuple
+    grid: tuple | None
     call: Callable
     args: list
-    pointers: list[tuple[int, int, int]]
+    places: list[tuple]
+    result: int | None
     dropped: list[int]
 
 
 class _Replay(NamedTuple):
-    """Launches in order; a place for each buffer; each result's slot, and how to view it where it is not the whole."""
+    """Steps in order; a place for each slot; each output's slot and view."""
 
-    launches: list[_Launch]
+    steps: list[_Step]
     room: list[None]
-    results: list[tuple[int, tuple | None] | None]
+    outputs: list[tuple[int, tuple | None] | None]
     make: Callable
 
     def __call__(self, slots: list, pointers: list, stream: int) -> Any:
         slots += self.room
         pointers += self.room
-        for buffers, grid, call, template, places, dropped in self.launches:
+        for buffers, grid, call, template, places, result, dropped in self.steps:
             for slot, size, stride, dtype in buffers:
                 slots[slot] = x = empty(size, stride, dtype)
                 pointers[slot] = x.data_ptr()
             args = template.copy()
-            for place, slot, offset in places:
-                args[place] = pointers[slot] + offset
-            call(*grid, stream, *args)
+            if grid is not None:
+                for place, slot, offset in places:
+                    args[place] = pointers[slot] + offset
+                call(*grid, stream, *args)
+            else:
+                for place, slot, view in places:
+                    args[place] = _viewed(slots[slot], view)
+                x = call(*args)
+                if result is not None:
+                    slots[result], pointers[result] = x, x.data_ptr()
             for slot in dropped:
                 slots[slot] = None
-        return self.make(
-            [
-                None if x is None else slots[x[0]] if x[1] is None else slots[x[0]].as_strided(*x[1])
-                for x in self.results
-            ]
-        )
+        return self.make([None if x is None else _viewed(slots[x[0]], x[1]) for x in self.outputs])
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees the buffers that are made, and launches what it takes when all is known, or other work needs the results."""
+    """Sees what is made, and launches what it takes when all is known, or an operation needs the results."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs)}
-        self._first = len(inputs)
-        self._made: list[tuple] = []
-        # by storage, the slot of the buffer made last there
-        self._buffers: dict[int, int] = {}
-        # launches that wait, with the number of buffers made before each
-        self._waiting: list[tuple[Any, int]] = []
-        self._launches: list[_Launch] = []
-        self._before = 0
+        self._first = self._slots = len(inputs)
+        # by storage, what was made last there: its slot, size and stride
+        self._made: dict[int, tuple[int, tuple, tuple]] = {}
+        # made since the last step
+        self._buffers: list[tuple] = []
+        # launches that wait, with what was made before each
+        self._waiting: list[tuple[Any, list[tuple]]] = []
+        self._steps: list[_Step] = []
         self._possible = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        made = func.overloadpacket in _ALLOCATIONS
-        if not made and not func.is_view:
-            self._possible = False
-            self.launch()
-        output = func(*args, **(kwargs or {}))
-        if made:
-            slot = self._first + len(self._made)
-            self._buffers[_storage(output)] = slot
-            self._made.append((slot, tuple(output.shape), output.stride(), output.dtype))
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        if func.overloadpacket in _ALLOCATIONS:
+            output = func(*args, **kwargs)
+            self._buffers.append((self._slot(output), tuple(output.shape), output.stride(), output.dtype))
+            return output
+        self.launch()
+        output = func(*args, **kwargs)
+        self._note_operation(func, list(args), kwargs, output)
         return output
+
+    def _slot(self, x: Tensor) -> int:
+        """A slot for a tensor that was made."""
+        self._slots += 1
+        self._made[_storage(x)] = self._slots - 1, tuple(x.shape), x.stride()
+        return self._slots - 1
+
+    def _find(self, x: Tensor) -> tuple[int, tuple | None] | None:
+        """A tensor's slot and the view of it; None for one that is neither an input nor was made."""
+        if id(x) in self._inputs:
+            return self._inputs[id(x)], None
+        if _storage(x) not in self._made:
+            return None
+        slot, *whole = self._made[_storage(x)]
+        view = (tuple(x.shape), x.stride(), x.storage_offset())
+        return slot, None if view == (*whole, 0) else view
 
     def take(self, launch: Any) -> None:
         """Let a launch wait."""
-        self._waiting.append((launch, len(self._made)))
+        self._waiting.append((launch, self._buffers))
+        self._buffers = []
 
     def launch(self) -> None:
         """Launch what waits, and note it."""
         waiting, self._waiting = self._waiting, []
         with _launching().taken(None):
             _launching().launch_together([launch for launch, _ in waiting])
-        for (kernel, *launch), made in waiting:
-            self._note(*kernel.driver_call(*launch), made)
+        for (kernel, *launch), buffers in waiting:
+            call, grid, args = kernel.driver_call(*launch)
+            self._note_launch(call, grid, args, buffers)
 
-    def _note(self, call: Callable, grid: tuple, args: list, made: int) -> None:
+    def _note_launch(self, call: Callable, grid: tuple, args: list, buffers: list[tuple]) -> None:
         places = []
         for place, x in enumerate(args):
             if not isinstance(x, Tensor):
@@ -194,41 +222,51 @@ class _Recorder(TorchDispatchMode):
             # an empty tensor has no address
             if pointer and pointer in self._addresses:
                 places.append((place, self._addresses[pointer], 0))
-            elif pointer and _storage(x) in self._buffers:
-                places.append((place, self._buffers[_storage(x)], pointer - x.untyped_storage().data_ptr()))
+            elif pointer and _storage(x) in self._made:
+                places.append((place, self._made[_storage(x)][0], pointer - x.untyped_storage().data_ptr()))
             elif pointer:
                 self._possible = False
-        self._launches.append(_Launch(self._made[self._before : made], grid, call, args, places, []))
-        self._before = made
+        self._steps.append(_Step(buffers, grid, call, args, places, None, []))
+
+    def _note_operation(self, func: Any, args: list, kwargs: dict, output: Any) -> None:
+        places = []
+        for place, x in enumerate(args):
+            if isinstance(x, Tensor):
+                found = self._find(x)
+                self._possible &= found is not None
+                places.append((place, *(found or (0, None))))
+                args[place] = None
+        # tensors in lists or by name, several results, and sizes that depend on numbers are left to Python
+        simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
+        simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
+        self._possible &= simple and _BY_VALUE.isdisjoint(func.tags)
+        # an operation in place returns what it was given
+        made = simple and func._schema.returns[0].alias_info is None
+        result = self._slot(output) if made else None
+        call = functools.partial(func, **kwargs) if kwargs else func
+        self._steps.append(_Step(self._buffers, None, call, args, places, result, []))
+        self._buffers = []
 
     def replay(self, output: Any) -> _Replay | None:
         """What was recorded; None if that is not all there was to it."""
         single = isinstance(output, Tensor)
-        results: list[tuple[int, tuple | None] | None] = []
-        for x in (output,) if single else output:
-            if x is None:
-                results.append(None)
-            elif id(x) in self._inputs:
-                results.append((self._inputs[id(x)], None))
-            elif _storage(x) in self._buffers:
-                slot = self._buffers[_storage(x)]
-                view = (tuple(x.shape), x.stride(), x.storage_offset())
-                whole = (*self._made[slot - self._first][1:3], 0)
-                results.append((slot, None if view == whole else view))
-            else:
-                self._possible = False
-        if not self._launches or not self._possible:
+        outputs = [None if x is None else self._find(x) or (-1, None) for x in ((output,) if single else output)]
+        kept = {x[0] for x in outputs if x is not None}
+        if not self._steps or not self._possible or -1 in kept:
             return None
-        self._launches[-1].buffers.extend(self._made[self._before :])
-        kept = {x[0] for x in results if x is not None}
-        last = {slot: launch for launch in self._launches for _, slot, _ in launch.pointers if slot >= self._first}
-        for launch in self._launches:
-            launch.buffers[:] = (x for x in launch.buffers if x[0] in kept or x[0] in last)
-        for slot, launch in last.items():
+        self._steps[-1].buffers.extend(self._buffers)
+        last = {slot: step for step in self._steps for _, slot, _ in step.places if slot >= self._first}
+        for step in self._steps:
+            step.buffers[:] = (x for x in step.buffers if x[0] in kept or x[0] in last)
+        for slot, step in last.items():
             if slot not in kept:
-                launch.dropped.append(slot)
+                step.dropped.append(slot)
         make = (lambda x: x[0]) if single else getattr(type(output), "_make", tuple)
-        return _Replay(self._launches, [None] * len(self._made), results, make)
+        return _Replay(self._steps, [None] * (self._slots - self._first), outputs, make)
+
+
+def _viewed(x: Tensor, view: tuple | None) -> Tensor:
+    return x if view is None else x.as_strided(*view)
 
 
 def _storage(x: Tensor) -> int:

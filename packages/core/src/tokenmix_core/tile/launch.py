@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -43,17 +44,27 @@ def compiled_together() -> Iterator[Callable]:
 
 
 def launch_together(launches: list[Launch]) -> None:
-    """Launch in turn, after compiling those kernels of `cached_launch` that are new side by side, where Triton can.
+    """Launch in turn, after making those kernels of `cached_launch` that are new side by side, where Triton can.
 
-    Compiling takes seconds a kernel, mostly outside Python.
+    That takes seconds a kernel, mostly outside Python: first they are compiled, then loaded with what launches them.
     """
     new = [x for x in launches if isinstance(x[0], _Launcher) and not x[0].knows(x[2], x[3])]
     if len(new) > 1 and hasattr(triton, "AsyncCompileMode"):
-        with ThreadPoolExecutor(len(new)) as pool, triton.AsyncCompileMode(pool):
-            for kernel, grid, args, options in new:
-                kernel.fn.warmup(*args, grid=grid, **options)
+        device = current_device()
+        with ThreadPoolExecutor(len(new)) as pool:
+            with triton.AsyncCompileMode(pool):
+                made = [kernel.fn.warmup(*args, grid=grid, **options) for kernel, grid, args, options in new]
+            list(pool.map(_load, made, [device] * len(made)))
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
+
+
+def _load(kernel: Any, device: int) -> None:
+    # a thread begins on the first device
+    with torch.cuda.device(device):
+        kernel = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
+        # asked for, it is there
+        kernel.run  # noqa: B018
 
 
 class _Taker(threading.local):

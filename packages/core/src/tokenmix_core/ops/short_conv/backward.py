@@ -112,6 +112,24 @@ def short_conv_backward_kernel(
         tl.store(p_sums + w * D, b_sums[w], mask=m_d)
 
 
+@cached_launch
+@triton.jit(do_not_specialize=["runs"])
+def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Sums over runs, BR at a time: for one tap, or for the bias."""
+    o_d, i_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1)
+    m_d = o_d < D
+    b_sum = tl.zeros([BR, BD], tl.float32)
+    for start in range(0, runs, BR):
+        o_r = start + tl.arange(0, BR)
+        p_sums = dsums + (o_r.to(tl.int64) * (W + 1) + i_w)[:, None] * D + o_d[None, :]
+        b_sum += tl.load(p_sums, mask=(o_r < runs)[:, None] & m_d[None, :], other=0.0)
+    b_sum = tl.sum(b_sum, 0)
+    if i_w < W:
+        tl.store(dweight + o_d * W + i_w, b_sum.to(dweight.dtype.element_ty), mask=m_d)
+    elif dbias is not None:
+        tl.store(dbias + o_d, b_sum.to(dbias.dtype.element_ty), mask=m_d)
+
+
 def short_conv_backward(
     x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: ShortConvRun
 ):
@@ -129,7 +147,8 @@ def short_conv_backward(
         x.stride(1), do.stride(1), T, N, config.BT, D,
         W, config.BD, config.BU, activation == "silu", cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
-    dsums = dsums.sum(0)
-    # copies, since results of a custom op share no memory
-    dweight = torch.empty_like(weight).copy_(dsums[:W].T)
-    return dx, dweight, None if bias is None else torch.empty_like(bias).copy_(dsums[W]), initial_gradient
+    dweight = torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
+    BR, BD = 128, 32
+    short_conv_sums_kernel[(cdiv(D, BD), W + 1)](dsums, dweight, dbias, runs, D, W, BR, BD, num_warps=4)
+    return dx, dweight, dbias, initial_gradient
