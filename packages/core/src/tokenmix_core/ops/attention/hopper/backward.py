@@ -18,11 +18,13 @@ from tokenmix_core.ops.attention.selection import first_place, list_tiles
 from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles
 from tokenmix_core.tile.hopper import (
     await_copies,
+    barrier,
     begin_copy,
     begin_vector_copy,
     locate_chunk,
     product_layout,
     row_layout,
+    store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
@@ -133,10 +135,11 @@ def _backward_queries(
             # what stands among the waited for is not overwritten before
             b_dq, b_ds = warpgroup_mma_wait(0, [b_dq, b_ds])
             i_k = i_next
-        o_t = i_t * BT + gl.arange(0, BT, gl.SliceLayout(1, sums))
-        o_d = gl.arange(0, D, gl.SliceLayout(0, sums))
-        p_dq = dq + o_head + o_t.to(gl.int64)[:, None] * (HQ * D) + o_d[None, :]
-        gl.store(p_dq, (b_dq * scale).to(dq.dtype.element_ty), mask=(o_t < queries)[:, None])
+        # through shared memory, so that a thread stores 16 bytes at once
+        await_copies(0)
+        sh_q.store((b_dq * scale).to(dq.dtype.element_ty))
+        barrier()
+        store_rows(dq + o_head + (i_t * BT).to(gl.int64) * (HQ * D), sh_q, HQ * D, queries - i_t * BT, gl.num_warps())
 
 
 @gluon.jit
@@ -252,11 +255,13 @@ def _backward_keys(
             # what stands among the waited for is not overwritten before
             b_dk, b_dv, b_left, b_dst = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_dst])
             i_q, t_q = i_next, t_next
-        o_t = first + gl.arange(0, BT, gl.SliceLayout(1, sums))
-        o_d = gl.arange(0, D, gl.SliceLayout(0, sums))
-        o_x = (i_b * TK + start) * H * D + i_hk * D + o_t.to(gl.int64)[:, None] * (H * D) + o_d[None, :]
-        gl.store(dk + o_x, (b_dk * scale).to(dk.dtype.element_ty), mask=(o_t < keys)[:, None])
-        gl.store(dv + o_x, b_dv.to(dv.dtype.element_ty), mask=(o_t < keys)[:, None])
+        await_copies(0)
+        sh_k.store((b_dk * scale).to(dk.dtype.element_ty))
+        sh_v.store(b_dv.to(dv.dtype.element_ty))
+        barrier()
+        o_x = (i_b * TK + start + first) * H * D + i_hk * D
+        store_rows(dk + o_x, sh_k, H * D, keys - first, gl.num_warps())
+        store_rows(dv + o_x, sh_v, H * D, keys - first, gl.num_warps())
 
 
 def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected) -> None:

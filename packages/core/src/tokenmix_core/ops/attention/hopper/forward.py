@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.attention.hopper import TILE, WARPS
 from tokenmix_core.ops.attention.tiles import key_tiles
-from tokenmix_core.tile.hopper import await_copies, barrier, begin_copy, product_layout
+from tokenmix_core.tile.hopper import await_copies, barrier, begin_copy, product_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 
@@ -101,11 +101,13 @@ def _forward(
     b_lse = gl.where(blind, float("-inf"), (b_m * scale + gl.log2(b_l)) * 0.6931471805599453)
     o_row = (i_b * HQ + i_h) * TQ + i_t * BT
     gl.store(lse + o_row + o_m, b_lse, mask=i_t * BT + o_m < TQ)
-    o_t = i_t * BT + gl.arange(0, BT, gl.SliceLayout(1, sums))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, sums))
-    p_o = o + i_b * TQ * HQ * D + i_h * D + o_t.to(gl.int64)[:, None] * (HQ * D) + o_d[None, :]
     b_norm = gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, sums))
-    gl.store(p_o, (b_o * b_norm[:, None]).to(o.dtype.element_ty), mask=(o_t < TQ)[:, None])
+    # through shared memory, so that a thread stores 16 bytes at once
+    await_copies(0)
+    sh_q.store((b_o * b_norm[:, None]).to(o.dtype.element_ty))
+    barrier()
+    p_o = o + (i_b * TQ + i_t * BT) * HQ * D + i_h * D
+    store_rows(p_o, sh_q, HQ * D, TQ - i_t * BT, gl.num_warps())
 
 
 def forward(q, k, v, o, lse, mask, scale) -> None:
