@@ -1,4 +1,4 @@
-"""`gradients` on Hopper: a chunk and some value heads of one group a program."""
+"""`gradients` on Hopper: a chunk and a value head a program, or some value heads of one group (`group`)."""
 
 import torch
 from triton.experimental import gluon
@@ -12,41 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
+from tokenmix_core.ops.ssd.hopper.group import group_gradients_kernel
+from tokenmix_core.ops.ssd.hopper.products import multiply, product
 from tokenmix_core.tile.hopper import await_copies, barrier, causal_decay, fetch_rows, locate_chunk, store_rows
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tuning import SSDHopper
 
 CHUNK = gl.constexpr(64)
-
-
-@gluon.constexpr_function
-def product(N, warps):
-    """A product `[64, N]`: 16 rows a warp of a group, and a part of the columns each group."""
-    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, N * 4 // warps, 16])
-
-
-@gluon.jit
-def multiply(a, b, N: gl.constexpr):
-    """Begin A B."""
-    zero = gl.zeros([64, N], gl.float32, product(N, gl.num_warps()))
-    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def allocate(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES tiles."""
-    shape: gl.constexpr = [rows, columns] if STAGES == 1 else [STAGES, rows, columns]
-    return gl.allocate_shared_memory(dtype, shape, gl.NVMMASharedLayout(128, 16))
-
-
-@gluon.jit
-def stage(x_n, i, STAGES: gl.constexpr):
-    """One of STAGES tiles."""
-    if STAGES == 1:
-        s_x = x_n
-    else:
-        s_x = x_n.index(i)
-    return s_x
 
 
 @gluon.jit
@@ -67,10 +39,11 @@ def scaled_rows(s_x, x_i, layout: gl.constexpr):
 def hopper_gradients_kernel(
     q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
-    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Vectors by row are `x_i`, by column `x_j`. R heads' dq and dk are summed in registers; strides count 16 bytes."""
+    """Vectors by row are `x_i`, by column `x_j`; strides count 16 bytes."""
     BT: gl.constexpr = CHUNK
+    W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
     square: gl.constexpr = product(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
@@ -79,138 +52,111 @@ def hopper_gradients_kernel(
     # not the layout of copies: their addresses would be kept from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    parts = HV // R
-    i_c, i_r = gl.program_id(0) // parts, gl.program_id(0) % parts
+    i_c, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
     _, begin, length, start = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED, W)
     if start >= length:
         return
     first, rows = begin + start, length - start
     # rows begin at multiples of 16 bytes
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
-    i_g = i_r * R // (HV // G)
+    i_g = i_h // (HV // G)
 
     # where both states do not fit, the gradient takes the state's place
     OVERLAY: gl.constexpr = K * V > 128 * 64
-    STAGES: gl.constexpr = 2 if R > 1 else 1
     # dQ leaves through dO's place before dV and dK need its registers
-    EARLY: gl.constexpr = R == 1 and K == V
+    EARLY: gl.constexpr = K == V
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
-    v_n = allocate(dtype, BT, V, STAGES)
-    do_n = allocate(dtype, BT, V, STAGES)
-    s_n = allocate(dtype, K, V, STAGES)
-    d_n = s_n if OVERLAY else allocate(dtype, K, V, STAGES)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_s = gl.allocate_shared_memory(dtype, [K, V], shared)
+    s_d = s_s if OVERLAY else gl.allocate_shared_memory(dtype, [K, V], shared)
     # P, and then dP
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
-    b_dq = gl.zeros([BT, K], gl.float32, product(K, W))
-    b_dk = gl.zeros([BT, K], gl.float32, product(K, W))
-    o_s = (i_c.to(gl.int64) * HV + i_r * R) * K * V
-    p_v, p_do = v + first * stride_v + i_r * R * V, do + first * stride_do + i_r * R * V
+    o_out = (first * HV + i_h) * K
+    o_s = (i_c.to(gl.int64) * HV + i_h) * K * V
     fetch_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
     fetch_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
-    fetch_rows(stage(v_n, 0, STAGES), p_v, stride_v, rows, W)
-    fetch_rows(stage(do_n, 0, STAGES), p_do, stride_do, rows, W)
-    fetch_rows(stage(s_n, 0, STAGES), states + o_s, V, K, W)
+    fetch_rows(s_v, v + first * stride_v + i_h * V, stride_v, rows, W)
+    fetch_rows(s_do, do + first * stride_do + i_h * V, stride_do, rows, W)
+    fetch_rows(s_s, states + o_s, V, K, W)
     if not OVERLAY:
-        fetch_rows(stage(d_n, 0, STAGES), gradients + o_s, V, K, W)
+        fetch_rows(s_d, gradients + o_s, V, K, W)
     async_copy.commit_group()
-    for r in range(R):
-        i_h = i_r * R + r
-        here, then = r % STAGES, (r + 1) % STAGES
-        s_v, s_do = stage(v_n, here, STAGES), stage(do_n, here, STAGES)
-        s_s, s_d = stage(s_n, here, STAGES), stage(d_n, here, STAGES)
-        if OVERLAY:
-            b_d = gl.load(gradients + o_s + o_lk[:, None] * V + o_lv[None, :])
-        b_g = load_decay(g + first * HV + i_h, HV, rows)
-        b_i, total = cumulative_decay(gl.convert_layout(b_g, col), o_i, o_j)
-        b_j = gl.convert_layout(b_i, col)
-        from_i, to_i = gl.exp2(b_i) * scale, gl.exp2(total - b_i)
+    if OVERLAY:
+        b_d = gl.load(gradients + o_s + o_lk[:, None] * V + o_lv[None, :])
+    b_g = load_decay(g + first * HV + i_h, HV, rows)
+    b_i, total = cumulative_decay(gl.convert_layout(b_g, col), o_i, o_j)
+    b_j = gl.convert_layout(b_i, col)
+    from_i, to_i = gl.exp2(b_i) * scale, gl.exp2(total - b_i)
+    await_copies(0)
+    if not OVERLAY:
+        b_d = s_d.load(lines)
+    end = gl.sum(gl.sum(s_s.load(lines).to(gl.float32) * b_d.to(gl.float32), 1), 0)
+
+    # M, P and dP
+    b_dp, b_qk = multiply(s_do, s_v.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
+    b_gamma = causal_decay(b_i, b_j, o_i, o_j) * scale
+    b_dp, b_qk = warpgroup_mma_wait(0, deps=[b_dp, b_qk])
+    b_dp *= b_gamma
+    b_m = gl.where(o_i[:, None] > o_j[None, :], b_qk * b_dp, 0.0)
+    crossing_i = gl.sum(b_m, 1) - gl.convert_layout(gl.sum(b_m, 0), row)
+    s_p.store((b_qk * b_gamma).to(dtype))
+    b_dp = b_dp.to(dtype)
+    fence_async_shared()
+    barrier()
+
+    # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
+    b_dq = multiply(s_do, s_s.permute((1, 0)), K)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, product(K, W)))[:, None]
+    crossing_i += dot_rows(b_dq, s_q, row, K)
+    if OVERLAY:
+        barrier()
+        fetch_rows(s_d, gradients + o_s, V, K, W)
+        async_copy.commit_group()
+    b_dv = multiply(s_p.permute((1, 0)), s_do, V)
+    b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+    barrier()
+    s_p.store(b_dp)
+    fence_async_shared()
+    barrier()
+    b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    if EARLY:
+        s_do.store(b_dq.to(dtype))
+        barrier()
+        store_rows(dq + o_out, s_do, HV * K, rows, W)
+    if OVERLAY:
         await_copies(0)
-        if R > 1:  # noqa: SIM102
-            if r + 1 < R:
-                p_v, p_do, o_s = p_v + V, p_do + V, o_s + K * V
-                fetch_rows(stage(v_n, then, STAGES), p_v, stride_v, rows, W)
-                fetch_rows(stage(do_n, then, STAGES), p_do, stride_do, rows, W)
-                fetch_rows(stage(s_n, then, STAGES), states + o_s, V, K, W)
-                fetch_rows(stage(d_n, then, STAGES), gradients + o_s, V, K, W)
-                async_copy.commit_group()
-        if not OVERLAY:
-            b_d = s_d.load(lines)
-        end = gl.sum(gl.sum(s_s.load(lines).to(gl.float32) * b_d.to(gl.float32), 1), 0)
-
-        # M, P and dP
-        b_dp, b_qk = multiply(s_do, s_v.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
-        b_gamma = causal_decay(b_i, b_j, o_i, o_j) * scale
-        b_dp, b_qk = warpgroup_mma_wait(0, deps=[b_dp, b_qk])
-        b_dp *= b_gamma
-        b_m = gl.where(o_i[:, None] > o_j[None, :], b_qk * b_dp, 0.0)
-        crossing_i = gl.sum(b_m, 1) - gl.convert_layout(gl.sum(b_m, 0), row)
-        s_p.store((b_qk * b_gamma).to(dtype))
-        b_dp = b_dp.to(dtype)
-        fence_async_shared()
-        barrier()
-
-        # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
-        if R == 1:
-            b_dq = multiply(s_do, s_s.permute((1, 0)), K)
-            b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-            b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, product(K, W)))[:, None]
-            crossing_i += dot_rows(b_dq, s_q, row, K)
-        else:
-            # q_i · (S do_i) of this head alone
-            b_qs = multiply(s_q, s_s, V)
-            b_qs = warpgroup_mma_wait(0, deps=[b_qs])
-            crossing_i += dot_rows(b_qs, s_do, row, V) * from_i
-            b_left = scaled_rows(s_do, from_i, left)
-            b_dq = warpgroup_mma(b_left, s_s.permute((1, 0)), b_dq, is_async=True)
-            b_dq, b_left = warpgroup_mma_wait(0, deps=[b_dq, b_left])
-        if OVERLAY:
-            barrier()
-            fetch_rows(s_d, gradients + o_s, V, K, W)
-            async_copy.commit_group()
-        b_dv = multiply(s_p.permute((1, 0)), s_do, V)
-        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
-        barrier()
-        s_p.store(b_dp)
-        fence_async_shared()
-        barrier()
-        b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
-        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-        if EARLY:
-            s_do.store(b_dq.to(dtype))
-            barrier()
-            store_rows(dq + (first * HV + i_h) * K, s_do, HV * K, rows, W)
-        if OVERLAY:
-            await_copies(0)
-        b_kd = multiply(s_k, s_d, V)
-        b_kd = warpgroup_mma_wait(0, deps=[b_kd])
-        b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, product(V, W)))[:, None]
-        later_i = dot_rows(b_kd, s_v, row, V)
-        b_dv += b_kd
-        barrier()
-        s_do.store(b_dv.to(dtype))
-        # dK += dPᵀ Q + e^(b_C − b) V Dᵀ
-        b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
-        b_left = scaled_rows(s_v, to_i, left)
-        b_dk = warpgroup_mma(b_left, s_d.permute((1, 0)), b_dk, is_async=True)
-        store_rows(dv + (first * HV + i_h) * V, s_do, HV * V, rows, W)
-        b_paths = gl.where(
-            o_i[:, None] <= o_j[None, :],
-            gl.convert_layout(crossing_i, col)[None, :],
-            gl.convert_layout(later_i, col)[None, :],
-        )
-        dg_i = gl.sum(b_paths, 1) + end * gl.exp2(total)
-        gl.store(dg + (first + o_i) * HV + i_h, dg_i, mask=o_i < rows)
-        b_dk, b_left = warpgroup_mma_wait(0, deps=[b_dk, b_left])
-        barrier()
-    o_out = (first * parts + i_r) * K
+    b_kd = multiply(s_k, s_d, V)
+    b_kd = warpgroup_mma_wait(0, deps=[b_kd])
+    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, product(V, W)))[:, None]
+    later_i = dot_rows(b_kd, s_v, row, V)
+    b_dv += b_kd
+    barrier()
+    s_do.store(b_dv.to(dtype))
+    # dK += dPᵀ Q + e^(b_C − b) V Dᵀ
+    b_dk = multiply(s_p.permute((1, 0)), s_q, K)
+    b_left = scaled_rows(s_v, to_i, left)
+    b_dk = warpgroup_mma(b_left, s_d.permute((1, 0)), b_dk, is_async=True)
+    store_rows(dv + (first * HV + i_h) * V, s_do, HV * V, rows, W)
+    b_paths = gl.where(
+        o_i[:, None] <= o_j[None, :],
+        gl.convert_layout(crossing_i, col)[None, :],
+        gl.convert_layout(later_i, col)[None, :],
+    )
+    dg_i = gl.sum(b_paths, 1) + end * gl.exp2(total)
+    gl.store(dg + (first + o_i) * HV + i_h, dg_i, mask=o_i < rows)
+    b_dk, b_left = warpgroup_mma_wait(0, deps=[b_dk, b_left])
+    barrier()
     if not EARLY:
         s_q.store(b_dq.to(dtype))
-        store_rows(dq + o_out, s_q, parts * K, rows, W)
+        store_rows(dq + o_out, s_q, HV * K, rows, W)
     s_k.store(b_dk.to(dtype))
-    store_rows(dk + o_out, s_k, parts * K, rows, W)
+    store_rows(dk + o_out, s_k, HV * K, rows, W)
 
 
 def hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, dg, config: SSDHopper):
@@ -221,9 +167,13 @@ def hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, d
     parts = HV // config.heads
     dq = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
     dk = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
-    hopper_gradients_kernel[(chunk_slots(B, T, 64, cu_seqlens) * parts,)](
+    grid = (chunk_slots(B, T, 64, cu_seqlens) * parts,)
+    arguments = (
         q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
-        *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV,
-        K, V, config.heads, config.num_warps, cu_seqlens is not None, num_warps=config.num_warps,
+        *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV, K, V,
     )  # fmt: skip
+    if config.heads == 1:
+        hopper_gradients_kernel[grid](*arguments, cu_seqlens is not None, num_warps=config.num_warps)
+    else:
+        group_gradients_kernel[grid](*arguments, config.heads, cu_seqlens is not None, num_warps=config.num_warps)
     return dq, dk
