@@ -221,6 +221,17 @@ def gated_delta_rule_segment(sequences: int, HV: int, tokens: int) -> int:
     return segment if segment < length else 0
 
 
+def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, packed: bool) -> int:
+    """The same for the reverse pass on Hopper, to which a segment costs only some chunks more.
+
+    Packed sequences may be of any length: none is walked in pieces longer than a multiprocessor's share of the work.
+    """
+    segment = gated_delta_rule_segment(sequences, HV, tokens)
+    if packed:
+        segment = segment or max(1024, cdiv(cdiv(tokens * HV, _PROGRAMS), 64) * 64)
+    return segment if segment < tokens else 0
+
+
 def gated_delta_rule_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
     """All tiles that `gated_delta_rule` can choose: what a test has to cover."""
     return _GATED_DELTA_RULE[step][element_size, K]

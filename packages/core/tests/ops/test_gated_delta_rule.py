@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -152,6 +154,23 @@ def test_segments_follow_the_borders_of_packed_sequences(device, monkeypatch):
     x["g"] *= 0.1
     x["initial_state"] = torch.randn(4, 1, 64, 64, device=device)
     check(x, cu_seqlens=borders([0, 0, 2, 2, 270], device))
+
+
+@pytest.mark.parametrize("segment", [0, 64, 128])
+@pytest.mark.parametrize("N", [1, 7, 200])
+def test_packed_pieces_begin_with_the_longest(N, segment, device):
+    from tokenmix_core.ops.gated_delta_rule.order import longest_first
+
+    T = 2000
+    inner = torch.randint(0, T + 1, (N - 1,), generator=torch.Generator().manual_seed(0)).sort().values
+    cuts = [0, *inner.tolist(), T]
+    slots, size = chunk_slots(1, T, segment or T + 1, borders(cuts)), segment or T + 1
+    lengths = [0] * slots
+    for n, (start, end) in enumerate(pairwise(cuts)):
+        for i, first in enumerate(range(start, end, size)):
+            lengths[start // size + n + i] = min(size, end - first)
+    order = longest_first(T, segment, borders(cuts, device)).tolist()
+    assert order == sorted(range(slots), key=lambda slot: (-lengths[slot], slot))
 
 
 def test_recurrent_kernel_agrees_with_its_gradients(device):

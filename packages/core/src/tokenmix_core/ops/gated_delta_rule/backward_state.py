@@ -119,7 +119,7 @@ def backward_state(
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
 
         # only norms of 1 bound what a segment may leave out
-        segment = tuning.gated_delta_rule_segment(N, HV, B * T) if qk_l2norm else 0
+        segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, cu_seqlens is not None) if qk_l2norm else 0
         out = (dv, dstates, dinitial_state)
         on_hopper.backward_state(q, k, inverse, gates, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, out)
         return dv, dstates, gates.new_empty(0), dinitial_state

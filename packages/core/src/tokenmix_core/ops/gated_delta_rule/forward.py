@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
+from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
@@ -57,20 +58,23 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
-    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, o, final_state, residual, states, remainders,
-    scale, T, N, H, group, tokens, segment,
+    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, order, o, final_state, residual, states,
+    remainders, scale, T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     REMAINDERS: tl.constexpr, SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk.
 
     With REMAINDERS also what rounding has taken from each of those states. With SPLIT a program runs through one
-    segment of a sequence, from the state that enters it.
+    segment of a sequence, from the state that enters it; with ORDERED programs take these, or sequences, by `order`.
     """
     i_v, i_sh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_s, i_hv = i_sh // HV, i_sh % HV
+    if ORDERED:
+        i_s = tl.load(order + i_s)
+        i_sh = i_s * HV + i_hv
     if SPLIT:
         i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
         # an empty sequence has a segment too, which hands its state on
@@ -177,14 +181,15 @@ def forward(
     states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
     rests = torch.empty_like(states) if remainders else none
     programs, segment = len(entering) or N, tuning.gated_delta_rule_segment(N, HV, B * T) if len(entering) else 0
+    order = longest_first(T, segment, cu_seqlens)
     launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
         q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens,
-        out, final_state, residual, states, rests, scale, T, N, H, HV // H, B * T, segment,
+        order, out, final_state, residual, states, rests, scale, T, N, H, HV // H, B * T, segment,
         K, V, CHUNK, BV, output, save, remainders, segment > 0, initial_state is not None, qk_l2norm,
-        cu_seqlens is not None, dot_precision(q),
+        cu_seqlens is not None, order is not None, dot_precision(q),
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
     )  # fmt: skip
     return Forward(out, final_state, residual, states, rests)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
@@ -46,15 +47,15 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, do, dfinal_state, dv, dstates, dinitial_state,
+    q, k, inverse, gates, cu_seqlens, order, do, dfinal_state, dv, dstates, dinitial_state,
     scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
-    L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dS is held transposed, `[V, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
 
     Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: that of the
-    initial state is wanted.
+    initial state is wanted; ORDERED: programs take segments by `order`.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = product_layout(K, WARPS)
@@ -69,8 +70,10 @@ def backward_state_kernel(
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     HV = H * group
-    i_hv = gl.program_id(0) % HV
-    i_n, begin, length, start = locate_chunk(gl.program_id(0) // HV, T, segment, N, cu_seqlens, PACKED, WARPS)
+    i_s, i_hv = gl.program_id(0) // HV, gl.program_id(0) % HV
+    if ORDERED:
+        i_s = gl.load(order + i_s)
+    i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
@@ -199,9 +202,10 @@ def backward_state(
     HV, V = do.shape[2:]
     segment = segment or -(-T // CHUNK) * CHUNK
     slots = chunk_slots(B, T, segment, cu_seqlens)
+    order = longest_first(T, segment, cu_seqlens)
     backward_state_kernel[(slots * HV,)](
-        q, k, inverse, gates, cu_seqlens, do, gates if dfinal_state is None else dfinal_state, *out,
+        q, k, inverse, gates, cu_seqlens, order, do, gates if dfinal_state is None else dfinal_state, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
         K, V, CHUNK, V // 16, dfinal_state is not None, len(out[2]) > 0, qk_l2norm, cu_seqlens is not None,
-        num_warps=V // 16,
+        order is not None, num_warps=V // 16,
     )  # fmt: skip
