@@ -1,8 +1,8 @@
 """Gluon kernels on a CPU: their Python bodies run by torch, one program after another.
 
 Triton's interpreter does not know Gluon. This stand-in gives what our kernels use of it: layouts mean nothing, copies
-and products are done when they are begun. It shows that a kernel computes the right thing, not that it waits where it
-must.
+and products are done when they are begun, and partitions of warps are threads that wait for each other at barriers. It
+shows that a kernel computes the right thing, not that it waits where it must.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import importlib
 import inspect
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from math import prod
 from types import ModuleType, SimpleNamespace
 
@@ -72,6 +74,65 @@ class Shared:
         self.data.copy_(x)
 
 
+class Barrier:
+    """An mbarrier: a phase ends when as many have arrived as were announced."""
+
+    changed = threading.Condition()
+    broken = False
+
+    def init(self, count: int) -> None:
+        self.count, self.missing, self.parity = count, count, 0
+
+    def arrive(self, count: int = 1) -> None:
+        with Barrier.changed:
+            self.missing -= count
+            assert self.missing >= 0, "more arrived than were announced"
+            if self.missing == 0:
+                self.missing, self.parity = self.count, 1 - self.parity
+            Barrier.changed.notify_all()
+
+    def wait(self, parity) -> None:
+        """Until the phase of this parity is over, as it is for 1 before the first one."""
+        with Barrier.changed:
+            over = Barrier.changed.wait_for(lambda: Barrier.broken or self.parity != int(parity), timeout=60)
+            assert over, "a barrier was waited for in vain"
+            assert not Barrier.broken, "another partition failed"
+
+
+class Barriers:
+    """Shared memory for barriers."""
+
+    def __init__(self, count: int):
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, i) -> Barrier:
+        return self.barriers[int(i)]
+
+
+def _allocate(dtype: torch.dtype, shape: Sequence[int], layout) -> Shared | Barriers:
+    """Barriers are 64-bit integers, as nothing else in shared memory is."""
+    return Barriers(shape[0]) if dtype == torch.int64 else Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, registers) -> None:
+    @torch.no_grad()
+    def run(function: Callable, arguments: tuple) -> None:
+        try:
+            # numbers are changed in place here, and a partition's are its own
+            function(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
+        except BaseException:
+            with Barrier.changed:
+                Barrier.broken = True
+                Barrier.changed.notify_all()
+            raise
+
+    Barrier.broken = False
+    with ThreadPoolExecutor(len(partitions)) as threads:
+        done, _ = wait([threads.submit(run, *partition) for partition in partitions], return_when=FIRST_EXCEPTION)
+    for partition in done:
+        partition.result()
+
+
 class Jit:
     """A kernel to launch, or a function inside one."""
 
@@ -122,6 +183,10 @@ def _registers_product(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return acc + a.float() @ b.float()
 
 
+def _cumulative_sum(x: Tensor, axis: int, combine: Callable, reverse: bool = False) -> Tensor:
+    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+
+
 def _language() -> ModuleType:
     gl = ModuleType("language")
     functions = {
@@ -132,7 +197,8 @@ def _language() -> ModuleType:
         "arange": lambda start, end, layout: torch.arange(start, end),
         "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, float("nan"), dtype=dtype)),
+        "allocate_shared_memory": _allocate,
+        "warp_specialize": _warp_specialize,
         "load": lambda p, mask=None, other=0.0: p.load(mask, other),
         "store": lambda p, x, mask=None: p.store(torch.as_tensor(x), mask),
         "minimum": _binary(torch.minimum),
@@ -143,8 +209,9 @@ def _language() -> ModuleType:
         "where": lambda c, x, y: torch.where(*map(torch.as_tensor, (c, x, y))),
         "sum": lambda x, axis: x.sum(axis),
         "max": lambda x, axis: x.amax(axis),
-        "associative_scan": lambda x, axis, combine: x.cumsum(axis),
+        "associative_scan": _cumulative_sum,
         "expand_dims": torch.unsqueeze,
+        "split": lambda x: x.unbind(-1),
         "cdiv": lambda x, y: (x + y - 1) // y,
         "convert_layout": lambda x, layout: x,
         "static_range": range,
@@ -169,10 +236,15 @@ def _stand_ins() -> dict[str, ModuleType]:
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
+        # each thread of four warps tells of its copies
+        mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
     vars(copies).update(async_copy=async_copy, mma_v2=_registers_product)
     vars(products).update(
         async_copy=async_copy,
+        mbarrier=SimpleNamespace(
+            init=Barrier.init, arrive=Barrier.arrive, wait=Barrier.wait, MBarrierLayout=lambda: None
+        ),
         fence_async_shared=lambda: None,
         warpgroup_mma=_product,
         warpgroup_mma_wait=lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps),

@@ -164,18 +164,21 @@ def backward_chunk(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of."""
+    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of; `residual` may be overwritten."""
     B, T, H, K = q.shape
     HV, V = dv.shape[2:]
     group = HV // H
-    dq, dk = (torch.empty(B, T, HV, K, dtype=x.dtype, device=x.device) for x in (q, k))
-    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    dq, dg, dbeta = q.new_empty(B, T, HV, K), torch.empty_like(g), torch.empty_like(beta)
     if do is not None and hopper.takes(q, k, do):
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
-        out = (dq, dk, dg, dbeta)
-        on_hopper.backward_chunk(q, k, g, gates, do, dv, residual, states, dstates, cu_seqlens, scale, qk_l2norm, out)
+        # a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
+        dk = residual
+        on_hopper.backward_chunk(
+            q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, qk_l2norm, (dq, dk, dg, dbeta)
+        )
     else:
+        dk = k.new_empty(B, T, HV, K)
         launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
         backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
             q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,

@@ -107,7 +107,7 @@ def backward_state(
     """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
 
     `states` are those entering the chunks, `remainders` what rounding took from them, or empty. ⟨dS', S⟩ comes in
-    parts, `[slots, HV, parts]`; with no part on Hopper, where `backward_chunk` sums it.
+    parts, `[slots, HV, parts]`.
     """
     B, T, H, K = q.shape
     HV, V = like_v.shape[2:]
@@ -120,9 +120,12 @@ def backward_state(
 
         # only norms of 1 bound what a segment may leave out
         segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, cu_seqlens is not None) if qk_l2norm else 0
-        out = (dv, dstates, dinitial_state)
-        on_hopper.backward_state(q, k, inverse, gates, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, out)
-        return dv, dstates, gates.new_empty(0), dinitial_state
+        ends = gates.new_empty(len(dstates), HV, V)
+        out = (dv, dstates, ends, dinitial_state)
+        on_hopper.backward_state(
+            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, out
+        )
+        return out
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     ends = gates.new_empty(len(dstates), HV, V // launch.BV)
     backward_state_kernel[(N * HV * (V // launch.BV),)](

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.decay import causal_decay_transposed
@@ -182,6 +183,13 @@ def forward(
     rests = torch.empty_like(states) if remainders else none
     programs, segment = len(entering) or N, tuning.gated_delta_rule_segment(N, HV, B * T) if len(entering) else 0
     order = longest_first(T, segment, cu_seqlens)
+    results = Forward(out, final_state, residual, states, rests)
+    if output != save and not remainders and V == 128 and hopper.takes(q, k, v):
+        from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
+
+        terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
+        on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, save, results[:4])
+        return results
     launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)
@@ -192,4 +200,4 @@ def forward(
         cu_seqlens is not None, order is not None, dot_precision(q),
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
     )  # fmt: skip
-    return Forward(out, final_state, residual, states, rests)
+    return results

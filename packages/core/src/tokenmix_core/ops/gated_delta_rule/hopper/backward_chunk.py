@@ -16,12 +16,6 @@ LOWEST = gl.constexpr(-160.0)
 
 
 @gluon.jit
-def column_gates(p_gates, rows, col: gl.constexpr):
-    """b, β r and β by column: 16 registers each, so that they are loaded anew where they are needed again."""
-    return load_gate(p_gates, rows, col), load_gate(p_gates + 1, rows, col), load_gate(p_gates + 3, rows, col)
-
-
-@gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Begin A B."""
     zero = gl.zeros([64, N], gl.float32, product_layout(N, 4))
@@ -29,9 +23,9 @@ def multiply(a, b, N: gl.constexpr):
 
 
 @gluon.jit
-def square(s_x, D: gl.constexpr):
-    """Room for a tile `[64, 64]` in that of one `[64, D]`."""
-    return s_x._reinterpret(s_x.dtype, [D // 64, 64, 64], gl.NVMMASharedLayout(128, 16)).index(0)
+def accumulate(a, b, acc):
+    """Begin to add A B."""
+    return warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
@@ -47,31 +41,50 @@ def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
-    """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
-    return scale_rows(b_dx - scale_rows(s_x.load(product_layout(D, 4)).to(gl.float32), r_i * dot_i, D), r_i, D)
+def square(s_x, i: gl.constexpr, D: gl.constexpr):
+    """Room for the i-th tile `[64, 64]` in that of one `[64, D]`."""
+    return s_x._reinterpret(s_x.dtype, [D // 64, 64, 64], gl.NVMMASharedLayout(128, 16)).index(i)
 
 
 @gluon.jit
-def dot_tiles(s_x, s_y, D: gl.constexpr):
-    """Σ x y over two matrices `[D, D]`."""
-    layout: gl.constexpr = row_layout(D, 4)
-    b_sum = gl.zeros([16, D], gl.float32, layout)
-    for i in gl.static_range(D // 16):
-        b_sum += s_x.slice(i * 16, 16).load(layout).to(gl.float32) * s_y.slice(i * 16, 16).load(layout).to(gl.float32)
-    return gl.sum(gl.sum(b_sum, 1), 0)
+def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
+    """Store a tile `[64, D]` by 64 columns, by way of shared memory."""
+    if D == 64:
+        s_half.store(b_x)
+        store_rows(p_x, s_half, stride, rows, 4)
+    else:
+        b_first, b_second = gl.split(b_x.reshape([64, 2, 64]).permute((0, 2, 1)))
+        s_half.store(b_first)
+        store_rows(p_x, s_half, stride, rows, 4)
+        s_half.store(b_second)
+        store_rows(p_x + 64, s_half, stride, rows, 4)
+
+
+@gluon.jit
+def add(x, y):
+    """For sums along a sequence."""
+    return x + y
+
+
+@gluon.jit
+def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
+    """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
+    b_x = s_x.load(product_layout(D, 4)).to(gl.float32)
+    return scale_rows(b_dx - scale_rows(b_x, r_i * dot_i, D), r_i, D)
 
 
 @cached_launch
 @gluon.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
-    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, dq, dk, dg, dbeta,
+    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
     scale, T, N, H, group, tokens,
     D: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 rows by D = K = V. Vectors by row are `x_i`, by column `x_j`.
 
-    What meets K and Q transposed, Eᵀ and Fᵀ, is read from shared memory so; no result is transposed on its way there.
+    What meets K and Q transposed is read from shared memory so; no result is transposed on its way there. Products
+    x̂ · dx̂ come from results, so that Q Kᵀ and K Kᵀ are not needed. The order keeps at most two results in registers,
+    and nothing is spilled.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
@@ -87,21 +100,25 @@ def backward_chunk_kernel(
     o_qk, o_vo, stride = (first * H + i_hv // group) * D, (first * HV + i_hv) * D, HV * D
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * D * D
 
-    # Eᵀ takes the place of dO, dS then that of both and Q's, and Fᵀ that of dY
+    # Eᵀ and half of dQ on its way out take the place of dO, Fᵀ that of dY, and dS that of S
+    s_q = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, D], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_dy = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_state = gl.allocate_shared_memory(dtype, [D, D], shared)
-    s_qdo = gl.allocate_shared_memory(dtype, [2 * BT, D], shared)
-    s_q, s_do, s_ds = s_qdo.slice(0, BT), s_qdo.slice(BT, BT), s_qdo.slice(0, D)
-    s_e, s_f = square(s_do, D), square(s_dy, D)
-    fetch_rows(s_q, q + o_qk, H * D, rows, 4)
-    fetch_rows(s_k, k + o_qk, H * D, rows, 4)
+    s_e, s_f = square(s_do, D // 64 - 1, D), square(s_dy, D // 64 - 1, D)
+    if D == 128:
+        s_dq = square(s_do, 0, D)
+    else:
+        s_dq = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     fetch_rows(s_do, do + o_vo, stride, rows, 4)
+    fetch_rows(s_dy, dv + o_vo, stride, rows, 4)
     fetch_rows(s_r, residual + o_vo, stride, rows, 4)
+    fetch_rows(s_q, q + o_qk, H * D, rows, 4)
     async_copy.commit_group()
     fetch_rows(s_state, states + o_s, D, D, 4)
-    fetch_rows(s_dy, dv + o_vo, stride, rows, 4)
+    fetch_rows(s_k, k + o_qk, H * D, rows, 4)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -109,79 +126,67 @@ def backward_chunk_kernel(
     r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
 
-    # E = scale dO Rᵀ ⊙ Γ; sums over tokens, in float32, for dβ and the product q̂ · dq̂
+    # E = scale dO Rᵀ ⊙ Γ meets β K̂, and as Eᵀ Q̂: dQ̂ = scale γ dO Sᵀ + E β K̂
     async_copy.wait_group(1)
+    b_e = multiply(s_do, s_r.permute((1, 0)), BT)
     rq_i = gl.full([BT], 1.0, gl.float32, row)
     if L2NORM:
-        rq_i = gl.rsqrt(dot_rows(s_q.load(product_layout(D, 4)).to(gl.float32), s_q, row, D) + 1e-6)
-    b_e, b_qk = multiply(s_do, s_r.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
-    b_j, w_j, beta_j = column_gates(p_gates, rows, col)
-    b_e, b_qk = warpgroup_mma_wait(0, deps=[b_e, b_qk])
-    b_e *= causal_decay(b_i, b_j, o_i, o_j) * scale
-    b_qk *= b_e * rq_i[:, None]
-    dot_i = gl.sum(b_qk * w_j[None, :], 1)
-    dbeta_i = gl.convert_layout(gl.sum(b_qk, 0), row)
-    b_et = (b_e * beta_j[None, :] * rq_i[:, None]).to(dtype)
-    b_e = gl.convert_layout((b_e * w_j[None, :]).to(dtype), left)
-
-    # dQ = scale γ dO Sᵀ + (E β) K̂
+        b_q = s_q.load(row_layout(D, 4)).to(gl.float32)
+        rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
+    b_e = warpgroup_mma_wait(0, deps=[b_e])
+    b_e *= causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j) * scale
+    b_et, b_e = (b_e * rq_i[:, None]).to(dtype), (b_e * load_gate(p_gates + 1, rows, col)[None, :]).to(dtype)
     async_copy.wait_group(0)
     b_dq = multiply(s_do, s_state.permute((1, 0)), D)
-    b_dq = scale_rows(warpgroup_mma_wait(0, deps=[b_dq]), gl.exp2(b_i) * scale, D)
-    dot_i += dot_rows(b_dq, s_q, row, D) * rq_i
-    b_dq = warpgroup_mma(b_e, s_k, b_dq, is_async=True)
-    b_dq, b_e = warpgroup_mma_wait(0, deps=[b_dq, b_e])
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    s_e.store(b_et)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale, D)
+    b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    dot_i = dot_rows(b_dq, s_q, row, D) * rq_i
     if L2NORM:
         b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D)
-    s_do.store(b_dq.to(dtype))
-    store_rows(dq + o_vo, s_do, stride, rows, 4)
+    store_result(dq + o_vo, b_dq.to(dtype), s_dq, stride, rows, D)
 
-    # of dK the parts (β Eᵀ) Q̂ and −γ dY Sᵀ
-    s_e.store(b_et)
-    fence_async_shared()
-    b_dk, b_dks = multiply(s_e.permute((1, 0)), s_q, D), multiply(s_dy, s_state.permute((1, 0)), D)
-    b_dk, b_dks = warpgroup_mma_wait(0, deps=[b_dk, b_dks])
-    fetch_rows(s_ds, dstates + o_s, D, D, 4)
+    # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, meets β K̂, and as Fᵀ K̂: dK̂ = −γ dY Sᵀ + F β K̂ + β X
+    b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), D)
+    b_f = warpgroup_mma_wait(1, deps=[b_f])
+    b_f *= -causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1)
+    b_ft, b_f = (b_f * r_i[:, None]).to(dtype), (b_f * load_gate(p_gates + 1, rows, col)[None, :]).to(dtype)
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+    s_f.store(b_ft)
+    fetch_rows(s_state, dstates + o_s, D, D, 4)
     async_copy.commit_group()
-    b_dks = scale_rows(b_dks, -gl.exp2(b_i), D)
-    dot_k_i = dot_rows(b_dks, s_k, row, D) * r_i
-    b_dk += b_dks
-
-    # F = −dY Rᵀ ⊙ Γ strictly below the diagonal
-    b_kk, b_f = multiply(s_k, s_k.permute((1, 0)), BT), multiply(s_dy, s_r.permute((1, 0)), BT)
-    b_kk, b_f = warpgroup_mma_wait(0, deps=[b_kk, b_f])
-    b_j, w_j, beta_j = column_gates(p_gates, rows, col)
-    b_f *= -causal_decay(b_i, b_j, o_i, o_j + 1)
-    b_kk *= b_f * r_i[:, None]
-    dot_k_i += gl.sum(b_kk * w_j[None, :], 1)
-    dbeta_i = (dbeta_i + gl.convert_layout(gl.sum(b_kk, 0), row)) * r_i
-    s_f.store((b_f * beta_j[None, :] * r_i[:, None]).to(dtype))
-    b_f = gl.convert_layout((b_f * w_j[None, :]).to(dtype), left)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i), D)
     fence_async_shared()
+    b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+    dot_k_i = dot_rows(b_dk, s_k, row, D) * r_i
 
-    # dK += (F β + β Fᵀ) K̂ + β w R dSᵀ
-    b_dk = warpgroup_mma(s_f.permute((1, 0)), s_k, b_dk, is_async=True)
-    b_dk = warpgroup_mma(b_f, s_k, b_dk, is_async=True)
-    b_dk, b_f = warpgroup_mma_wait(0, deps=[b_dk, b_f])
+    # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
     async_copy.wait_group(0)
-    b_dw = multiply(s_r, s_ds.permute((1, 0)), D)
-    b_dw = scale_rows(warpgroup_mma_wait(0, deps=[b_dw]), gl.exp2(last - b_i), D)
-    out_i = dot_rows(b_dw, s_k, row, D) * r_i
-    b_dk += scale_rows(b_dw, beta_i, D)
-    dbeta_i += out_i
+    b_x = multiply(s_r, s_state.permute((1, 0)), D)
+    b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i), D)
+    out_i = dot_rows(b_x, s_k, row, D) * r_i
+    b_x = accumulate(s_e.permute((1, 0)), s_q, b_x)
+    b_x = accumulate(s_f.permute((1, 0)), s_k, b_x)
+    b_x = warpgroup_mma_wait(0, deps=[b_x])
+    dbeta_i = dot_rows(b_x, s_k, row, D) * r_i
+    b_dk += scale_rows(b_x, beta_i, D)
     if L2NORM:
         b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, D)
     s_r.store(b_dk.to(dtype))
     store_rows(dk + o_vo, s_r, stride, rows, 4)
-    end = dot_tiles(s_state, s_ds, D)
 
-    # dg gathers all later decays of the chunk; a decay that was cut off has none
+    # dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none
     p_t, m_t = (first + o_i) * HV + i_hv, o_i < rows
     gl.store(dbeta + p_t, dbeta_i.to(dbeta.dtype.element_ty), mask=m_t)
-    db_j = gl.convert_layout(gl.where(m_t, dot_i + dot_k_i - beta_i * dbeta_i, 0.0), col)
-    out_j = gl.convert_layout(out_i * beta_i, col)
-    b_later = gl.where(o_i[:, None] <= o_j[None, :], db_j[None, :], 0.0) + out_j[None, :]
-    dg_i = gl.sum(b_later, 1) + end * gl.exp2(last)
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    p_end = ends + (i_slot.to(gl.int64) * HV + i_hv) * D
+    end = gl.sum(gl.load(p_end + gl.arange(0, D, gl.BlockedLayout([4], [32], [4], [0]))), 0) * gl.exp2(last)
+    end += gl.sum(gl.convert_layout(out_i * beta_i, line), 0)
+    db_t = gl.convert_layout(gl.where(m_t, dot_i + dot_k_i - beta_i * dbeta_i, 0.0), line)
+    dg_i = gl.convert_layout(gl.associative_scan(db_t, 0, add, reverse=True) + end, row)
     g_i = gl.load(g + p_t, mask=m_t, other=0.0).to(gl.float32)
     gl.store(dg + p_t, gl.where(g_i * LOG2_E < LOWEST, 0.0, dg_i).to(dg.dtype.element_ty), mask=m_t)
 
@@ -196,6 +201,7 @@ def backward_chunk(
     residual: Tensor,
     states: Tensor,
     dstates: Tensor,
+    ends: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
@@ -205,7 +211,8 @@ def backward_chunk(
     B, T, H, D = q.shape
     HV = dv.shape[2]
     backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
-        q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, *out,
+        q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, D, CHUNK, qk_l2norm, cu_seqlens is not None,
-        num_warps=4,
+        # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at D = 64
+        num_warps=4, maxnreg=168 if D == 64 else 255,
     )  # fmt: skip

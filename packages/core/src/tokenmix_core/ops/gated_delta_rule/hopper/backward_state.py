@@ -1,4 +1,4 @@
-"""`backward_state` on Hopper: dV and the gradient of every chunk's state, a segment and value head a program."""
+"""`backward_state` on Hopper: dV, every chunk's dS' and ⟨dS', S⟩, a segment and value head a program."""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -47,7 +47,7 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, order, do, dfinal_state, dv, dstates, dinitial_state,
+    q, k, inverse, gates, cu_seqlens, order, states, do, dfinal_state, dv, dstates, ends, dinitial_state,
     scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
@@ -87,12 +87,14 @@ def backward_state_kernel(
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
-    p_ds = dstates + (slot * HV + i_hv) * K * V
+    p_ds, p_s = dstates + (slot * HV + i_hv) * K * V, states + (slot * HV + i_hv) * K * V
+    p_end = ends + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     a_2 = gl.allocate_shared_memory(dtype, [2, BT, BT], shared)
     do_2 = gl.allocate_shared_memory(dtype, [2, BT, V], shared)
+    s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     # for dS, and then dY, on their way out
     s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_dy = s_ds.slice(0, BT)
@@ -116,6 +118,7 @@ def backward_state_kernel(
     fetch_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
     fetch_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
     fetch_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
+    fetch_rows(s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
     async_copy.commit_group()
     b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
     for i in range(started - first):
@@ -123,6 +126,7 @@ def backward_state_kernel(
         token = i_c * BT
         here, then = i % 2, (i + 1) % 2
         s_k, s_q, s_a, s_do = k_2.index(here), q_2.index(here), a_2.index(here), do_2.index(here)
+        s_s = s_2.index(here)
         last = b_last
         g_b.store(b_b)
         g_p.store(b_w)
@@ -135,6 +139,7 @@ def backward_state_kernel(
             fetch_rows(q_2.index(then), p_q + before * s_qk, s_qk, BT, WARPS)
             fetch_rows(a_2.index(then), p_a + before * s_at, s_at, BT, WARPS)
             fetch_rows(do_2.index(then), p_do + before * s_vo, s_vo, BT, WARPS)
+            fetch_rows(s_2.index(then), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
@@ -158,6 +163,10 @@ def backward_state_kernel(
         s_p.store((b_p * b_decay).to(dtype))
         g_p.store(gl.exp2(b_i) * r_i)
         fence_async_shared()
+        if i_c < end:
+            # its terms cancel, so that one of the two has to be as it was before it was rounded
+            b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
+            gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1))
         b_dr, b_dh = warpgroup_mma_wait(0, deps=[b_dr, b_dh])
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
@@ -186,15 +195,16 @@ def backward_state(
     k: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    states: Tensor,
     do: Tensor,
     dfinal_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     segment: int,
-    out: tuple[Tensor, Tensor, Tensor],
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Write dv, the gradient of every chunk's state and the initial state's, if not empty, into `out`.
+    """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient, if not empty, into `out`.
 
     Sequences are split into segments of `segment` tokens, unless that is 0.
     """
@@ -204,8 +214,8 @@ def backward_state(
     slots = chunk_slots(B, T, segment, cu_seqlens)
     order = longest_first(T, segment, cu_seqlens)
     backward_state_kernel[(slots * HV,)](
-        q, k, inverse, gates, cu_seqlens, order, do, gates if dfinal_state is None else dfinal_state, *out,
+        q, k, inverse, gates, cu_seqlens, order, states, do, gates if dfinal_state is None else dfinal_state, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[2]) > 0, qk_l2norm, cu_seqlens is not None,
+        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0, qk_l2norm, cu_seqlens is not None,
         order is not None, num_warps=V // 16,
     )  # fmt: skip

@@ -195,8 +195,8 @@ def prepare(
     """Write Ã and the gates into `out`."""
     B, T, H, K = k.shape
     HV = g.shape[2]
-    # 12 programs share a multiprocessor's registers
+    # 8 programs share a multiprocessor's registers; 12 that spill wait for each other's spills, beyond a small L1
     prepare_kernel[(chunk_slots(k, cu_seqlens), H)](
         k, g, beta, cu_seqlens, *out, T, sequences(k, cu_seqlens), H, HV // H, B * T,
-        K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=168,
+        K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=255,
     )  # fmt: skip

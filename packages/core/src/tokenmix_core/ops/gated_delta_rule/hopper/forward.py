@@ -1,0 +1,326 @@
+"""`forward` on Hopper: a segment and value head a program, whose groups of four warps share out the work of a chunk.
+
+One group brings what chunks read into shared memory, two run along the chunks with 64 columns of S each, and one turns
+the S and R that those hand on into outputs, or keeps them for the backward pass. They meet at barriers alone: what is
+not part of the chain from state to state is done beside it. Heads of 128.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
+from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, store_rows
+from tokenmix_core.tile.launch import cached_launch
+
+# chunks that are in shared memory or on their way there
+PLACES = gl.constexpr(2)
+
+
+@gluon.jit
+def load_last(p_gates, rows):
+    """The b of a chunk's last token."""
+    return gl.load(p_gates + (gl.maximum(gl.minimum(rows, 64), 1) - 1) * 4)
+
+
+@gluon.jit
+def copy_chunks(
+    pointers, tiles, full, empty, rows, chunks, H: gl.constexpr, HV: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """Bring what a chunk reads into one of the places, as soon as the chunk that was there has left it."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    p_q, p_k, p_v, p_a, p_gates = pointers
+    q_s, k_s, v_s, a_s, gates_s = tiles
+    # strides are known to the compiler: as numbers they would take the registers of this group, and more
+    s_qk: gl.constexpr = H * k_s.shape[2]
+    s_vo: gl.constexpr = HV * v_s.shape[2]
+    s_at: gl.constexpr = HV * a_s.shape[2]
+    for i in range(chunks):
+        here = i % PLACES
+        b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
+        b_r, last = load_gate(p_gates + 2, rows, line), load_last(p_gates, rows)
+        mbarrier.wait(empty.index(here), (i // PLACES + 1) & 1)
+        fetch_rows(k_s.index(here), p_k, s_qk, rows, 4)
+        fetch_rows(v_s.index(here), p_v, s_vo, rows, 4)
+        fetch_rows(a_s.index(here), p_a, s_at, rows, 4)
+        if QUERIES:
+            fetch_rows(q_s.index(here), p_q, s_qk, rows, 4)
+        async_copy.mbarrier_arrive(full.index(here), increment_count=False)
+        gates_s.index(here * 4).store(b_b)
+        gates_s.index(here * 4 + 1).store(b_w)
+        gates_s.index(here * 4 + 2).store(-gl.exp2(b_b) * b_r)
+        gates_s.index(here * 4 + 3).store(b_w * gl.exp2(last - b_b))
+        mbarrier.arrive(full.index(here))
+        p_q += 64 * s_qk
+        p_k += 64 * s_qk
+        p_v += 64 * s_vo
+        p_a += 64 * s_at
+        p_gates += 64 * 4
+        rows -= 64
+
+
+@gluon.jit
+def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
+    """64 columns of S along the chunks, transposed: what depends on S is a left operand, from registers.
+
+    The state begins from the one at `p_initial` if `known` is V, from 0 if it is 0; the last one is stored if `wanted`
+    is V.
+    """
+    p_initial, p_final, p_gates = pointers
+    _, k_s, v_s, a_s, gates_s = tiles
+    full, empty, states, residuals = barriers
+    dtype: gl.constexpr = k_s.dtype
+    BT: gl.constexpr = k_s.shape[1]
+    K: gl.constexpr = k_s.shape[2]
+    tile: gl.constexpr = product_layout(K, 4)
+    flat: gl.constexpr = product_layout(BT, 4)
+    col: gl.constexpr = gl.SliceLayout(0, flat)
+    left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
+    left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
+    s_s = results[0].slice(FIRST, 64, 1).permute((1, 0))
+    s_r = results[1].slice(FIRST, 64, 1).permute((1, 0))
+    o_v, o_k = FIRST + gl.arange(0, 64, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
+    p_tile = o_k[None, :] * V + o_v[:, None]
+    b_s = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
+    zero = gl.zeros([64, BT], gl.float32, flat)
+    last = load_last(p_gates, rows)
+    for i in range(chunks):
+        here = i % PLACES
+        s_k, s_a, s_v = k_s.index(here), a_s.index(here).permute((1, 0)), v_s.index(here).slice(FIRST, 64, 1)
+        s_y, s_w = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
+        decay = gl.exp2(last)
+        b_h = b_s.to(dtype)
+        mbarrier.wait(full.index(here), (i // PLACES) & 1)
+        fence_async_shared()
+        # R = Ã (V − γ ⊙ K S); meanwhile S is handed on
+        b_y = warpgroup_mma(gl.convert_layout(b_h, left_k), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(states.index(1), (i + 1) & 1)
+        s_s.store(b_h)
+        fence_async_shared()
+        mbarrier.arrive(states.index(0))
+        rows -= BT
+        p_gates += BT * 4
+        if rows > 0:
+            last = load_last(p_gates, rows)
+        b_v = s_v.permute((1, 0)).load(flat).to(gl.float32)
+        b_y = warpgroup_mma_wait(0, deps=[b_y])
+        b_y = gl.convert_layout((b_v + b_y * s_y.load(col)[None, :]).to(dtype), left)
+        b_r = warpgroup_mma(b_y, s_a, zero, use_acc=False, is_async=True)
+        b_s *= decay
+        b_r, b_y = warpgroup_mma_wait(0, deps=[b_r, b_y])
+        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R); meanwhile R is handed on
+        b_u = gl.convert_layout((b_r * s_w.load(col)[None, :]).to(dtype), left)
+        b_s = warpgroup_mma(b_u, s_k, b_s, is_async=True)
+        mbarrier.wait(residuals.index(1), (i + 1) & 1)
+        s_r.store(b_r.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(residuals.index(0))
+        b_s, b_u = warpgroup_mma_wait(0, deps=[b_s, b_u])
+        mbarrier.arrive(empty.index(here))
+    gl.store(p_final + p_tile, b_s, mask=o_v[:, None] < wanted)
+
+
+@gluon.jit
+def write_outputs(
+    p_o, tiles, results, barriers, s_o, scale, rows, chunks, stride: gl.constexpr, L2NORM: gl.constexpr
+):  # fmt: skip
+    """O = n ⊙ (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ)."""
+    q_s, k_s, _, _, gates_s = tiles
+    s_s, s_r = results
+    full, empty, states, residuals = barriers
+    dtype: gl.constexpr = k_s.dtype
+    BT: gl.constexpr = k_s.shape[1]
+    V: gl.constexpr = s_s.shape[1]
+    square: gl.constexpr = product_layout(BT, 4)
+    tile: gl.constexpr = product_layout(V, 4)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    col: gl.constexpr = gl.SliceLayout(0, square)
+    row_o: gl.constexpr = gl.SliceLayout(1, tile)
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    zero, zero_o = gl.zeros([BT, BT], gl.float32, square), gl.zeros([BT, V], gl.float32, tile)
+    for i in range(chunks):
+        here = i % PLACES
+        s_q, s_k, s_b, s_w = q_s.index(here), k_s.index(here), gates_s.index(here * 4), gates_s.index(here * 4 + 1)
+        mbarrier.wait(full.index(here), (i // PLACES) & 1)
+        fence_async_shared()
+        b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_i = s_b.load(row)
+        b_decay = causal_decay(b_i, s_b.load(col), o_i, o_j) * s_w.load(col)[None, :]
+        if L2NORM:
+            b_n = warpgroup_mma(s_q, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            b_p = warpgroup_mma_wait(1, deps=[b_p])
+            b_p *= b_decay
+            b_n = warpgroup_mma_wait(0, deps=[b_n])
+            b_n = gl.rsqrt(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_n, 0.0), 1) + 1e-6) * scale
+        else:
+            b_p = warpgroup_mma_wait(0, deps=[b_p])
+            b_p *= b_decay
+            b_n = gl.full([BT], scale, gl.float32, row)
+        b_p = gl.convert_layout((b_p * b_n[:, None]).to(dtype), gl.DotOperandLayout(0, tile, 2))
+        b_g = gl.convert_layout(b_n * gl.exp2(b_i), row_o)
+        mbarrier.wait(states.index(0), i & 1)
+        b_o = warpgroup_mma(s_q, s_s, zero_o, use_acc=False, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=[b_o])
+        mbarrier.arrive(states.index(1))
+        mbarrier.arrive(empty.index(here))
+        b_o *= b_g[:, None]
+        mbarrier.wait(residuals.index(0), i & 1)
+        b_o = warpgroup_mma(b_p, s_r, b_o, is_async=True)
+        b_o, b_p = warpgroup_mma_wait(0, deps=[b_o, b_p])
+        mbarrier.arrive(residuals.index(1))
+        s_o.store(b_o.to(dtype))
+        store_rows(p_o, s_o, stride, rows, 4)
+        p_o += BT * stride
+        rows -= BT
+
+
+@gluon.jit
+def keep_states(p_s, p_r, results, barriers, rows, chunks, stride_s, stride_r: gl.constexpr):
+    """Write S and R of each chunk."""
+    s_s, s_r = results
+    _, _, states, residuals = barriers
+    for i in range(chunks):
+        mbarrier.wait(states.index(0), i & 1)
+        store_rows(p_s, s_s, s_s.shape[1], s_s.shape[0], 4)
+        mbarrier.arrive(states.index(1))
+        mbarrier.wait(residuals.index(0), i & 1)
+        store_rows(p_r, s_r, stride_r, rows, 4)
+        mbarrier.arrive(residuals.index(1))
+        p_s += stride_s
+        p_r += 64 * stride_r
+        rows -= 64
+
+
+@gluon.jit
+def write_results(
+    pointers, tiles, results, barriers, s_o, scale, rows, chunks, HV: gl.constexpr, L2NORM: gl.constexpr,
+    SAVE: gl.constexpr,
+):  # fmt: skip
+    p_o, p_r, p_s = pointers
+    K: gl.constexpr = results[0].shape[0]
+    V: gl.constexpr = results[0].shape[1]
+    if SAVE:
+        keep_states(p_s, p_r, results, barriers, rows, chunks, HV * K * V, HV * V)
+    else:
+        write_outputs(p_o, tiles, results, barriers, s_o, scale, rows, chunks, HV * V, L2NORM)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["T", "N", "tokens", "segment"])
+def forward_kernel(
+    q, k, v, inverse, gates, entering, initial_state, cu_seqlens, order, o, final_state, residual, saved,
+    scale, T, N, tokens, segment,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, SAVE: gl.constexpr,
+    INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Outputs and final states or, with SAVE, R and the state entering each chunk.
+
+    With ORDERED programs take segments by `order`.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    places: gl.constexpr = PLACES
+    i_s, i_hv = gl.program_id(0) // HV, gl.program_id(0) % HV
+    if ORDERED:
+        i_s = gl.load(order + i_s)
+    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, 4)
+    # an empty sequence has a segment too, which hands its state on
+    if (first >= length) & (first > 0):
+        return
+    token = begin + first
+    o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V
+    # an empty sequence may begin past the last token
+    p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
+    if PACKED:
+        slot = begin // BT + i_n + first // BT
+    else:
+        slot = i_n.to(gl.int64) * gl.cdiv(T, BT) + first // BT
+
+    q_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
+    k_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
+    v_s = gl.allocate_shared_memory(dtype, [places, BT, V], shared)
+    a_s = gl.allocate_shared_memory(dtype, [places, BT, BT], shared)
+    # b, β r, −γ r and 2^(b_last − b) β r
+    gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
+    s_s = gl.allocate_shared_memory(dtype, [K, V], shared)
+    s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_o = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    # S and R have a barrier for being there and one for having been read
+    full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    states = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    residuals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(places):
+        # each of 128 threads tells of its copies, and one of the gates
+        mbarrier.init(full.index(i), 129)
+        mbarrier.init(empty.index(i), 2 if SAVE else 3)
+    for i in gl.static_range(2):
+        mbarrier.init(states.index(i), 2 - i)
+        mbarrier.init(residuals.index(i), 2 - i)
+
+    rows, end = length - first, gl.minimum(first + segment, length)
+    chunks = gl.cdiv(end - first, BT)
+    o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V
+    p_initial, known = entering + (i_s.to(gl.int64) * HV + i_hv) * K * V, V
+    if first == 0:
+        p_initial = initial_state + o_state
+        known = V if INITIAL else 0
+    wanted = 0
+    if (not SAVE) & (end >= length):
+        wanted = V
+    tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states, residuals)
+    inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates)
+    ends = (p_initial, final_state + o_state, p_gates)
+    outputs = (o + o_vo, residual + o_vo, saved + (slot * HV + i_hv) * K * V)
+    # 16 warps of 128 registers; the first group takes those that the others leave
+    gl.warp_specialize(
+        [
+            (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
+            (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
+            (write_results, (outputs, tiles, results, barriers, s_o, scale, rows, chunks, HV, L2NORM, SAVE)),
+            (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, not SAVE)),
+        ],
+        [4, 4, 4], [160, 136, 56],
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    entering: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    order: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    save: bool,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Write outputs and final states or, with `save`, R and the states of chunks into `out`, which has all four.
+
+    Sequences are split into segments of `segment` tokens, unless that is 0.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    # one that no sequence exceeds
+    segment = segment or (T // CHUNK + 1) * CHUNK
+    forward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
+        q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
+        scale, T, sequences(q, cu_seqlens), B * T, segment,
+        H, HV, K, V, CHUNK, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
+        num_warps=4,
+    )  # fmt: skip
