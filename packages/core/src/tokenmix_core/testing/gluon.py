@@ -32,6 +32,9 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.base, self.offset + offset)
 
+    def __getitem__(self, index):
+        return Pointer(self.base, self.offset[index])
+
     @property
     def dtype(self):
         return SimpleNamespace(element_ty=self.base.dtype)
@@ -183,10 +186,6 @@ def _registers_product(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return acc + a.float() @ b.float()
 
 
-def _cumulative_sum(x: Tensor, axis: int, combine: Callable, reverse: bool = False) -> Tensor:
-    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
-
-
 def _language() -> ModuleType:
     gl = ModuleType("language")
     functions = {
@@ -200,7 +199,9 @@ def _language() -> ModuleType:
         "allocate_shared_memory": _allocate,
         "warp_specialize": _warp_specialize,
         "load": lambda p, mask=None, other=0.0: p.load(mask, other),
-        "store": lambda p, x, mask=None: p.store(torch.as_tensor(x), mask),
+        "store": lambda p, x, mask=None: p.store(
+            x if isinstance(x, Tensor) else torch.tensor(x, dtype=p.base.dtype), mask
+        ),
         "minimum": _binary(torch.minimum),
         "maximum": _binary(torch.maximum),
         "exp2": _unary(torch.exp2),
@@ -209,9 +210,12 @@ def _language() -> ModuleType:
         "where": lambda c, x, y: torch.where(*map(torch.as_tensor, (c, x, y))),
         "sum": lambda x, axis: x.sum(axis),
         "max": lambda x, axis: x.amax(axis),
-        "associative_scan": _cumulative_sum,
+        "min": lambda x, axis: x.amin(axis),
+        "abs": torch.abs,
+        # assembly that changes nothing, but keeps the compiler from knowing it
+        "inline_asm_elementwise": lambda asm, constraints, args, **options: args[0],
+        "associative_scan": lambda x, axis, combine: x.cumsum(axis),
         "expand_dims": torch.unsqueeze,
-        "split": lambda x: x.unbind(-1),
         "cdiv": lambda x, y: (x + y - 1) // y,
         "convert_layout": lambda x, layout: x,
         "static_range": range,
@@ -263,9 +267,10 @@ def _steps(*bounds) -> Iterator[Tensor]:
     return (torch.tensor(i) for i in range(*map(int, bounds)))
 
 
-def load(package: str, *modules: str) -> list[ModuleType]:
-    """Modules of kernels and their launchers, imported anew with this stand-in; those imported before stay."""
-    prefixes = (f"{package}.", _GLUON)
+def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
+    """Modules of kernels and their launchers, imported anew with this stand-in, and what they need of `shared` modules
+    elsewhere; those imported before stay."""
+    prefixes = (f"{package}.", _GLUON, *shared)
     before = {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
     attributes = dict(vars(importlib.import_module(package)))
     for name in before:

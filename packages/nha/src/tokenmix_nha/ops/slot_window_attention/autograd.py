@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.ops.common import differentiable, direct_when_eager
+from tokenmix_core.ops.common import differentiable, direct_when_eager, on_hopper
 from tokenmix_core.tile.launch import compiled_together
 from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_gates import slot_window_backward_gates_kernel
@@ -77,8 +77,8 @@ class Gates(NamedTuple):
     column: Tensor
 
 
-def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: Layout) -> Gates:
-    """Fill `end` and `splits`, the chunks' decays and how often to halve them."""
+def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: Layout, only_strong: bool) -> Gates:
+    """Fill `end` and `splits`, the chunks' decays and how often to halve them, which tells which are `only_strong`."""
     M, BT = y.constants["M"], y.BT
     shape = (y.entries * y.rows, y.heads, BT, M)
     factor = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
@@ -87,7 +87,7 @@ def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: L
         slot_gates_kernel, (y.key_chunks * y.rows, y.heads),
         f, *gates, end, splits, cu_seqlens, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
         M=M, SLOTS=f.shape[3], BT=BT, PACKED=y.constants["PACKED"], DOT=y.constants["DOT"],
-        num_warps=4,
+        ONLY_STRONG=only_strong, num_warps=4,
     )  # fmt: skip
     return gates
 
@@ -101,7 +101,7 @@ def _run(
     )
     M, K, V = (y.constants[x] for x in "MKV")
     with compiled_together() as launch:
-        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y)
+        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, False)
         walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
         local = _local(walk, y, q)
         for is_local in (True, False) if walk.segments > 1 else (False,):
@@ -172,12 +172,24 @@ def _run_backward(
         q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
         dfinal_v, before, window, scale, initial,
     )  # fmt: skip
+    own = y.constants["OWN_SLOT_KEYS"]
+    hopper = _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
     with compiled_together() as launch:
-        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y)
+        # no kernel for weak chunks reads any other's
+        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, hopper and not own)
         p, dz = (q.new_empty(*q.shape[:3], M, dtype=gates.column.dtype) for _ in range(2))
         x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
         t = tuning.tile(M, window, q.dtype)
-        for strong in (False, True):
+        if hopper and not own:
+            from tokenmix_nha.ops.slot_window_attention.hopper.backward_queries import hopper_backward_queries_kernel
+
+            launch(
+                hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.heads,),
+                q, k, v, f, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, p, dz, x, delta, scale,
+                q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, M,
+                f.shape[3], K, V, start is not None, y.constants["PACKED"], window <= 64, num_warps=4,
+            )  # fmt: skip
+        for strong in (True,) if hopper and not own else (False, True):
             launch(
                 slot_window_backward_queries_kernel, (y.query_chunks * y.rows, q.shape[2]),
                 q, k, v, f, q_slots, k_slots, splits, gates.row, gates.column, states_k, states_v, start, cu_seqlens, o,
@@ -198,9 +210,24 @@ def _run_backward(
                 DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
             )  # fmt: skip
         sizes = scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries
-        grid, own = (y.key_chunks * y.rows, y.heads), y.constants["OWN_SLOT_KEYS"]
+        grid = y.key_chunks * y.rows, y.heads
         shared = {name: x for name, x in y.constants.items() if name != "OWN_SLOT_KEYS"}
-        for strong in (False, True):
+        if hopper:
+            from tokenmix_nha.ops.slot_window_attention.hopper.backward_gates import hopper_backward_gates_kernel
+            from tokenmix_nha.ops.slot_window_attention.hopper.backward_keys import hopper_backward_keys_kernel
+
+            weak, packed = (grid[0] * grid[1],), y.constants["PACKED"]
+            launch(
+                hopper_backward_keys_kernel, weak,
+                q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots,
+                dv, *sizes, M, f.shape[3], K, V, own, start is not None, packed, num_warps=4,
+            )  # fmt: skip
+            launch(
+                hopper_backward_gates_kernel, weak,
+                q_slots if own else q, k_slots if own else k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start,
+                cu_seqlens, do, p, dz, x, df, *sizes[1:], M, f.shape[3], K, V, start is not None, packed, num_warps=4,
+            )  # fmt: skip
+        for strong in (True,) if hopper else (False, True):
             options = dict(STRONG=strong, num_warps=t.num_warps, num_stages=t.num_stages)
             launch(
                 slot_window_backward_values_kernel, grid,
@@ -219,6 +246,14 @@ def _run_backward(
                 **options,
             )  # fmt: skip
     return gradients
+
+
+def _on_hopper(constants: dict, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether weak chunks have kernels of their own."""
+    sizes = constants["M"] == 64 and constants["GROUP"] == 1 and {constants["K"], constants["V"]} <= {64, 128}
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+    q = tensors[0]
+    return sizes and aligned and q is not None and q.dtype == torch.bfloat16 and on_hopper(q.device)
 
 
 def _empty_gradients(

@@ -56,10 +56,11 @@ def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def slot_gates_kernel(
     f, weight, row, column, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries,
-    M: tl.constexpr, SLOTS, BT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    M: tl.constexpr, SLOTS, BT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, ONLY_STRONG: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: each token's weight in the slots at the end `[BT, M]`, the log2 decay of the whole `[M]`, and how
-    often it must be halved for factors within 2^±80; for the backward pass column factors."""
+    often it must be halved for factors within 2^±80; for the backward pass column factors. ONLY_STRONG chunks are
+    known where `splits` already is."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, before, cu_seqlens, BT, PACKED)
     i_h = tl.program_id(1)
     begin += i_n.to(tl.int64) * before
@@ -67,6 +68,9 @@ def slot_gates_kernel(
     if i_t * BT >= entering:
         return
     tile = (first_entry(i_n, begin, entries, BT, PACKED) + i_t) * H + i_h
+    if ONLY_STRONG:  # noqa: SIM102
+        if tl.load(splits + tile) == 0:
+            return
     o_r, o_m = tl.arange(0, BT), tl.arange(0, M)
     o_t = i_t * BT + o_r
     b_f = load_gates(f + (begin * H + i_h) * SLOTS, o_t, o_t < entering, H * SLOTS, SLOTS, M)

@@ -1,0 +1,120 @@
+"""Gradients of a weak chunk's log-gates on Hopper. Tiles are transposed, `[token, query]`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.tile.hopper import await_copies, barrier, fetch_rows, product_layout
+from tokenmix_core.tile.launch import cached_launch
+from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
+    LOG2_E,
+    anew,
+    as_left,
+    enter_weight,
+    fetch,
+    locate_tokens,
+    multiply,
+    rounded,
+    sums_of_rows,
+)
+
+
+@gluon.jit
+def _inner(s_x, s_y):
+    """Inner products of the columns of two tiles `[D, M]`."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    return gl.sum(s_x.load(lines).to(gl.float32) * s_y.load(lines).to(gl.float32), 0)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries"])
+def hopper_backward_gates_kernel(
+    q_slots, k_slots, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df,
+    T, N, H, before, window, chunks, entries,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """df `[BT, M]` of a chunk's tokens: what tokens from j on ask of all before j, less what j itself would lose."""
+    BT: gl.constexpr = 64
+    dtype: gl.constexpr = v.dtype.element_ty
+    square: gl.constexpr = product_layout(64, 4)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    i_h = gl.program_id(0) % H
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
+        PACKED,
+    )  # fmt: skip
+    if count != 0:
+        return
+    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    o_q, entering = first + window - before, keys - window
+    o_i, o_m = gl.arange(0, BT, row), gl.arange(0, M, gl.SliceLayout(0, square))
+    m_m = (o_m < SLOTS)[None, :]
+    o_f = ((begin_k + (first + o_i).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
+    if first >= entering:
+        b_df = gl.zeros([BT, M], gl.float32, square)
+        gl.store(df + o_f, b_df.to(df.dtype.element_ty), mask=(first + o_i < keys)[:, None] & m_m)
+        return
+
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_p = gl.allocate_shared_memory(dtype, [BT, M], shared)
+    s_dz = gl.allocate_shared_memory(dtype, [BT, M], shared)
+    s_dsk = gl.allocate_shared_memory(dtype, [K, M], shared)
+    s_dsv = gl.allocate_shared_memory(dtype, [V, M], shared)
+    fetch(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
+    fetch(s_q, q_slots + begin_q * K, o_q, 0, length, H * K)
+    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    fetch(s_do, do + begin_q * V, o_q, 0, length, H * V)
+    async_copy.commit_group()
+    m_e = ((first + o_i >= oldest) & (first + o_i < entering))[:, None]
+    b_f = gl.load(f + o_f, mask=m_e & m_m, other=0.0).to(gl.float32)
+    b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
+    fetch(s_p, p + begin_q * M, o_q, 0, length, H * M)
+    fetch(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
+    async_copy.commit_group()
+    fetch_rows(s_dsk, ds_k + entry * K * M, M, K, 4)
+    fetch_rows(s_dsv, ds_v + entry * V * M, M, V, 4)
+    async_copy.commit_group()
+
+    await_copies(1)
+    b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+    b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
+    m_p = o_i[:, None] <= gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    b_a = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
+    b_dp = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
+    b_e = warpgroup_mma(b_dp, s_p, multiply(b_a, s_dz, M), is_async=True)
+    await_copies(0)
+    b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+    b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
+    barrier()
+    # the slots before the chunk take places that are free by now
+    s_sk, s_sv = s_q._reinterpret(dtype, [K, M], shared), s_do._reinterpret(dtype, [V, M], shared)
+    fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
+    fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
+    async_copy.commit_group()
+
+    o_l = gl.arange(0, M, line)
+    end_m = gl.exp2(gl.load(end + entry * M + o_l))
+    b_last *= gl.convert_layout(end_m, gl.SliceLayout(0, square))[None, :]
+    b_col = enter_weight(b_f) * b_inverse
+    # bounded gates have no gradient, which infinity stands for until the end
+    b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
+    b_last *= b_col
+    p_x = x + ((begin_q + (o_q + o_i).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
+    b_x = gl.load(p_x, mask=(o_q + o_i < length)[:, None], other=0.0)
+    b_x = gl.where(m_e, b_x - b_e * rounded(b_col, dtype).to(gl.float32) - b_last, 0.0)
+    rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
+    b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own
+    await_copies(0)
+    rest_m += end_m * gl.convert_layout(_inner(s_dsk, s_sk) + _inner(s_dsv, s_sv), line)
+    b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, square))[None, :]
+    o_i = anew(o_i)
+    m_e = ((first + o_i >= oldest) & (first + o_i < entering))[:, None]
+    o_f = ((begin_k + (first + o_i).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
+    b_df = gl.where(m_e & (gl.abs(b_df) < float("inf")), b_df, 0.0)
+    gl.store(df + o_f, b_df.to(df.dtype.element_ty), mask=(first + o_i < keys)[:, None] & m_m)

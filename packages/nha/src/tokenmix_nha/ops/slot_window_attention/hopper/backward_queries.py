@@ -1,0 +1,186 @@
+"""Gradients of a weak chunk's queries on Hopper, and what the slots' gradients need of its softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.tile.hopper import await_copies, barrier, fetch_rows, product_layout, row_layout
+from tokenmix_core.tile.launch import cached_launch
+from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
+    LOG2_E,
+    as_left,
+    enter_weight,
+    fetch,
+    first_entry,
+    locate_chunk,
+    multiply,
+    rounded,
+    store,
+    sums_of_rows,
+)
+
+
+@gluon.jit
+def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2):
+    """Probabilities of some keys of the window `[64, BN]` and do · v."""
+    BN: gl.constexpr = s_kn.shape[0]
+    layout: gl.constexpr = product_layout(BN, 4)
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
+    b_s, b_d = multiply(s_q, s_kn.permute((1, 0)), BN), multiply(s_do, s_vn.permute((1, 0)), BN)
+    b_s, b_d = warpgroup_mma_wait(0, deps=[b_s, b_d])
+    m_s = (o_n > o_i) & (o_n <= o_i + window) & (first + o_n >= oldest) & (first + o_n < keys)
+    b_s = b_s * scale_2 - gl.convert_layout(lse_i, gl.SliceLayout(1, layout))[:, None]
+    return gl.exp2(gl.where(m_s, b_s, float("-inf"))), b_d
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries", "extra", "lead"])
+def hopper_backward_queries_kernel(
+    q, k, v, f, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, p, dz, x, delta,
+    scale, T, N, H, before, window, chunks, entries, extra, lead,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr, PACKED: gl.constexpr,
+    SHORT: gl.constexpr,
+):  # fmt: skip
+    """dq `[BT, K]` of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩ `[BT, M]`."""
+    BT: gl.constexpr = 64
+    BN: gl.constexpr = 32
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = product_layout(64, 4)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    i_h = gl.program_id(0) % H
+    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // H, T, N, chunks, extra, cu_seqlens, PACKED)
+    i_t -= lead
+    begin_k = begin + i_n.to(gl.int64) * before
+    first, keys = i_t * BT, length + before
+    # rows of queries that see the chunk's tokens arrive in the slots
+    o_q = first + window - before
+    if o_q >= length:
+        return
+    entry = (first_entry(i_n, begin_k, entries, PACKED) + gl.maximum(i_t, 0)) * H + i_h
+    if i_t >= 0:  # noqa: SIM102
+        if gl.load(splits + entry) > 0:
+            return
+    oldest = 0
+    if HAS_START:
+        oldest = gl.load(start + i_n)
+    begin_k, begin_q = begin_k * H + i_h, begin * H + i_h
+
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_sk = gl.allocate_shared_memory(dtype, [K, M], shared)
+    # the values' slots, and later what is written by slot
+    s_y = gl.allocate_shared_memory(dtype, [2, BT, M], shared)
+    s_sv = s_y._reinterpret(dtype, [V, M], shared)
+    s_col = gl.allocate_shared_memory(dtype, [BT, M], shared)
+    s_low = gl.allocate_shared_memory(dtype, [BT, M], shared)
+    p_k, p_v = k + begin_k * K, v + begin_k * V
+    fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
+    fetch(s_k, p_k, first, oldest, keys, H * K)
+    fetch(s_do, do + begin_q * V, o_q, 0, length, H * V)
+    fetch(s_v, p_v, first, oldest, keys, H * V)
+    async_copy.commit_group()
+    fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
+    fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
+    async_copy.commit_group()
+
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, gl.SliceLayout(0, square))
+    m_e = (first + o_i >= gl.maximum(oldest, 0)) & (first + o_i < keys - window)
+    p_f = f + ((begin_k + (first + o_i).to(gl.int64) * H) * SLOTS)[:, None] + o_j[None, :]
+    b_f = gl.load(p_f, mask=m_e[:, None] & (o_j < SLOTS)[None, :], other=0.0).to(gl.float32)
+    m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
+    o_row = begin_q + (o_q + o_i).to(gl.int64) * H
+    # rows without a query get probability 0
+    lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
+    b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
+    s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
+    # the window's tiles take places that are free by now
+    s_kn, s_vn = s_low._reinterpret(dtype, [BN, K], shared), s_v._reinterpret(dtype, [BN, V], shared)
+    shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
+    shift_1 = gl.minimum(BT + window, keys - first)
+
+    # of pairs of a query and a key: in the slots at or below the diagonal, in the window above it
+    await_copies(1)
+    b_a, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
+    b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
+    barrier()
+    fetch(s_kn, p_k, first + shift_0, oldest, keys, H * K)
+    fetch(s_vn, p_v, first + shift_0, oldest, keys, H * V)
+    async_copy.commit_group()
+    scale_2 = scale * LOG2_E
+    m_p = o_j[None, :] <= o_i[:, None]
+    m_w = (o_j[None, :] > o_i[:, None]) & (o_j[None, :] <= o_i[:, None] + window) & (first + o_j >= oldest)[None, :]
+    m_w = m_w & (first + o_j < keys)[None, :]
+    b_left, b_right = as_left(gl.where(m_p, b_a, 0.0).to(dtype), M), as_left(gl.where(m_p, b_dp, 0.0).to(dtype), M)
+    b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
+    await_copies(1)
+    b_z, b_d = multiply(s_q, s_sk, M), multiply(s_do, s_sv, M)
+    b_z = warpgroup_mma(b_left, s_col, b_z, is_async=True)
+    b_d = warpgroup_mma(b_right, s_col, b_d, is_async=True)
+    b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
+    if SHORT:
+        # from the probabilities themselves: where slots are nearly the same, the rounding of o would not cancel
+        delta_i = gl.sum(b_w * b_dp, 1)
+        for shift in range(shift_0, shift_1, BN):
+            await_copies(0)
+            b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+            delta_i += gl.convert_layout(gl.sum(b_s * b_ds, 1), row)
+            if window > BN:
+                barrier()
+                after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
+                fetch(s_kn, p_k, first + after, oldest, keys, H * K)
+                fetch(s_vn, p_v, first + after, oldest, keys, H * V)
+                async_copy.commit_group()
+    else:
+        lines: gl.constexpr = row_layout(V, 4)
+        o_t, o_d = gl.arange(0, BT, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
+        m_o = (o_q + o_t >= 0) & (o_q + o_t < length)
+        p_o = o + ((begin_q + (o_q + o_t).to(gl.int64) * H) * V)[:, None] + o_d[None, :]
+        b_o = gl.load(p_o, mask=m_o[:, None], other=0.0).to(gl.float32) * s_do.load(lines).to(gl.float32)
+        delta_i = gl.convert_layout(gl.sum(b_o, 1), row)
+
+    b_row = gl.exp2(b_g)
+    # a tile may be wider than the slots that exist
+    b_p = gl.exp2(gl.where((o_j < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf")) - lse_i[:, None])
+    if SHORT:
+        delta_i += gl.sum(b_p * b_d * b_row, 1)
+    gl.store(delta + o_row, delta_i, mask=m_q)
+    b_y = rounded(b_p * b_row, dtype)
+    b_dz = rounded(b_p * (b_d * b_row - delta_i[:, None]) * (b_row * scale), dtype)
+    # the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
+    b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
+    gl.store(x + (o_row * M)[:, None] + o_j[None, :], b_x, mask=m_q[:, None])
+    barrier()
+    s_y.index(0).store(b_y)
+    s_y.index(1).store(b_dz)
+    b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
+    b_c = multiply(b_left, s_col.permute((1, 0)), BT)
+    b_dq = multiply(b_right, s_sk.permute((1, 0)), K)
+    barrier()
+    store(s_y.index(0), p + begin_q * M, o_q, 0, length, H * M)
+    store(s_y.index(1), dz + begin_q * M, o_q, 0, length, H * M)
+    b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
+    b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
+    b_right = as_left(b_w, K)
+    b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+    b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+    for shift in range(shift_0, shift_1, BN):
+        await_copies(0)
+        b_sn, b_dsn = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        b_dsn = b_sn * (b_dsn - gl.convert_layout(delta_i, gl.SliceLayout(1, product_layout(BN, 4)))[:, None]) * scale
+        b_dsn = as_left(b_dsn.to(dtype), K)
+        b_dq = warpgroup_mma(b_dsn, s_kn, b_dq, is_async=True)
+        b_dq, b_dsn = warpgroup_mma_wait(0, deps=[b_dq, b_dsn])
+        if shift + BN < shift_1:
+            barrier()
+            fetch(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
+            fetch(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
+            async_copy.commit_group()
+    barrier()
+    s_q.store(b_dq.to(dtype))
+    barrier()
+    store(s_q, dq + begin_q * K, o_q, 0, length, H * K)
+    async_copy.wait_group(0)

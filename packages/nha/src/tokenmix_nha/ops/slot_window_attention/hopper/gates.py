@@ -1,0 +1,138 @@
+"""Where chunks lie, gates of a weak chunk, and products of one warp group, in Gluon."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.tile.hopper import async_load, barrier, product_layout, row_layout
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def multiply(a, b, N: gl.constexpr):
+    """Begin A B, of 64 rows and N columns."""
+    zero = gl.zeros([64, N], gl.float32, product_layout(N, 4))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_left(b_x, N: gl.constexpr):
+    """A result in registers as the left operand of a product of N columns."""
+    return gl.convert_layout(b_x, gl.DotOperandLayout(0, product_layout(N, 4), 2))
+
+
+@gluon.jit
+def rounded(b_x, dtype: gl.constexpr):
+    """X in 16 bits, two numbers a register from here on: left alone, the compiler rounds where it needs them."""
+    b_x = b_x.to(dtype)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def anew(o_x):
+    """The same indices, unknown to the compiler: it keeps no offsets and masks made of them before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [o_x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch(s_x, p_x, first, low, high, stride):
+    """Begin to copy rows `first` … of a matrix; those outside `low … high` become 0."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], 4)
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+    p_x += first.to(gl.int64) * stride
+    m_t = (first + o_t >= low) & (first + o_t < high)
+    async_load(s_x, p_x + (o_t * stride)[:, None] + o_d[None, :], mask=m_t[:, None])
+
+
+@gluon.jit
+def store(s_x, p_x, first, low, high, stride):
+    """Store a shared tile as rows `first` … of a matrix, those within `low … high`."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], 4)
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+    p_x += first.to(gl.int64) * stride
+    m_t = (first + o_t >= low) & (first + o_t < high)
+    gl.store(p_x + (o_t * stride)[:, None] + o_d[None, :], s_x.load(layout), mask=m_t[:, None])
+
+
+@gluon.jit
+def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, PACKED: gl.constexpr):
+    """As `tile.locate_chunk`, for chunks of 64 tokens: the sequence, the chunk in it, its first row and its length."""
+    if PACKED:
+        sequences = 0
+        for i in range(0, N, 128):
+            o_n = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+            slots = (gl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) + o_n * extra) // 64 + o_n
+            sequences += gl.sum(((slots <= i_c) & (o_n < N)).to(gl.int32), 0)
+        i_n = sequences - 1
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
+        i_t = i_c - ((begin + i_n * extra) // 64 + i_n).to(gl.int32)
+    else:
+        i_n = i_c // chunks
+        begin = i_n.to(gl.int64) * T
+        length = T
+        i_t = i_c - i_n * chunks
+    return i_n, i_t, begin, length
+
+
+@gluon.jit
+def first_entry(i_n, begin_k, entries, PACKED: gl.constexpr):
+    """As `tile.first_entry`."""
+    if PACKED:
+        entry = begin_k // 64 + 2 * i_n
+    else:
+        entry = i_n.to(gl.int64) * entries
+    return entry
+
+
+@gluon.jit
+def locate_tokens(
+    i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
+    HAS_START: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """As `tile.locate_tokens`, for one query head a slot head."""
+    i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, PACKED)
+    begin_k = begin + i_n.to(gl.int64) * before
+    first, keys = i_t * 64, length + before
+    entry = (first_entry(i_n, begin_k, entries, PACKED) + i_t) * H + i_h
+    count = gl.where(first < keys, 0, -1)
+    if first < keys - window:
+        count = gl.load(splits + entry)
+    oldest = 0
+    if HAS_START:
+        oldest = gl.load(start + i_n)
+    return first, keys, oldest, length, count, entry, begin_k * H + i_h, begin * H + i_h
+
+
+@gluon.jit
+def enter_weight(b_f):
+    """1 − exp(f) for f ≤ 0, to the last digits also near 0."""
+    b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
+    return gl.where(b_f > -0.1, b_small, 1.0 - gl.exp2(b_f * LOG2_E))
+
+
+@gluon.jit
+def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
+    """The sums of x `[64, M]` over all rows up to each, or from each on; both halves of its digits go through shared
+    memory, of which other warps may still read what is there before only if they do not write it."""
+    M: gl.constexpr = b_x.shape[1]
+    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(M, 4), 2)
+    b_high = rounded(b_x, s_high.dtype)
+    s_high.store(b_high)
+    s_low.store((b_x - b_high.to(gl.float32)).to(s_low.dtype))
+    # else ptxas 12.8 may write a register of ones anew while the product that reads it is under way
+    o_i = anew(gl.arange(0, 64, gl.SliceLayout(1, left)))[:, None]
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, left))[None, :]
+    if LATER:
+        b_ones = gl.where(o_j >= o_i, 1.0, 0.0).to(s_high.dtype)
+    else:
+        b_ones = gl.where(o_j <= o_i, 1.0, 0.0).to(s_high.dtype)
+    fence_async_shared()
+    barrier()
+    b_sum = warpgroup_mma(b_ones, s_low, multiply(b_ones, s_high, M), is_async=True)
+    b_sum, b_ones = warpgroup_mma_wait(0, deps=[b_sum, b_ones])
+    barrier()
+    return b_sum

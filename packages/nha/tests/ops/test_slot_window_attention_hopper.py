@@ -1,0 +1,107 @@
+"""Slot-window attention's kernels for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.testing import gluon
+from tokenmix_core.testing.agreement import values_and_gradients
+from tokenmix_core.testing.closeness import assert_within
+from tokenmix_nha.ops import SlotWindowState, slot_window_attention
+from tokenmix_nha.ops.slot_window_attention import hopper, tuning
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+KERNELS = ("backward_queries", "backward_keys", "backward_gates")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return gluon.load(hopper.__name__, *KERNELS, shared=("tokenmix_core.tile.hopper",))
+
+
+@pytest.fixture
+def on_hopper(kernels, monkeypatch):
+    """Let these kernels run while a list holds anything, with the tiles of 16 bits; return it and who has run."""
+    enabled, ran = [], set()
+
+    class Counted:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            ran.add(self.name)
+            return self.kernel[grid]
+
+    for name, module in zip(KERNELS, kernels, strict=True):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        kernel = f"hopper_{name}_kernel"
+        monkeypatch.setattr(module, kernel, Counted(name, getattr(module, kernel)))
+    autograd = importlib.import_module("tokenmix_nha.ops.slot_window_attention.autograd")
+    monkeypatch.setattr(autograd, "_on_hopper", lambda *_: enabled)
+    monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
+    monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype: 64)
+    return enabled, ran
+
+
+def inputs(T, K, V, M, own_keys=False, strong=False):
+    generator = torch.Generator().manual_seed(0)
+    randn = partial(torch.randn, generator=generator)
+    x = {"q": randn(1, T, 1, K), "k": randn(1, T, 1, K), "v": randn(1, T, 1, V)}
+    x["f"] = torch.nn.functional.logsigmoid(2 * randn(1, T, 1, M)) / (1 if strong else 16)
+    return x | ({"q_slots": randn(1, T, 1, K), "k_slots": randn(1, T, 1, K)} if own_keys else {})
+
+
+def check(x, on_hopper, state=None, length=None, **options):
+    """They err at most twice as much as Triton's own kernels with the same tiles, against the eager form in float64."""
+    enabled, ran = on_hopper
+
+    def run(impl):
+        def o(**x):
+            old = SlotWindowState(*(y.to(x["q"].dtype) for y in state), None, length) if state else None
+            return Outputs(o=slot_window_attention(**x, **options, initial_state=old, impl=impl).o)
+
+        return o
+
+    plain, upstream = values_and_gradients(run("triton"), x)
+    exact, _ = values_and_gradients(run("reference"), x, upstream, dtype=torch.float64)
+    assert not ran
+    enabled.append(True)
+    got, _ = values_and_gradients(run("triton"), x, upstream)
+    for name in exact:
+        assert_within(name, got[name], exact[name], plain[name])
+    # queries of the slots' own have no such kernel yet
+    assert ran == set(KERNELS[1:] if "q_slots" in x else KERNELS)
+
+
+class Outputs(dict):
+    def _asdict(self):
+        return dict(self)
+
+
+CASES = {
+    "window": (dict(T=150, K=64, V=64, M=64), 32),
+    "wide window, fewer slots": (dict(T=140, K=64, V=128, M=32), 70),
+    "slots alone, strong chunks": (dict(T=130, K=64, V=64, M=16, strong=True), 0),
+    "own keys": (dict(T=100, K=64, V=64, M=16, own_keys=True), 20),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_answer_to_the_reference(case, on_hopper):
+    sizes, window = CASES[case]
+    check(inputs(**sizes), on_hopper, window=window)
+
+
+def test_packed_sequences_with_carried_windows(on_hopper):
+    N, W = 5, 40
+    slots, ring = torch.randn(2, N, 1, 16, 64), torch.randn(2, N, W, 1, 64)
+    length = torch.tensor([20, 40, 121, 0, 20], dtype=torch.int32)
+    state = *slots, *ring, -torch.rand(N, W, 1, 16)
+    borders = torch.tensor([0, 0, 9, 80, 80, 100], dtype=torch.int32)
+    check(inputs(100, 64, 64, 16), on_hopper, window=W, cu_seqlens=borders, state=state, length=length)
