@@ -186,6 +186,10 @@ def _registers_product(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return acc + a.float() @ b.float()
 
 
+def _cumulative_sum(x: Tensor, axis: int, combine: Callable, reverse: bool = False) -> Tensor:
+    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+
+
 def _language() -> ModuleType:
     gl = ModuleType("language")
     functions = {
@@ -214,8 +218,9 @@ def _language() -> ModuleType:
         "abs": torch.abs,
         # assembly that changes nothing, but keeps the compiler from knowing it
         "inline_asm_elementwise": lambda asm, constraints, args, **options: args[0],
-        "associative_scan": lambda x, axis, combine: x.cumsum(axis),
+        "associative_scan": _cumulative_sum,
         "expand_dims": torch.unsqueeze,
+        "split": lambda x: x.unbind(-1),
         "cdiv": lambda x, y: (x + y - 1) // y,
         "convert_layout": lambda x, layout: x,
         "static_range": range,
