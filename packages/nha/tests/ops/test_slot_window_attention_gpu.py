@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 CASES = {
     "slots alone": (300, 1, 0, False, "mixed"),
     "window 32": (300, 1, 32, False, "weak"),
+    "own keys": (333, 1, 70, True, "weak"),
     "own keys, grouped heads": (333, 2, 70, True, "mixed"),
     "hard gates": (257, 2, 20, True, "hard"),
     "wide window": (257, 1, 200, False, "mixed"),
@@ -97,9 +98,9 @@ def test_every_dtype_agrees_with_float64(M, dtype):
 @pytest.mark.parametrize("M", [16, 32, 64, 128])
 def test_carried_and_packed_agree_with_float64(M):
     old, length = state_inputs(5, 50, 1, 128, 128, M, True, torch.bfloat16)
-    x = inputs(1, 257, 2, 1, 128, 128, M, True, "mixed", torch.bfloat16)
     borders = torch.tensor([0, 0, 100, 129, 130, 257], dtype=torch.int32, device="cuda")
-    for window in (0, 40, 100):
+    for window, group, gates in ((0, 2, "mixed"), (40, 2, "mixed"), (40, 1, "weak"), (100, 2, "mixed")):
+        x = inputs(1, 257, group, 1, 128, 128, M, True, gates, torch.bfloat16)
         check(x | old, window, torch.bfloat16, cu_seqlens=borders, length=length)
 
 
