@@ -132,6 +132,22 @@ def test_a_tensor_given_twice_is_run(add):
     torch.testing.assert_close(replayed(a, b, 1.0)[0], a + 2 * b)
 
 
+def test_several_empty_tensors_are_replayed(add):
+    def run(a, b, nothing, none):
+        out = torch.empty_like(a)
+        add[(1,)](a, b, out, len(a))
+        return out, none, nothing
+
+    function, replayed = counted(run)
+    for _ in range(3):
+        a, b, nothing, none = torch.randn(6), torch.randn(6), torch.empty(0), torch.empty(0)
+        out, second, first = replayed(a, b, nothing, none)
+        torch.testing.assert_close(out, a + b)
+        assert first is nothing
+        assert second is none
+    assert function.runs == 1
+
+
 def test_operations_between_launches_are_replayed_in_order(add):
     def run(a, b):
         a = a.contiguous()
