@@ -22,6 +22,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     log2_gates,
     opposite_pairs,
     sums_of_rows,
+    token_rows,
 )
 
 
@@ -79,18 +80,13 @@ def slot_window_backward_gates_kernel(
     if (count < 0) | ((count > 0) != STRONG):
         return
     o_r = tl.arange(0, BT)
-    o_j = first + o_r
-    m_j = (o_j >= oldest) & (o_j < keys)
-    m_s = o_j < keys
-    m_e = m_j & (o_j < keys - window)
+    o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
     i_m = tl.program_id(2) * BM
     p_f = f + begin_k * SLOTS + i_m
     p_df = df + begin_k * SLOTS + i_m
     if first >= keys - window:
         _store_gates(p_df, tl.zeros([BT, BM], dtype=tl.float32), o_j, m_s, H * SLOTS, SLOTS - i_m, BM)
         return
-    o_q = first + window - before + o_r
-    m_q = (o_q >= 0) & (o_q < length)
     p_dsk, p_dsv = ds_k + entry * K * M, ds_v + entry * V * M
     p_col = column + entry * BT * M
 

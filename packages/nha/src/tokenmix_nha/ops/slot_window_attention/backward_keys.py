@@ -15,6 +15,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     locate_tokens,
     pair_weights,
     store_rows,
+    token_rows,
 )
 
 
@@ -36,16 +37,10 @@ def slot_window_backward_keys_kernel(
     if (count < 0) | ((count > 0) != STRONG):
         return
     o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
-    o_j = first + o_r
-    m_j = (o_j >= oldest) & (o_j < keys)
-    m_s = o_j < keys
-    m_e = m_j & (o_j < keys - window)
+    o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
     # slots that any token of the chunk enters
     slots = tl.where(first < keys - window, M, 0)
     scale_2 = scale * LOG2_E
-    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
-    o_q = first + window - before + o_r
-    m_q = (o_q >= 0) & (o_q < length)
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + window) & m_j[:, None]
     # earlier queries, whose windows hold the tokens
     shift_0 = tl.maximum(before - first, 0) // BN * BN

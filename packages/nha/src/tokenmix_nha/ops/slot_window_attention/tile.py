@@ -66,6 +66,17 @@ def locate_tokens(
 
 
 @triton.jit
+def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
+    """The tokens of a chunk of keys, which of them are seen, which have a gradient to write and which enter the slots;
+    the rows of queries that see them arrive there (the window of some still holds others of them), and which exist."""
+    o_r = tl.arange(0, BT)
+    o_j = first + o_r
+    m_j = (o_j >= oldest) & (o_j < keys)
+    o_q = first + window - before + o_r
+    return o_j, m_j, o_j < keys, m_j & (o_j < keys - window), o_q, (o_q >= 0) & (o_q < length)
+
+
+@triton.jit
 def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
     """The first query (int64, over all rows) and the number of queries of sequence `i_n`."""
     if PACKED:
