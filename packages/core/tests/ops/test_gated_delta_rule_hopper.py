@@ -67,13 +67,15 @@ def test_without_norm_or_states(D, on_hopper):
 
 
 # in 128 tokens all is forgotten, or nothing
-@pytest.mark.parametrize("decay", [0.5, 0.001])
-@pytest.mark.parametrize("borders", [None, [0, 200, 200, 500]])
-def test_segments(decay, borders, on_hopper, monkeypatch):
+@pytest.mark.parametrize(("decay", "then"), [(0.5, 0.5), (0.001, 0.001), (0.5, 0.001), (0.001, 0.5)])
+@pytest.mark.parametrize("borders", [None, [0, 40, 40, 540]])
+def test_segments(decay, then, borders, on_hopper, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
     sequences = 1 if borders is None else len(borders) - 1
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
-    check(inputs(1, 500, 1, 1, 128, N=sequences, decay=decay), cu_seqlens=cu_seqlens)
+    x = inputs(1, 540, 1, 1, 64, N=sequences, decay=decay)
+    x["g"][:, 256:] *= then / decay
+    check(x, cu_seqlens=cu_seqlens)
 
 
 def test_segments_of_heads_that_groups_of_warps_share(on_hopper, monkeypatch):

@@ -26,8 +26,8 @@ def chunk_op(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final states, and what the backward pass needs: Ã and the gates, and the states that enter segments."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, final states, and what the backward pass needs: Ã and the gates, states that enter segments, their M."""
     return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
 
 
@@ -43,15 +43,15 @@ def backward_op(
     inverse: Tensor,
     gates: Tensor,
     entering: Tensor,
+    transitions: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
-    return _chunk_backward(
-        do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm
-    )
+    inputs = (q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens)
+    return _chunk_backward(do, dfinal_state, *inputs, scale, qk_l2norm)
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule_recurrent", mutates_args=())
@@ -81,27 +81,28 @@ def step_op(
 def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
-    inverse, gates, entering = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm)
-    out = forward(q, k, v, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm)
-    return out.o, out.final_state, inverse, gates, entering
+    terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm)
+    out = forward(q, k, v, *terms[:3], initial_state, cu_seqlens, scale, qk_l2norm)
+    return out.o, out.final_state, *terms
 
 
 def _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm):
-    """Ã, the gates and the states that enter segments: what forward and backward share."""
+    """Ã, the gates, the states that enter segments and their M: what forward and backward share."""
     terms = prepare(k, g, beta, cu_seqlens, qk_l2norm)
-    return *terms, segment_states(k, v, *terms, initial_state, cu_seqlens, qk_l2norm)
+    return *terms, *segment_states(k, v, *terms, initial_state, cu_seqlens, qk_l2norm)
 
 
 def _chunk_backward(
-    do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm
-):
+    do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens, scale,
+    qk_l2norm,
+):  # fmt: skip
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
     terms, options = (inverse, gates), (cu_seqlens, scale, qk_l2norm)
     # the steps on Hopper sum ⟨dS', S⟩ from what is stored in 16 bits alone
     parts = q.element_size() == 2 and not (do is not None and hopper.takes(q, k, do))
     saved = forward(q, k, v, *terms, entering, initial_state, *options, output=False, save=True, remainders=parts)
-    states = (saved.states, saved.remainders)
+    states = (saved.states, saved.remainders, transitions)
     dv, dstates, ends, dinitial_state = backward_state(
         q, k, *terms, *states, do, dfinal_state, *options, v, initial_state is not None
     )
@@ -173,11 +174,15 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
         k.new_empty(B, T, HV, CHUNK),
         k.new_empty(HV, B * T, 4, dtype=torch.float32),
         k.new_empty(segment_slots(k, v, cu_seqlens), HV, K, V, dtype=torch.float32),
+        k.new_empty(segment_slots(k, v, cu_seqlens), HV, K, K, dtype=torch.float32),
     )
 
 
 @backward_op.register_fake
-def _(do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, initial_state, cu_seqlens, scale, qk_l2norm):
+def _(
+    do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens, scale,
+    qk_l2norm,
+):  # fmt: skip
     dinitial_state = q.new_empty(
         0 if initial_state is None else sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1],
         dtype=torch.float32,

@@ -96,6 +96,7 @@ def backward_state(
     gates: Tensor,
     states: Tensor,
     remainders: Tensor,
+    transitions: Tensor,
     do: Tensor | None,
     dfinal_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -107,7 +108,7 @@ def backward_state(
     """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
 
     `states` are those entering the chunks, `remainders` what rounding took from them, or empty. ⟨dS', S⟩ comes in
-    parts, `[slots, HV, parts]`.
+    parts, `[slots, HV, parts]`. On Hopper alone `transitions`, M of segments, are used.
     """
     B, T, H, K = q.shape
     HV, V = like_v.shape[2:]
@@ -120,10 +121,11 @@ def backward_state(
 
         # only norms of 1 bound what a segment may leave out
         segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, cu_seqlens is not None) if qk_l2norm else 0
+        carry = transitions if segment else transitions[:0]
         ends = gates.new_empty(len(dstates), HV, V)
         out = (dv, dstates, ends, dinitial_state)
         on_hopper.backward_state(
-            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, out
+            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, carry, out
         )
         return out
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)

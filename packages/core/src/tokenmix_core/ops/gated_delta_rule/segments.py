@@ -19,6 +19,8 @@ from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_spa
 
 # base-2 logarithm of a decay that leaves nothing of a state
 FORGOTTEN = tl.constexpr(-64.0)
+# the same backwards, half a step beyond what the step on Hopper takes as forgotten: it sums in another order
+FORGOTTEN_BACK = tl.constexpr(-32.5)
 
 
 @triton.jit
@@ -136,6 +138,62 @@ def entering_kernel(
                     b_s = tl.dot(tl.load(p_m + i_k * BK), b_part, b_s, input_precision=DOT)
 
 
+@cached_launch
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
+def pass_back_kernel(
+    gates, cu_seqlens, transitions, passed, T, HV, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds to what each segment passes back by itself Mᵀ times what the next one passes back to it."""
+    BC: tl.constexpr = 128
+    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    segments = tl.cdiv(length, segment)
+    i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
+    o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    # the first segment passes nothing on, and to the last nothing is passed
+    for i in range(2, segments):
+        i_s = segments - i
+        decay = 0.0
+        for i_c in range(0, segment // BT, BC):
+            o_c = i_c + tl.arange(0, BC)
+            p_c = p_gates + (i_s * segment + o_c * BT + BT - 1).to(tl.int64) * 4
+            decay += tl.sum(tl.load(p_c, mask=o_c < segment // BT, other=0.0), 0)
+        if decay > FORGOTTEN_BACK:
+            # what the next segment passes is read by parts, each by all threads
+            tl.debug_barrier()
+            p_s, p_m = passed + (i_sh + i_s * HV) * K * V, transitions + (i_sh + i_s * HV) * K * K
+            b_ds = tl.load(p_s + o_k[:, None] * V + o_v[None, :])
+            for i_k in range(K // BK):
+                o_row = i_k * BK + o_b
+                b_part = tl.load(p_s + HV * K * V + o_row[:, None] * V + o_v[None, :])
+                b_ds = tl.dot(tl.load(p_m + o_row[None, :] * K + o_k[:, None]), b_part, b_ds, input_precision=DOT)
+            tl.store(p_s + o_k[:, None] * V + o_v[None, :], b_ds)
+
+
+def pass_back(
+    gates: Tensor,
+    transitions: Tensor,
+    passed: Tensor,
+    T: int,
+    N: int,
+    HV: int,
+    segment: int,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Turn the gradients that segments pass back if nothing is passed to them, `passed`, into those that they do."""
+    K, V = passed.shape[2:]
+    launch = tuning.gated_delta_rule("entering", K, V, 4, N * HV)
+    pass_back_kernel[(N * HV * (V // launch.BV),)](
+        gates, cu_seqlens, transitions, passed, T, HV, gates.shape[1], segment,
+        K, V, CHUNK, launch.BK, launch.BV, cu_seqlens is not None, "tf32x3",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+
+
 def segment_slots(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
     """How many slots the segments of k `[B, T, ...]` take; 0 if sequences are not split."""
     B, T = k.shape[:2]
@@ -151,10 +209,11 @@ def segment_states(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,
-) -> Tensor:
-    """The state that enters each segment, float32 `[slots, HV, K, V]`, numbered as `tile.sequences` numbers chunks.
+) -> tuple[Tensor, Tensor]:
+    """The state that enters each segment and its M, float32 `[slots, HV, K, …]`, numbered as `tile.sequences` does.
 
-    Empty where sequences are not split. A sequence's first segment has none: it starts from the initial state.
+    Empty where sequences are not split. A sequence's first segment has neither: it starts from the initial state. Nor
+    has the last an M, or one that forgets.
     """
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -162,10 +221,10 @@ def segment_states(
     segment = tuning.gated_delta_rule_segment(N, HV, B * T)
     slots = segment_slots(k, v, cu_seqlens)
     entering = k.new_empty(slots, HV, K, V, dtype=torch.float32)
-    if not segment:
-        return entering
-    states = torch.empty_like(entering)
     transitions = k.new_empty(slots, HV, K, K, dtype=torch.float32)
+    if not segment:
+        return entering, transitions
+    states = torch.empty_like(entering)
     launch = tuning.gated_delta_rule("segment", K, V, k.element_size(), slots * HV)
     BV = min(K, V, launch.BV)
     segment_kernel[(slots * HV * ((K + V) // BV),)](
@@ -179,4 +238,4 @@ def segment_states(
         K, V, CHUNK, launch.BK, launch.BV, qk_l2norm, cu_seqlens is not None, "tf32x3",
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    return entering
+    return entering, transitions

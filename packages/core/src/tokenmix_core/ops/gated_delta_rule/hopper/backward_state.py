@@ -10,6 +10,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.ops.gated_delta_rule.segments import pass_back
 from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
@@ -35,6 +36,17 @@ def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
+def decay_over(p_gates, first, end, length, layout: gl.constexpr):
+    """Base-2 logarithm of the decay over chunks `first` to `end`."""
+    decay = 0.0
+    for i in range(first, end, 128):
+        o_c = i + gl.arange(0, 128, layout)
+        p_c = p_gates + gl.minimum(o_c * 64 + 63, length - 1) * 4
+        decay = decay + gl.sum(gl.load(p_c, mask=o_c < end, other=0.0), 0)
+    return decay
+
+
+@gluon.jit
 def load_gates(p_gates, token, length, layout: gl.constexpr):
     """b, β r and r of the chunk at `token` and its last b; of the first or last chunk where there is none."""
     token = gl.maximum(gl.minimum(token, length - 1), 0)
@@ -47,15 +59,18 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, order, states, do, dfinal_state, dv, dstates, ends, dinitial_state,
+    q, k, inverse, gates, cu_seqlens, order, states, do, dfinal_state, passed, dv, dstates, ends, dinitial_state,
     scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+    LOCAL: gl.constexpr, CARRIED: gl.constexpr,
 ):  # fmt: skip
     """dS is held transposed, `[V, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
 
     Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: that of the
     initial state is wanted; ORDERED: programs take segments by `order`.
+    LOCAL: only what a segment passes back if nothing enters it, into `passed`, where it or the one before remembers.
+    CARRIED: what is passed back to a segment lies there, if the one that passes it remembers.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = product_layout(K, WARPS)
@@ -104,12 +119,28 @@ def backward_state_kernel(
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = started_after(p_gates, end, chunks, length, L2NORM)
+    if LOCAL:
+        # a sequence's first segment passes its gradient to the initial state alone
+        if first == 0:
+            return
+        # a little more than is going to be used, as sums in another order may differ
+        earlier = decay_over(p_gates, first - segment // BT, first, length, line)
+        if (decay_over(p_gates, first, end, length, line) <= FORGOTTEN - 1) & (earlier <= FORGOTTEN - 1):
+            return
+        started = started_after(p_gates, first, end, length, L2NORM)
+    elif CARRIED:
+        started = end
+        if decay_over(p_gates, end, gl.minimum(end + segment // BT, chunks), length, line) <= FORGOTTEN:
+            started = started_after(p_gates, end, chunks, length, L2NORM)
+    else:
+        started = started_after(p_gates, end, chunks, length, L2NORM)
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([V, K], gl.float32, tile)
     if FINAL and started == chunks:
         b_ds = gl.load(dfinal_state + p_tile)
+    if CARRIED and (started == end) & (end < chunks):
+        b_ds = gl.load(passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None])
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
 
@@ -147,7 +178,7 @@ def backward_state_kernel(
         b_dh = gl.convert_layout(b_ds.to(dtype), left)
         b_dr = warpgroup_mma(b_dh, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s_ds.permute((1, 0)).store(b_ds.to(dtype))
-        if i_c < end:
+        if i_c < end and not LOCAL:
             store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
 
         # P' = tril(Q Kᵀ ⊙ Γ) diag(β), with q's norm
@@ -163,7 +194,7 @@ def backward_state_kernel(
         s_p.store((b_p * b_decay).to(dtype))
         g_p.store(gl.exp2(b_i) * r_i)
         fence_async_shared()
-        if i_c < end:
+        if i_c < end and not LOCAL:
             # its terms cancel, so that one of the two has to be as it was before it was rounded
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1))
@@ -182,10 +213,12 @@ def backward_state_kernel(
         s_dy.permute((1, 0)).store(b_dy.to(dtype))
         b_dy = gl.convert_layout((b_dy * g_y.load(flat_col)[None, :]).to(dtype), left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
-        if i_c < end:
+        if i_c < end and not LOCAL:
             store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
 
+    if LOCAL:
+        gl.store(passed + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None], b_ds)
     if INITIAL and first == 0:
         gl.store(dinitial_state + p_tile, b_ds)
 
@@ -202,20 +235,32 @@ def backward_state(
     scale: float,
     qk_l2norm: bool,
     segment: int,
+    transitions: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient, if not empty, into `out`.
 
-    Sequences are split into segments of `segment` tokens, unless that is 0.
+    Sequences are split into segments of `segment` tokens, unless that is 0. Where a segment does not forget, its M of
+    `transitions` carries gradients through it; if that is empty, a segment starts as far back as it takes.
     """
     B, T, H, K = q.shape
     HV, V = do.shape[2:]
     segment = segment or -(-T // CHUNK) * CHUNK
     slots = chunk_slots(B, T, segment, cu_seqlens)
     order = longest_first(T, segment, cu_seqlens)
-    backward_state_kernel[(slots * HV,)](
-        q, k, inverse, gates, cu_seqlens, order, states, do, gates if dfinal_state is None else dfinal_state, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0, qk_l2norm, cu_seqlens is not None,
-        order is not None, num_warps=V // 16,
-    )  # fmt: skip
+    N, carried = sequences(q, cu_seqlens), len(transitions) > 0
+    passed = gates.new_empty(slots if carried else 0, HV, K, V)
+    final = gates if dfinal_state is None else dfinal_state
+
+    def run(local: bool) -> None:
+        backward_state_kernel[(slots * HV,)](
+            q, k, inverse, gates, cu_seqlens, order, states, do, final, passed, *out,
+            scale, T, N, H, HV // H, B * T, segment,
+            K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0 and not local, qk_l2norm,
+            cu_seqlens is not None, order is not None, local, carried and not local, num_warps=V // 16,
+        )  # fmt: skip
+
+    if carried:
+        run(True)
+        pass_back(gates, transitions, passed, T, N, HV, segment, cu_seqlens)
+    run(False)
