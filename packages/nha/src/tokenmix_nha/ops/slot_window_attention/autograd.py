@@ -101,25 +101,43 @@ def _run(
     )
     M, K, V = (y.constants[x] for x in "MKV")
     with compiled_together() as launch:
-        gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, False)
-        walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
-        local = _local(walk, y, q)
-        for is_local in (True, False) if walk.segments > 1 else (False,):
-            launch(
-                slot_states_kernel, (walk.segments * y.sequences * y.heads, walk.ND),
-                k if k_slots is None else k_slots, v, gates.weight, end, slots_k, slots_v, cu_seqlens, *local, states_k,
-                states_v, final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window, y.entries,
-                walk.segments, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND, HAS_INITIAL=slots_k is not None,
-                PACKED=y.constants["PACKED"], LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps,
-                num_stages=walk.num_stages,
+        if window <= tuning.HOPPER_WINDOW and _on_hopper(y.constants, (q, k, v, f, q_slots, k_slots)):
+            from tokenmix_nha.ops.slot_window_attention.hopper.forward import hopper_window_forward
+            from tokenmix_nha.ops.slot_window_attention.hopper.states import hopper_slot_states
+
+            walk = tuning.hopper_walk(y.sequences * y.heads, y.entries)
+            hopper_slot_states(
+                launch, k if k_slots is None else k_slots, v, f, slots_k, slots_v, cu_seqlens, _local(walk, y, q),
+                outputs, q.shape[1], before, window, walk, y,
             )  # fmt: skip
+            hopper_window_forward(
+                launch, q, k, v, f, q_slots, k_slots, start, cu_seqlens, outputs, before, window, scale, y
+            )
+            # strong chunks find their factors themselves
+            row, column, kinds = None, None, (True,)
+        else:
+            weight, row, column = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, False)
+            kinds = False, True
+            walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
+            local = _local(walk, y, q)
+            for is_local in (True, False) if walk.segments > 1 else (False,):
+                launch(
+                    slot_states_kernel, (walk.segments * y.sequences * y.heads, walk.ND),
+                    k if k_slots is None else k_slots, v, weight, end, slots_k, slots_v, cu_seqlens, *local,
+                    states_k, states_v, final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window,
+                    y.entries, walk.segments, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND,
+                    HAS_INITIAL=slots_k is not None, PACKED=y.constants["PACKED"], LOCAL=is_local,
+                    DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
+                )  # fmt: skip
         t = tuning.tile(M, window, q.dtype)
-        for strong in (False, True):
+        for strong in kinds:
+            heads = tuning.strong_heads(y.query_chunks * y.rows, q.shape[2]) if strong else 1
             launch(
-                slot_window_forward_kernel, (y.query_chunks * y.rows, q.shape[2]),
-                q, k, v, f, q_slots, k_slots, splits, gates.row, gates.column, states_k, states_v, start, cu_seqlens, o,
-                lse, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra,
-                y.lead, **y.constants, STRONG=strong, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+                slot_window_forward_kernel, (y.query_chunks * y.rows, cdiv(q.shape[2], heads)),
+                q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse,
+                scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+                **y.constants, STRONG=strong, HEADS=heads, BN=t.BN, num_warps=t.num_warps,
+                num_stages=t.num_stages,
             )  # fmt: skip
     return outputs
 
@@ -173,7 +191,7 @@ def _run_backward(
         dfinal_v, before, window, scale, initial,
     )  # fmt: skip
     own = y.constants["OWN_SLOT_KEYS"]
-    hopper = _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
+    hopper = y.constants["GROUP"] == 1 and _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
     with compiled_together() as launch:
         # no kernel for weak chunks reads any other's
         gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, hopper and not own)
@@ -250,7 +268,7 @@ def _run_backward(
 
 def _on_hopper(constants: dict, tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether weak chunks have kernels of their own."""
-    sizes = constants["M"] == 64 and constants["GROUP"] == 1 and {constants["K"], constants["V"]} <= {64, 128}
+    sizes = constants["M"] == 64 and {constants["K"], constants["V"]} <= {64, 128}
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
     q = tensors[0]
     return sizes and aligned and q is not None and q.dtype == torch.bfloat16 and on_hopper(q.device)

@@ -11,51 +11,31 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     block_pairs,
     block_to_border,
     block_to_start,
+    chunk_gates,
+    enter_weight,
     first_entry,
     load_factors,
-    load_gates,
     load_rows,
     load_tile,
     locate_chunk,
-    log2_gates,
     opposite_pairs,
     store_rows,
 )
 
 
-@cached_launch
-@triton.jit(do_not_specialize=SIZES)
-def slot_window_forward_kernel(
-    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse,
-    scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+@triton.jit
+def _outputs(
+    q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale, i_t, count, entry, oldest, begin_q,
+    begin_k, length, keys, H, before, window, M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr,
+    FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive."""
-    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
-    i_h, HQ = tl.program_id(1) // GROUP, H * GROUP
-    i_t -= lead
-    begin_k = begin + i_n.to(tl.int64) * before
-    keys = length + before
-    begin_q = begin * HQ + tl.program_id(1)
-    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H + i_h
-    begin_k = begin_k * H + i_h
-
+    """o and the log-sum-exp of one query head's part of a chunk, halved `count` times."""
+    HQ = H * GROUP
     o_r = tl.arange(0, BT)
     first = i_t * BT
     o_q = first + window - before + o_r
     m_q = (o_q >= 0) & (o_q < length)
-    if first + window - before >= length:
-        return
-    count = 0
-    if i_t >= 0:
-        count = tl.load(splits + entry)
-    if (count > 0) != STRONG:
-        return
-    oldest = 0
-    if HAS_START:
-        oldest = tl.load(start + i_n)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
     scale *= LOG2_E
@@ -70,13 +50,16 @@ def slot_window_forward_kernel(
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
     b_z = tl.dot(b_qs, load_tile(states_k + entry * K * M, K, K, M), input_precision=DOT)
     m_e = (o_j >= 0) & (o_j < keys - window)
-    b_row = load_factors(row + entry * BT * M, i_t >= 0, 1.0, M, BT, M)
-    b_col = load_factors(column + entry * BT * M, i_t >= 0, 0.0, M, BT, M)
-    size = BT >> count
     r_t, r_j = o_r[:, None], o_r[None, :]
+    if STRONG:
+        b_f, b_log, size, b_g = chunk_gates(f + begin_k * SLOTS, count, o_j, m_e, H * SLOTS, SLOTS, M, BT, DOT)
+        b_row, b_col = tl.exp2(b_g), as_factor(enter_weight(b_f) * tl.exp2(-b_g), FACTOR, DOT)
+    else:
+        size = BT
+        b_row = load_factors(row + entry * BT * M, i_t >= 0, 1.0, M, BT, M)
+        b_col = load_factors(column + entry * BT * M, i_t >= 0, 0.0, M, BT, M)
     m_b = block_pairs(r_t, r_j, size)
     if STRONG:
-        b_log = log2_gates(load_gates(f + begin_k * SLOTS, o_j, m_e, H * SLOTS, SLOTS, M), DOT)
         b_z *= block_to_start(b_log, size, BT, DOT)
         for i in range(count):
             half = (BT // 2) >> i
@@ -137,3 +120,40 @@ def slot_window_forward_kernel(
 
     store_rows(o + begin_q * V, b_o / b_l[:, None], o_q, m_q, HQ * V, V)
     tl.store(lse + begin_q + o_q.to(tl.int64) * HQ, b_max + tl.log2(b_l), mask=m_q)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_window_forward_kernel(
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse,
+    scale, T, N, H, before, window, chunks, entries, extra, lead,
+    M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive, of HEADS
+    query heads: strong chunks are few, and a program that looks for several finds out sooner that there is none."""
+    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
+    HQ = H * GROUP
+    i_t -= lead
+    begin_k = begin + i_n.to(tl.int64) * before
+    keys = length + before
+    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H
+    if i_t * BT + window - before >= length:
+        return
+    i_h = tl.program_id(1) * HEADS
+    o_h = i_h + tl.arange(0, HEADS)
+    b_count = tl.load(splits + entry + o_h // GROUP, mask=o_h < tl.where(i_t >= 0, HQ, 0), other=0)
+    if STRONG & (tl.max(b_count, 0) == 0):
+        return
+    oldest = 0
+    if HAS_START:
+        oldest = tl.load(start + i_n)
+    for i in range(HEADS):
+        count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
+        if ((count > 0) == STRONG) & (i_h + i < HQ):
+            _outputs(
+                q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale, i_t, count,
+                entry + (i_h + i) // GROUP, oldest, begin * HQ + i_h + i, begin_k * H + (i_h + i) // GROUP, length,
+                keys, H, before, window, M, SLOTS, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT,
+            )  # fmt: skip

@@ -32,6 +32,8 @@ _SLOT_TILE = 64
 # programs that fill the device twice over
 _PROGRAMS = 264
 _MAX_SEGMENTS = 16
+# the widest window for which the forward kernel on Hopper, which takes 32 keys of it at a time, is the faster one
+HOPPER_WINDOW = 256
 
 
 def slot_tile(slots: int, dtype: torch.dtype) -> int:
@@ -54,5 +56,19 @@ def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
 def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:
     """How the kernels that carry slots along time divide `heads` heads of all sequences, of at most `chunks` chunks."""
     parts = 4 if dtype == torch.float32 or slots > 64 else 2
-    segments = max(1, min(_MAX_SEGMENTS, _PROGRAMS // (heads * parts), chunks // 8))
-    return Walk(parts, segments, 4, 1 if dtype == torch.float32 else 3)
+    return Walk(parts, _segments(heads * parts, chunks), 4, 1 if dtype == torch.float32 else 3)
+
+
+def hopper_walk(heads: int, chunks: int) -> Walk:
+    """As `walk`, for the kernel on Hopper, whose programs take all of a head."""
+    # one program fills a multiprocessor
+    return Walk(1, _segments(2 * heads, chunks), 8, 3)
+
+
+def strong_heads(chunks: int, heads: int) -> int:
+    """Query heads of a program that looks for strong chunks: several where there are programs enough."""
+    return 8 if chunks * heads >= 16 * _PROGRAMS else 1
+
+
+def _segments(programs: int, chunks: int) -> int:
+    return max(1, min(_MAX_SEGMENTS, _PROGRAMS // programs, chunks // 8))

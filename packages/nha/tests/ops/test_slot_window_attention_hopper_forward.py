@@ -1,0 +1,77 @@
+"""The forward kernels for Hopper on a CPU, run by the stand-in for Gluon, against the reference."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.testing import gluon
+from tokenmix_nha.ops import SlotWindowState, slot_window_attention
+from tokenmix_nha.ops.slot_window_attention import tuning
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+OP = "tokenmix_nha.ops.slot_window_attention"
+CASES = {
+    "slots alone, ragged": dict(T=130, window=0),
+    "grouped heads": dict(B=2, T=70, HQ=2, window=32),
+    "more values than keys": dict(T=100, V=128, window=20),
+    "more keys than values": dict(T=100, K=128, window=20),
+    "wide window": dict(T=240, window=130, M=32),
+    "strong gates": dict(T=150, window=20, gates=2.0),
+    "own keys, strong gates": dict(B=2, T=150, HQ=2, window=70, gates=1.0, own_keys=True),
+    "segments": dict(T=1050, window=8, M=16),
+    "carried state": dict(B=3, T=70, window=40, carried=True),
+    "packed, carried state": dict(T=140, window=40, carried=True, cu_seqlens=[0, 0, 70, 71, 140]),
+    "packed, carried state, own keys": dict(
+        T=140, window=40, carried=True, own_keys=True, cu_seqlens=[0, 0, 70, 71, 140]
+    ),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let the kernels for Hopper run in place of Triton's, in float32; returns the names of those that have run."""
+    hopper = gluon.load("tokenmix_core", "tile.hopper")[0]
+    monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
+    ran = []
+    for module in gluon.load(f"{OP}.hopper", "gates", "states", "forward"):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        for name in ("hopper_slot_states", "hopper_window_forward"):
+            if run := vars(module).get(name):
+                monkeypatch.setattr(module, name, lambda *args, name=name, run=run: (ran.append(name), run(*args))[1])
+    autograd = importlib.import_module(f"{OP}.autograd")
+    monkeypatch.setattr(autograd, "_on_hopper", lambda constants, tensors: True)
+    monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
+    return ran
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_slots_answer_to_the_reference(on_hopper, case):
+    sizes = dict(B=1, HQ=1, K=64, V=64, M=64, gates=0.1, own_keys=False, carried=False, cu_seqlens=None) | CASES[case]
+    B, T, HQ, K, V, M, window = (sizes[name] for name in ("B", "T", "HQ", "K", "V", "M", "window"))
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    f = -sizes["gates"] * randn(B, T, 1, M).abs()
+    cu = None if sizes["cu_seqlens"] is None else torch.tensor(sizes["cu_seqlens"], dtype=torch.int32)
+    N = B if cu is None else len(cu) - 1
+    state = None
+    if sizes["carried"]:
+        length = torch.tensor([(window // 2, window, 3 * window + 1, 0)[n % 4] for n in range(N)], dtype=torch.int32)
+        ring_k_slots = randn(N, window, 1, K) if sizes["own_keys"] else None
+        ring = randn(N, window, 1, K), randn(N, window, 1, V), -0.1 * randn(N, window, 1, M).abs()
+        state = SlotWindowState(randn(N, 1, M, K), randn(N, 1, M, V), *ring, ring_k_slots, length)
+    x = dict(q=randn(B, T, HQ, K), k=randn(B, T, 1, K), v=randn(B, T, 1, V), f=f)
+    if sizes["own_keys"]:
+        x |= dict(q_slots=randn(B, T, HQ, K), k_slots=randn(B, T, 1, K))
+    got, exact = (
+        slot_window_attention(**x, window=window, initial_state=state, cu_seqlens=cu, impl=impl)
+        for impl in ("triton", "reference")
+    )
+    assert set(on_hopper) == {"hopper_slot_states", "hopper_window_forward"}
+    torch.testing.assert_close(got.o, exact.o, rtol=1e-4, atol=1e-4)
+    for name in ("slots_k", "slots_v"):
+        torch.testing.assert_close(getattr(got[1], name), getattr(exact[1], name), rtol=1e-4, atol=1e-4)
