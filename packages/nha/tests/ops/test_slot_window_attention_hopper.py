@@ -50,6 +50,7 @@ def on_hopper(kernels, monkeypatch):
         monkeypatch.setattr(module, kernel, Counted(name, getattr(module, kernel)))
     autograd = importlib.import_module("tokenmix_nha.ops.slot_window_attention.autograd")
     monkeypatch.setattr(autograd, "_on_hopper", lambda *_: enabled)
+    monkeypatch.setattr(autograd.triton, "__version__", "3.6.0")
     monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
     monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype: 64)
     return enabled, ran
