@@ -50,18 +50,17 @@ def on_hopper(kernels, monkeypatch):
         monkeypatch.setattr(module, kernel, Counted(name, getattr(module, kernel)))
     autograd = importlib.import_module("tokenmix_nha.ops.slot_window_attention.autograd")
     monkeypatch.setattr(autograd, "_on_hopper", lambda *_: enabled)
-    monkeypatch.setattr(autograd.triton, "__version__", "3.6.0")
     monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
     monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype: 64)
     return enabled, ran
 
 
-def inputs(T, K, V, M, own_keys=False, strong=False):
+def inputs(T, K, V, M, strong=False):
     generator = torch.Generator().manual_seed(0)
     randn = partial(torch.randn, generator=generator)
     x = {"q": randn(1, T, 1, K), "k": randn(1, T, 1, K), "v": randn(1, T, 1, V)}
     x["f"] = torch.nn.functional.logsigmoid(2 * randn(1, T, 1, M)) / (1 if strong else 16)
-    return x | ({"q_slots": randn(1, T, 1, K), "k_slots": randn(1, T, 1, K)} if own_keys else {})
+    return x
 
 
 def check(x, on_hopper, state=None, length=None, **options):
@@ -82,8 +81,7 @@ def check(x, on_hopper, state=None, length=None, **options):
     got, _ = values_and_gradients(run("triton"), x, upstream)
     for name in exact:
         assert_within(name, got[name], exact[name], plain[name])
-    # queries of the slots' own have no such kernel yet
-    assert ran == set(KERNELS) - ({"backward_queries"} if "q_slots" in x else set())
+    assert ran == set(KERNELS)
 
 
 class Outputs(dict):
@@ -95,7 +93,6 @@ CASES = {
     "window": (dict(T=150, K=64, V=64, M=64), 32),
     "wide window, fewer slots": (dict(T=140, K=64, V=128, M=32), 70),
     "slots alone, strong chunks": (dict(T=130, K=64, V=64, M=16, strong=True), 0),
-    "own keys": (dict(T=100, K=64, V=64, M=16, own_keys=True), 20),
 }
 
 

@@ -169,14 +169,14 @@ def backward_chunk(
     HV, V = dv.shape[2:]
     group = HV // H
     dq, dg, dbeta = q.new_empty(B, T, HV, K), torch.empty_like(g), torch.empty_like(beta)
-    # without the norm longer sums cancel in dg, which that step takes from products of matrices rounded to 16 bits
+    # that step sums what cancels in dg from products of matrices rounded to 16 bits, too little where keys are long
     if do is not None and qk_l2norm and hopper.takes(q, k, do):
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
         # a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
         dk = residual
         on_hopper.backward_chunk(
-            q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, qk_l2norm, (dq, dk, dg, dbeta)
+            q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
         )
     else:
         dk = k.new_empty(B, T, HV, K)

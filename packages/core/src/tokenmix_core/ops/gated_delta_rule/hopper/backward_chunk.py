@@ -13,6 +13,8 @@ from tokenmix_core.tile.launch import cached_launch
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
+# β up to which a token counts for nothing in the sums that cancel
+SMALLEST = gl.constexpr(2.0**-8)
 
 
 @gluon.jit
@@ -68,9 +70,15 @@ def add(x, y):
 
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
-    """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
+    """The gradient of x from r times that of x̂ = r x, with r = (Σ x² + ε)^−½: r dx̂ − r x̂ (x̂ · dx̂)."""
     b_x = s_x.load(product_layout(D, 4)).to(gl.float32)
-    return scale_rows(b_dx - scale_rows(b_x, r_i * dot_i, D), r_i, D)
+    return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D)
+
+
+@gluon.jit
+def nonzero(beta_r, r):
+    """β r, but r where β is too small to be divided by."""
+    return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
 @cached_launch
@@ -78,12 +86,13 @@ def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
 def backward_chunk_kernel(
     q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
     scale, T, N, H, group, tokens,
-    D: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    D: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 rows by D = K = V. Vectors by row are `x_i`, by column `x_j`.
 
     What meets K and Q transposed is read from shared memory so; no result is transposed on its way there. Products
-    x̂ · dx̂ come from results, so that Q Kᵀ and K Kᵀ are not needed. The order keeps at most two results in registers,
+    x̂ · dx̂ come from results, so that Q Kᵀ and K Kᵀ are not needed. E and F are rounded with all factors of their rows
+    and columns: what cancels in dg then comes from the same numbers. The order keeps at most two results in registers,
     and nothing is spilled.
     """
     dtype: gl.constexpr = q.dtype.element_ty
@@ -124,57 +133,56 @@ def backward_chunk_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
     b_i, last = load_gate(p_gates, rows, row), gl.load(p_gates + (gl.minimum(rows, BT) - 1) * 4)
     r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
+    d_i = nonzero(beta_i * r_i, r_i)
+    w_j = load_gate(p_gates + 1, rows, col)
+    d_j = nonzero(w_j, load_gate(p_gates + 2, rows, col))
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
 
     # E = scale dO Rᵀ ⊙ Γ meets β K̂, and as Eᵀ Q̂: dQ̂ = scale γ dO Sᵀ + E β K̂
     async_copy.wait_group(1)
     b_e = multiply(s_do, s_r.permute((1, 0)), BT)
-    rq_i = gl.full([BT], 1.0, gl.float32, row)
-    if L2NORM:
-        b_q = s_q.load(row_layout(D, 4)).to(gl.float32)
-        rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
+    b_q = s_q.load(row_layout(D, 4)).to(gl.float32)
+    rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
     b_e = warpgroup_mma_wait(0, deps=[b_e])
-    b_e *= causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j) * scale
-    b_et, b_e = (b_e * rq_i[:, None]).to(dtype), (b_e * load_gate(p_gates + 1, rows, col)[None, :]).to(dtype)
+    b_e *= causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j) * (scale * rq_i)[:, None]
+    b_et, b_e = (b_e * d_j[None, :]).to(dtype), (b_e * w_j[None, :]).to(dtype)
     async_copy.wait_group(0)
     b_dq = multiply(s_do, s_state.permute((1, 0)), D)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     s_e.store(b_et)
-    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale, D)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, D)
     b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    dot_i = dot_rows(b_dq, s_q, row, D) * rq_i
-    if L2NORM:
-        b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D)
+    dot_i = dot_rows(b_dq, s_q, row, D)
+    b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D)
     store_result(dq + o_vo, b_dq.to(dtype), s_dq, stride, rows, D)
 
     # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, meets β K̂, and as Fᵀ K̂: dK̂ = −γ dY Sᵀ + F β K̂ + β X
     b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), D)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
-    b_f *= -causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1)
-    b_ft, b_f = (b_f * r_i[:, None]).to(dtype), (b_f * load_gate(p_gates + 1, rows, col)[None, :]).to(dtype)
+    b_f *= -causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]
+    b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk])
     s_f.store(b_ft)
     fetch_rows(s_state, dstates + o_s, D, D, 4)
     async_copy.commit_group()
-    b_dk = scale_rows(b_dk, -gl.exp2(b_i), D)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i, D)
     fence_async_shared()
     b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk])
-    dot_k_i = dot_rows(b_dk, s_k, row, D) * r_i
+    dot_k_i = dot_rows(b_dk, s_k, row, D)
 
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
     async_copy.wait_group(0)
     b_x = multiply(s_r, s_state.permute((1, 0)), D)
-    b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i), D)
-    out_i = dot_rows(b_x, s_k, row, D) * r_i
+    b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i) * d_i, D)
+    out_i = dot_rows(b_x, s_k, row, D) * (r_i / d_i)
     b_x = accumulate(s_e.permute((1, 0)), s_q, b_x)
     b_x = accumulate(s_f.permute((1, 0)), s_k, b_x)
     b_x = warpgroup_mma_wait(0, deps=[b_x])
-    dbeta_i = dot_rows(b_x, s_k, row, D) * r_i
-    b_dk += scale_rows(b_x, beta_i, D)
-    if L2NORM:
-        b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, D)
+    dbeta_i = dot_rows(b_x, s_k, row, D) * (r_i / d_i)
+    b_dk += scale_rows(b_x, beta_i * (r_i / d_i), D)
+    b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, D)
     s_r.store(b_dk.to(dtype))
     store_rows(dk + o_vo, s_r, stride, rows, 4)
 
@@ -204,15 +212,14 @@ def backward_chunk(
     ends: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
-    qk_l2norm: bool,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Write dq and dk of each value head, dg and dβ into `out`."""
+    """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation."""
     B, T, H, D = q.shape
     HV = dv.shape[2]
     backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
         q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, D, CHUNK, qk_l2norm, cu_seqlens is not None,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, D, CHUNK, cu_seqlens is not None,
         # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at D = 64
         num_warps=4, maxnreg=168 if D == 64 else 255,
     )  # fmt: skip
