@@ -150,7 +150,7 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
 
 
 def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
-    """One head a program is fastest; of large groups, dq and dk of every head would be most of the memory."""
+    """16 heads of a large group a program, which share products, where that makes programs enough; else one."""
     programs = cdiv(tokens, 64) * HV // 16
     fit = group % 16 == 0 and K * V <= 128 * 64 and programs >= 4 * _PROGRAMS
     return SSDHopper(16, 8) if fit else SSDHopper(1, 4)
