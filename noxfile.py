@@ -135,9 +135,9 @@ def wheels(session: nox.Session) -> None:
         )
         python = str(env / "bin" / "python")
         wheel = next(dist.glob(f"{module}-{project['version']}-*.whl"))
-        session.run(
-            "uv", "pip", "install", "--quiet", f"--python={python}", f"--find-links={dist}", str(wheel), external=True
-        )
+        # a wheel of core's in uv's cache may be of another commit with the same version
+        install = ["uv", "pip", "install", "--quiet", f"--python={python}", "--refresh-package=tokenmix-core"]
+        session.run(*install, f"--find-links={dist}", str(wheel), external=True)
         session.run("uv", "pip", "check", f"--python={python}", external=True)
         session.run("uv", "pip", "uninstall", "--quiet", f"--python={python}", "triton", external=True)
         session.run(python, "-c", IMPORT_ALL.format(module=module), env={"CUDA_VISIBLE_DEVICES": ""}, external=True)
