@@ -29,7 +29,7 @@ def _inner(s_x, s_y):
 @cached_launch
 @gluon.jit(do_not_specialize=["N", "chunks", "entries"])
 def hopper_backward_gates_kernel(
-    q_slots, k_slots, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df,
+    q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df,
     T, N, H, before, window, chunks, entries,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr,
     PACKED: gl.constexpr,
@@ -66,8 +66,8 @@ def hopper_backward_gates_kernel(
     s_dz = gl.allocate_shared_memory(dtype, [BT, M], shared)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], shared)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], shared)
-    fetch(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
-    fetch(s_q, q_slots + begin_q * K, o_q, 0, length, H * K)
+    fetch(s_k, k + begin_k * K, first, oldest, keys, H * K)
+    fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
     fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
     fetch(s_do, do + begin_q * V, o_q, 0, length, H * V)
     async_copy.commit_group()
