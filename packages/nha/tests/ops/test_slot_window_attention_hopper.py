@@ -24,6 +24,7 @@ KERNELS = {
     "backward_keys": "hopper_backward_keys_kernel",
     "backward_gates": "hopper_backward_gates_kernel",
 }
+STATE = ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f")
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,15 @@ def inputs(T, K, V, M, strong=False):
     return x
 
 
-def check(x, on_hopper, state=None, length=None, **options):
+def check(x, on_hopper, length=None, **options):
     """They err at most twice as much as Triton's own kernels with the same tiles, against the eager form in float64."""
     enabled, ran = on_hopper
 
     def run(impl):
         def o(**x):
-            old = SlotWindowState(*(y.to(x["q"].dtype) for y in state), None, length) if state else None
-            return Outputs(o=slot_window_attention(**x, **options, initial_state=old, impl=impl).o)
+            old = [x.pop(name) for name in STATE if name in x]
+            state = SlotWindowState(*old, None, length) if old else None
+            return Outputs(o=slot_window_attention(**x, **options, initial_state=state, impl=impl).o)
 
         return o
 
@@ -102,10 +104,12 @@ def test_gradients_answer_to_the_reference(case, on_hopper):
     check(inputs(**sizes), on_hopper, window=window)
 
 
-def test_packed_sequences_with_carried_windows(on_hopper):
-    N, W = 5, 40
-    slots, ring = torch.randn(2, N, 1, 16, 64), torch.randn(2, N, W, 1, 64)
-    length = torch.tensor([20, 40, 121, 0, 20], dtype=torch.int32)
-    state = *slots, *ring, -torch.rand(N, W, 1, 16)
+@pytest.mark.parametrize("carried", [40, 50])
+def test_packed_sequences_with_carried_windows(carried, on_hopper):
+    N, W = 5, carried
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    slots, ring = (randn(N, 1, 16, 64) for _ in range(2)), (randn(N, W, 1, 64) for _ in range(2))
+    state = dict(zip(STATE, (*slots, *ring, -randn(N, W, 1, 16).abs()), strict=True))
+    length = torch.tensor([W // 2, W, 3 * W + 1, 0, W // 2], dtype=torch.int32)
     borders = torch.tensor([0, 0, 9, 80, 80, 100], dtype=torch.int32)
-    check(inputs(100, 64, 64, 16), on_hopper, window=W, cu_seqlens=borders, state=state, length=length)
+    check(inputs(100, 64, 64, 16) | state, on_hopper, length, window=40, cu_seqlens=borders)

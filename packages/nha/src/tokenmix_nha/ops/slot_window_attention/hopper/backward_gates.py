@@ -106,7 +106,8 @@ def hopper_backward_gates_kernel(
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     p_x = x + ((begin_q + (o_q + o_i).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
-    b_x = gl.load(p_x, mask=(o_q + o_i < length)[:, None], other=0.0)
+    # the window of a call may be shorter than the one carried, and its first tokens then have no query
+    b_x = gl.load(p_x, mask=((o_q + o_i >= 0) & (o_q + o_i < length))[:, None], other=0.0)
     b_x = gl.where(m_e, b_x - b_e * rounded(b_col, dtype).to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own

@@ -102,9 +102,10 @@ def hopper_backward_keys_kernel(
     # one number a thread, until it is wanted in every row
     o_l = gl.arange(0, BT, gl.BlockedLayout([1], [32], [4], [0]))
     o_row = begin_q + (o_q + o_l).to(gl.int64) * H
+    m_row = (o_q + o_l >= 0) & (o_q + o_l < length)
     end_m = gl.exp2(gl.load(end + entry * M + o_l, mask=o_l < size_k, other=0.0))
-    lse_t = gl.load(lse + o_row, mask=o_q + o_l < length, other=float("inf"))
-    delta_t = gl.load(delta + o_row, mask=o_q + o_l < length, other=0.0)
+    lse_t = gl.load(lse + o_row, mask=m_row, other=float("inf"))
+    delta_t = gl.load(delta + o_row, mask=m_row, other=0.0)
     b_col = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
     fetch(s_p, p + begin_q * M, o_q, 0, length, H * M)
     fetch(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
