@@ -1,4 +1,7 @@
-"""Fill the READMEs' speed tables from committed measurements, and plot them; `--check` fails where one is stale."""
+"""Fill the READMEs' speed tables from committed measurements, and plot them; `--check` fails where one is stale.
+
+The rows of the sweeps over shapes stand in no table: they are plotted, and those slower than a peer are printed.
+"""
 
 import json
 import sys
@@ -7,20 +10,22 @@ from pathlib import Path
 from tokenmix_core.testing import results
 
 ROOT = Path(__file__).parent.parent
+# no shape of a sweep may take longer than this many times the best peer's time
+BOUND = 1.1
 
 
-def measurements() -> dict[Path, list[dict]]:
-    """The rows of every package that has measurements, by the package's folder."""
+def measurements(folder: str) -> dict[Path, list[dict]]:
+    """The rows of every package that has measurements in this folder of its benchmarks, by the package's folder."""
     packages = {}
     for package in sorted((ROOT / "packages").iterdir()):
-        files = sorted((package / "benchmarks" / "results").glob("*.json"))
+        files = sorted((package / "benchmarks" / folder).glob("*.json"))
         if files:
             packages[package] = [row for path in files for row in json.loads(path.read_text())]
     return packages
 
 
 def main(check: bool) -> int:
-    packages = measurements()
+    packages = measurements("results")
     tables = {package / "README.md": results.markdown(rows) for package, rows in packages.items()}
     everything = [row for rows in packages.values() for row in rows]
     if everything:
@@ -35,6 +40,12 @@ def main(check: bool) -> int:
                 readme.write_text(before)
     if everything and not check:
         results.plot(everything, ROOT / "docs" / "plots" / "speed.png")
+    sweeps = [row for rows in measurements("results/sweep").values() for row in rows]
+    if sweeps and not check:
+        results.plot(sweeps, ROOT / "docs" / "plots" / "sweep.png", bound=BOUND)
+        for row, key in results.slower(sweeps, BOUND):
+            peer, name = row[f"{key}_peer"]
+            print(f"{row['op']} · {row['shape']}: {key} {row[key]:.3f}, {name} {peer:.3f}: {row[key] / peer:.2f} times")
     return int(check and stale > 0)
 
 

@@ -11,23 +11,52 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.testing.benchmarking import captured, first_call_seconds, interleaved_medians, measure
+from tokenmix_core.testing.benchmarking import (
+    captured,
+    first_call_seconds,
+    interleaved_medians,
+    measure,
+    mixed_lengths,
+)
 
-# batch, tokens, query heads, key heads, head size, window
+# batch, tokens, query heads, key heads, K, V, window, packed
 SHAPES = [
-    (8, 4096, 16, 16, 128, None),
-    (1, 32768, 16, 16, 128, None),
-    (8, 4096, 32, 8, 128, None),
-    (8, 4096, 32, 32, 64, None),
-    (1, 1024, 16, 16, 128, None),
-    (8, 4096, 16, 16, 128, 1024),
-    (1, 32768, 16, 16, 128, 1024),
-    (8, 4096, 32, 8, 128, 1024),
-    (8, 4096, 32, 32, 64, 1024),
-    (8, 4096, 16, 16, 128, 128),
+    (8, 4096, 16, 16, 128, 128, None, False),
+    (1, 32768, 16, 16, 128, 128, None, False),
+    (8, 4096, 32, 8, 128, 128, None, False),
+    (8, 4096, 32, 32, 64, 64, None, False),
+    (1, 1024, 16, 16, 128, 128, None, False),
+    (8, 4096, 16, 16, 128, 128, 1024, False),
+    (1, 32768, 16, 16, 128, 128, 1024, False),
+    (8, 4096, 32, 8, 128, 128, 1024, False),
+    (8, 4096, 32, 32, 64, 64, 1024, False),
+    (8, 4096, 16, 16, 128, 128, 128, False),
 ]
-CPU_SHAPES = [(2, 256, 4, 2, 32, None), (2, 256, 4, 2, 32, 64)]
+CPU_SHAPES = [(2, 256, 4, 2, 32, 32, None, False), (2, 256, 4, 2, 32, 32, 64, False)]
+# what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on, packed
+SWEEP = [
+    (1, 64, 16, 16, 128, 128, None, False),
+    (32, 64, 16, 16, 128, 128, None, False),
+    (1, 512, 16, 16, 128, 128, None, False),
+    (4, 2048, 16, 16, 128, 128, None, False),
+    (1, 8192, 1, 1, 128, 128, None, False),
+    (1, 4096, 64, 8, 128, 128, None, False),
+    (4, 2048, 32, 32, 64, 64, None, False),
+    (2, 4096, 16, 16, 128, 64, None, False),
+    (2, 4096, 8, 8, 256, 256, None, False),
+    (1, 16384, 16, 16, 128, 128, None, True),
+    (1, 512, 16, 16, 128, 128, 256, False),
+    (4, 2048, 16, 16, 128, 128, 512, False),
+    (1, 16384, 1, 1, 128, 128, 1024, False),
+    (2, 4096, 64, 8, 128, 128, 1024, False),
+    (1, 8192, 8, 8, 64, 64, 256, False),
+    (2, 4096, 16, 16, 128, 64, 1024, False),
+    (2, 4096, 8, 8, 256, 256, 1024, False),
+    (1, 16384, 16, 16, 128, 128, 1024, True),
+]
+CPU_SWEEP = [(1, 64, 2, 1, 16, 32, 16, False), (1, 4096, 1, 1, 16, 16, 64, True)]
 # batch, places in the cache, query heads, key heads, head size
 DECODE_SHAPES = [(1, 32768, 32, 8, 128), (32, 4096, 32, 8, 128), (32, 4096, 16, 16, 128), (128, 2048, 32, 8, 128)]
 
@@ -49,26 +78,34 @@ def rows(device: str) -> list[dict]:
     return out
 
 
+def sweep(device: str) -> list[dict]:
+    """Training at the shapes of `SWEEP`, beside every peer that runs there."""
+    return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
+
+
 def _training_rows(shape: tuple, device: str) -> list[dict]:
-    B, T, HQ, H, K, window = shape
-    q, k, v = (_random(B, T, heads, K, device=device).requires_grad_() for heads in (HQ, H, H))
+    B, T, HQ, H, K, V, window, packed = shape
+    q, k, v = (_random(B, T, heads, size, device=device).requires_grad_() for heads, size in ((HQ, K), (H, K), (H, V)))
+    lengths = mixed_lengths(T) if packed else None
+    cu_seqlens = None if lengths is None else cu_seqlens_from_lengths(lengths).to(device)
     ours = "tokenmix"
-    forwards: dict[str, Callable[[], Tensor]] = {ours: lambda: attention(q, k, v, window=window).o}
+    forwards: dict[str, Callable[[], Tensor]] = {
+        ours: lambda: attention(q, k, v, window=window, cu_seqlens=cu_seqlens).o
+    }
     if device != "cpu":
-        if window is None:
+        if window is None and not packed:
             forwards["cuDNN (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.CUDNN_ATTENTION)
             forwards["FlashAttention-2 (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.FLASH_ATTENTION)
-        if importlib.util.find_spec("flash_attn") is not None:
-            from flash_attn import flash_attn_func
-
-            sides = (-1, -1) if window is None else (window - 1, 0)
-            forwards["flash-attn"] = lambda: flash_attn_func(q, k, v, causal=True, window_size=sides)
-        forwards["FlexAttention, compiled"] = _flex(q, k, v, window)
+        if importlib.util.find_spec("flash_attn") is not None and K == V:
+            forwards["flash-attn"] = _flash(q, k, v, window, lengths)
+        forwards["FlexAttention, compiled"] = _flex(q, k, v, window, lengths)
     mask = f", window={window}" if window else ""
     call = f"o = attention(x, x, x{mask}).o\ntorch.autograd.grad(o, x, torch.ones_like(o))\ntorch.cuda.synchronize()"
-    first = {ours: functools.partial(first_call_seconds, _FIRST_CALL, call)} if device != "cpu" and window else None
-    name = "attention, causal" if window is None else f"attention, window {window}"
-    return measure(name, _name(B, T, HQ, H, K), device, forwards, (q, k, v), first_calls=first)
+    measured = device != "cpu" and window is not None and shape in SHAPES
+    first = {ours: functools.partial(first_call_seconds, _FIRST_CALL, call)} if measured else None
+    op = "attention, causal" if window is None else f"attention, window {window}"
+    name = _name(B, T, HQ, H, K) + (f" V{V}" if V != K else "") + (", 32 sequences" if packed else "")
+    return measure(op, name, device, forwards, (q, k, v), first_calls=first)
 
 
 def _decode_rows(shape: tuple, device: str) -> list[dict]:
@@ -112,13 +149,29 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, causal: bool = T
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Callable[[], Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor | None) -> Callable[[], Tensor]:
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    sides = (-1, -1) if window is None else (window - 1, 0)
+    if lengths is None:
+        return lambda: flash_attn_func(q, k, v, causal=True, window_size=sides)
+    borders, longest = cu_seqlens_from_lengths(lengths).int().to(q.device), int(lengths.max())
+    options = {"causal": True, "window_size": sides}
+    return lambda: flash_attn_varlen_func(q[0], k[0], v[0], borders, borders, longest, longest, **options)[None]
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor | None) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def seen(b, h, i, j):
-        return (j <= i) if window is None else (j <= i) & (i - j < window)
+    T = q.shape[1]
+    sequence = torch.zeros(T, dtype=torch.int64) if lengths is None else torch.arange(32).repeat_interleave(lengths)
+    sequence = sequence.to(q.device)
 
-    block_mask = create_block_mask(seen, None, None, q.shape[1], k.shape[1], device=q.device.type)
+    def seen(b, h, i, j):
+        inside = (j <= i) if window is None else (j <= i) & (i - j < window)
+        return inside if lengths is None else inside & (sequence[i] == sequence[j])
+
+    block_mask = create_block_mask(seen, None, None, T, T, device=q.device.type)
     # compiled code of an earlier shape counts towards a limit, beyond which nothing is compiled
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)

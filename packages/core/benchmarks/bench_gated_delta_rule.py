@@ -34,6 +34,26 @@ SHAPES = [
 # FLA tunes itself for minutes at every new number of heads and head size, so it meets only these (heads, head size)
 FLA_SIZES = {(16, 128), (32, 64)}
 CPU_SHAPES = [(2, 256, 2, 2, 64, 64, False)]
+# what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on
+SWEEP = [
+    (1, 64, 16, 16, 128, 128, False),
+    (32, 64, 16, 16, 128, 128, False),
+    (1, 256, 16, 16, 128, 128, False),
+    (1, 1024, 16, 16, 128, 128, False),
+    (4, 2048, 16, 16, 128, 128, False),
+    (1, 16384, 1, 1, 128, 128, False),
+    (2, 4096, 64, 64, 128, 128, False),
+    (1, 8192, 16, 32, 128, 128, False),
+    (1, 16384, 16, 16, 128, 128, True),
+    (4, 2048, 32, 32, 64, 64, False),
+    (1, 1024, 32, 32, 64, 64, False),
+    (2, 4096, 16, 16, 64, 128, False),
+    (2, 4096, 16, 16, 128, 64, False),
+    (2, 4096, 8, 8, 128, 256, False),
+    (2, 4096, 8, 8, 256, 128, False),
+    (2, 4096, 8, 8, 256, 256, False),
+]
+CPU_SWEEP = [(1, 64, 1, 2, 16, 32, False), (1, 4096, 1, 1, 16, 16, True)]
 # batch, heads, key size, value size
 DECODE_SHAPES = [(1, 16, 128, 128), (32, 16, 128, 128), (128, 16, 128, 128)]
 
@@ -60,6 +80,11 @@ def rows(device: str) -> list[dict]:
     return out
 
 
+def sweep(device: str) -> list[dict]:
+    """Training at the shapes of `SWEEP`, beside every peer that runs there; FLA tunes itself for half an hour."""
+    return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
+
+
 def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, H, HV, K, V, packed = shape
     q, k, v, g, beta = (x.requires_grad_() for x in _inputs(B, T, H, HV, K, V, device))
@@ -69,7 +94,8 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     first = None
     if device != "cpu":
         # their first calls, minutes of tuning and compiling, are not measured anew
-        if importlib.util.find_spec("fla") is not None and (HV, V) in FLA_SIZES and H == HV:
+        tuned = shape in SWEEP or ((HV, V) in FLA_SIZES and H == HV)
+        if importlib.util.find_spec("fla") is not None and tuned:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
 
             peer = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)

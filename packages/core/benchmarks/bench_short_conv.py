@@ -10,12 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import short_conv
-from tokenmix_core.testing.benchmarking import first_call_seconds, measure
+from tokenmix_core.testing.benchmarking import first_call_seconds, measure, mixed_lengths
 
-# batch, tokens, channels, width
-SHAPES = [(8, 4096, 4096, 4), (1, 32768, 4096, 4)]
-CPU_SHAPES = [(2, 256, 64, 4)]
+# batch, tokens, channels, width, packed
+SHAPES = [(8, 4096, 4096, 4, False), (1, 32768, 4096, 4, False)]
+CPU_SHAPES = [(2, 256, 64, 4, False)]
+# what the first list leaves out: few and many channels, other widths, tokens from 64 on
+SWEEP = [
+    (1, 64, 4096, 4, False),
+    (32, 64, 4096, 4, False),
+    (1, 512, 4096, 4, False),
+    (1, 2048, 1024, 4, False),
+    (8, 4096, 1024, 4, False),
+    (1, 32768, 256, 4, False),
+    (2, 4096, 16384, 4, False),
+    (4, 4096, 4096, 2, False),
+    (4, 4096, 4096, 3, False),
+    (1, 16384, 4096, 4, True),
+]
+CPU_SWEEP = [(1, 64, 16, 2, False), (1, 4096, 16, 4, True)]
 
 _FIRST_CALL = """
 import torch
@@ -39,19 +54,28 @@ def rows(device: str) -> list[dict]:
     return out
 
 
+def sweep(device: str) -> list[dict]:
+    """Training at the shapes of `SWEEP`, beside every peer that runs there."""
+    return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _rows(shape, device)]
+
+
 def _rows(shape: tuple, device: str) -> list[dict]:
-    B, T, D, W = shape
+    B, T, D, W, packed = shape
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x = torch.randn(B, T, D, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(D, W, device=device, dtype=dtype, requires_grad=True)
     bias = torch.randn(D, device=device, dtype=dtype, requires_grad=True)
+    cu_seqlens = cu_seqlens_from_lengths(mixed_lengths(T)).to(device) if packed else None
     forwards: dict[str, Callable[[], Tensor]] = {
-        "tokenmix": lambda: short_conv(x, weight, bias, activation="silu").o,
-        "torch conv1d": lambda: F.silu(F.conv1d(F.pad(x.mT, (W - 1, 0)), weight[:, None], bias, groups=D)).mT,
+        "tokenmix": lambda: short_conv(x, weight, bias, activation="silu", cu_seqlens=cu_seqlens).o
     }
+    if not packed:
+        forwards["torch conv1d"] = lambda: F.silu(F.conv1d(F.pad(x.mT, (W - 1, 0)), weight[:, None], bias, groups=D)).mT
     if device != "cpu" and importlib.util.find_spec("fla") is not None:
         from fla.modules.causal_conv1d import causal_conv1d
 
-        forwards["FLA causal_conv1d"] = lambda: causal_conv1d(x, weight, bias, activation="silu")[0]
+        peer = functools.partial(causal_conv1d, x, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
+        forwards["FLA causal_conv1d"] = lambda: peer()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
-    return measure("short convolution", f"B{B} T{T} D{D} W{W}", device, forwards, (x, weight, bias), first_calls=first)
+    name = f"B{B} T{T} D{D} W{W}" + (", 32 sequences" if packed else "")
+    return measure("short convolution", name, device, forwards, (x, weight, bias), first_calls=first)

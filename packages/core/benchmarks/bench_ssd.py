@@ -30,6 +30,28 @@ SHAPES = [
     (1, 512, 16, 16, 128, 128, False),
 ]
 CPU_SHAPES = [(2, 256, 2, 2, 32, 32, False), (2, 256, 1, 4, 32, 16, False)]
+# what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on
+SWEEP = [
+    (1, 64, 16, 16, 128, 128, False),
+    (32, 64, 16, 16, 128, 128, False),
+    (1, 256, 16, 16, 128, 128, False),
+    (1, 1024, 16, 16, 128, 128, False),
+    (4, 2048, 16, 16, 128, 128, False),
+    (1, 16384, 1, 1, 128, 128, False),
+    (2, 4096, 64, 64, 128, 128, False),
+    (1, 16384, 16, 16, 128, 128, True),
+    (4, 2048, 32, 32, 64, 64, False),
+    (2, 4096, 16, 16, 64, 128, False),
+    (2, 4096, 16, 16, 128, 64, False),
+    (2, 4096, 8, 8, 128, 256, False),
+    (2, 4096, 8, 8, 256, 128, False),
+    (2, 4096, 8, 8, 256, 256, False),
+    (1, 64, 1, 64, 128, 64, False),
+    (1, 1024, 1, 64, 128, 64, False),
+    (1, 4096, 1, 64, 128, 64, False),
+    (2, 4096, 8, 64, 64, 64, False),
+]
+CPU_SWEEP = [(1, 64, 1, 2, 16, 32, False), (1, 4096, 1, 1, 16, 16, True)]
 # FLA tunes itself for minutes at every new number of heads and head size, so it meets only these (heads, K, V)
 FLA_SIZES = {(16, 128, 128)}
 # batch, groups, heads, K, V
@@ -59,6 +81,11 @@ def rows(device: str) -> list[dict]:
     return out
 
 
+def sweep(device: str) -> list[dict]:
+    """Training at the shapes of `SWEEP`, beside every peer that runs there; FLA tunes itself for half an hour."""
+    return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
+
+
 def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, G, HV, K, V, packed = shape
     q, k = (_random(B, T, G, K, device=device).mul_(K**-0.5).requires_grad_() for _ in range(2))
@@ -66,7 +93,8 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     g = torch.rand(B, T, HV, device=device).mul_(-0.1).requires_grad_()
     cu_seqlens = cu_seqlens_from_lengths(mixed_lengths(T)).to(device) if packed else None
     forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: chunk_ssd(q, k, v, g, cu_seqlens=cu_seqlens).o}
-    if device != "cpu" and importlib.util.find_spec("fla") is not None and (HV, K, V) in FLA_SIZES:
+    tuned = (HV, K, V) in FLA_SIZES or (shape in SWEEP and G == HV)
+    if device != "cpu" and importlib.util.find_spec("fla") is not None and tuned:
         from fla.ops.simple_gla import chunk_simple_gla
 
         forwards["FLA chunk_simple_gla"] = lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)[0]

@@ -1,4 +1,7 @@
-from tokenmix_core.testing.benchmarking import mixed_lengths
+import pytest
+import torch
+
+from tokenmix_core.testing.benchmarking import measure, mixed_lengths
 
 
 def test_mixed_lengths_fill_the_tokens_and_differ():
@@ -7,3 +10,18 @@ def test_mixed_lengths_fill_the_tokens_and_differ():
     assert len(lengths) == 32
     assert lengths.min() >= 128
     assert lengths.max() > 16 * lengths.min()
+
+
+def test_a_peer_that_fails_at_a_shape_is_left_out_and_named():
+    x = torch.randn(4, requires_grad=True)
+
+    def broken():
+        raise KeyError("no kernel for this size")
+
+    forwards = {"ours": x.exp, "works": x.sin, "breaks": broken, "has no gradient": lambda: x.detach().cos()}
+    with pytest.warns(UserWarning, match="does not run here") as warned:
+        rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2)
+    assert [row["impl"] for row in rows] == ["ours", "works"]
+    assert [str(w.message).split(" does not")[0] for w in warned] == ["breaks", "has no gradient"]
+    with pytest.raises(KeyError):
+        measure("op", "B1", "cpu", {"ours": broken}, (x,), repeats=2)

@@ -47,6 +47,54 @@ def test_a_plot_of_shares_is_written(tmp_path):
     assert (tmp_path / "plots" / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_slower_names_the_times_beyond_the_bound(tmp_path):
+    ours = [{**ROW, "fwd_ms": 1.05, "fwdbwd_ms": 3.0}, {**ROW, "shape": "B2", "fwd_ms": 1.0, "fwdbwd_ms": None}]
+    peers = [{**row, "impl": "peer", "fwd_ms": 1.0, "fwdbwd_ms": 2.0} for row in ours]
+    rows = json.loads(results.save(ours + peers, tmp_path).read_text())
+    assert [(row["shape"], key) for row, key in results.slower(rows, 1.1)] == [("B1", "fwdbwd_ms")]
+    assert [(row["shape"], key) for row, key in results.slower(rows, 1.01)] == [("B1", "fwd_ms"), ("B1", "fwdbwd_ms")]
+
+
+def test_an_eager_call_takes_what_the_slower_of_host_and_device_takes(tmp_path):
+    ours = {**ROW, "fwdbwd_ms": 0.2, "host_us": 150.0}
+    peer = {**ours, "impl": "peer", "fwdbwd_ms": 0.1, "host_us": 800.0}
+    [pair] = results.beside(json.loads(results.save([ours, peer], tmp_path).read_text()))
+    assert pair["eager_ms"] == 0.2
+    assert pair["eager_ms_peer"] == (0.8, "peer")
+    assert results.beside([{**ours, "host_us": None}, peer])[0]["eager_ms"] is None
+
+
+def test_a_bound_adds_a_panel_to_the_plot_and_counts_the_shapes_within_it(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    rows = [{**ROW, "host_us": 10.0}, {**ROW, "shape": "B2", "fwd_ms": 3.0}]
+    rows += [{**row, "impl": "peer", "fwd_ms": 1.0} for row in rows]
+    rows = json.loads(results.save(rows, tmp_path).read_text())
+    results.plot(rows, tmp_path / "sweep.png", bound=1.1)
+    assert len(figures[0].axes) == 2
+    assert "1 of 2 shapes" in figures[0].get_suptitle()
+    assert list(figures[0].axes[0].lines[2].get_xdata()) == [0.25, 3.0]
+
+
+def test_a_benchmarks_function_runs_by_its_name(tmp_path, capsys):
+    class Pedantic:
+        def __init__(self):
+            self.extra_info = {}
+
+        def pedantic(self, measure, args, rounds):
+            return measure(*args)
+
+    path = tmp_path / "bench_nothing.py"
+    path.write_text(f"def rows(device): return []\ndef sweep(device): return [{ROW!r}]\n")
+    benchmark = Pedantic()
+    results.run_benchmark(path, benchmark, capsys, function="sweep")
+    assert benchmark.extra_info["rows"] == [ROW]
+    with pytest.raises(AssertionError, match="measured nothing"):
+        results.run_benchmark(path, Pedantic(), capsys)
+
+
 def test_a_readme_is_filled_between_its_marks_only(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -125,6 +126,22 @@ def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], up
     return lambda: torch.autograd.grad(forward(), inputs, upstream)
 
 
+def able(forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """The first of `forwards`, and those of the others that run at this shape; the rest is left out with a warning."""
+    first, *peers = forwards
+    out = {first: forwards[first]}
+    for name in peers:
+        try:
+            o = forwards[name]()
+            torch.autograd.grad(o, inputs, torch.ones_like(o))
+        # compilers and libraries refuse sizes in errors of their own
+        except Exception as error:
+            warnings.warn(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}", stacklevel=2)
+        else:
+            out[name] = forwards[name]
+    return out
+
+
 def measure(
     op: str,
     shape: str,
@@ -137,9 +154,11 @@ def measure(
 ) -> list[dict]:
     """Rows of one shape: every implementation forward, and forward with backward, interleaved in one process.
 
-    `forwards` maps an implementation's name to a function of no arguments that returns the output; `inputs` are the
-    leaves to differentiate by; `first_calls` gives, by implementation, a function that measures its first call.
+    `forwards` maps an implementation's name to a function of no arguments that returns the output, the first our own;
+    a peer that fails at this shape is left out (`able`). `inputs` are the leaves to differentiate by; `first_calls`
+    gives, by implementation, a function that measures its first call.
     """
+    forwards = able(forwards, inputs)
 
     def without_grad(forward: Callable[[], Tensor]) -> Run:
         def run():

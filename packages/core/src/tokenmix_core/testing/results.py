@@ -28,6 +28,12 @@ _COLUMNS = {
     "first_call_s": "first call, s",
 }
 _TIMES = ("fwd_ms", "fwdbwd_ms")
+_LABELS = {
+    "fwd_ms": "forward",
+    "fwdbwd_ms": "forward + backward",
+    "eager_ms": "forward + backward, eager (host or device)",
+    "peak_mb": "peak memory",
+}
 
 
 def environment() -> dict[str, Any]:
@@ -63,15 +69,18 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
     return path
 
 
-def run_benchmark(path: Path, benchmark: Any, capsys: Any) -> None:
-    """Run the `rows` of one `bench_*.py` under pytest-benchmark, print them, and keep those of a GPU in `results/`."""
-    measure = runpy.run_path(str(path))["rows"]
+def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
+    """Run one function of a `bench_*.py` under pytest-benchmark, print its rows, and keep those of a GPU.
+
+    The `rows` of the tables go to `results/`, every other function's to a folder of its name in there.
+    """
+    measure = runpy.run_path(str(path))[function]
     rows = benchmark.pedantic(measure, args=("cuda" if torch.cuda.is_available() else "cpu",), rounds=1)
     assert rows, f"{path.name} measured nothing"
     benchmark.extra_info["rows"] = rows
     # a CPU's times are for the one who runs it; a GPU's are kept
     if torch.cuda.is_available():
-        save(rows, path.parent / "results")
+        save(rows, path.parent / "results" / ("" if function == "rows" else function))
     with capsys.disabled():
         print("\n" + table(rows))
 
@@ -83,14 +92,14 @@ def beside(rows: Iterable[dict]) -> list[dict]:
     """
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        groups.setdefault((row["op"], row["shape"]), []).append(row)
+        groups.setdefault((row["op"], row["shape"]), []).append({**row, "eager_ms": _eager(row)})
     out = []
     for group in groups.values():
         ours = next((row for row in group if row["impl"] == OURS), None)
         peers = [row for row in group if row["impl"] != OURS]
         if ours is not None and peers:
             best = {}
-            for key in (*_TIMES, "peak_mb", "first_call_s"):
+            for key in (*_TIMES, "eager_ms", "peak_mb", "first_call_s"):
                 known = [(row[key], row["impl"]) for row in peers if row.get(key) is not None]
                 best[f"{key}_peer"] = min(known, default=None)
             out.append({**ours, **best})
@@ -126,28 +135,44 @@ def headlines(rows: Sequence[dict]) -> list[dict]:
     return [row for row in rows if first.get(row["op"]) == row["shape"]]
 
 
-def plot(rows: Sequence[dict], path: Path) -> None:
-    """Draw our times as shares of the best peer's, a line a shape: left of 1 is faster."""
+def slower(rows: Iterable[dict], bound: float) -> list[tuple[dict, str]]:
+    """The pairs of `beside` that take more than `bound` times the best peer's time, each with the name of that time."""
+    pairs = beside(rows)
+    return [(row, key) for row in pairs for key in _TIMES if (share := _share(row, key)) is not None and share > bound]
+
+
+def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> None:
+    """Draw our times as shares of the best peer's, a line a shape: left of 1 is faster.
+
+    With a `bound`, a second line stands there, the title counts the shapes within it, and a second panel shows an
+    eager forward with backward, which takes what the slower of host and device takes, and the peak of memory.
+    """
     from matplotlib.figure import Figure
 
     pairs = beside(rows)
-    figure = Figure(figsize=(9, 1.2 + 0.24 * len(pairs)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(1.0, color="black", linewidth=1)
-    for key, marker, label in zip(_TIMES, ("o", "s"), ("forward", "forward + backward"), strict=True):
-        known = [(i, row) for i, row in enumerate(pairs) if row.get(key) is not None and row[f"{key}_peer"]]
-        shares = [row[key] / row[f"{key}_peer"][0] for _, row in known]
-        axes.plot(shares, [i for i, _ in known], marker, label=label)
-    axes.set_yticks(range(len(pairs)), [f"{row['op']} · {row['shape']}" for row in pairs], fontsize=7)
-    axes.set_xscale("log")
-    ticks = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    axes.minorticks_off()
+    panels = [_TIMES] if bound is None else [_TIMES, ("eager_ms", "peak_mb")]
+    figure = Figure(figsize=(9 + 3 * (len(panels) - 1), 1.2 + 0.24 * len(pairs)), layout="constrained")
+    for axes, keys in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        axes.axvline(1.0, color="black", linewidth=1)
+        if bound is not None:
+            axes.axvline(bound, color="tab:red", linewidth=1, linestyle="--")
+        for key, marker in zip(keys, ("o", "s"), strict=True):
+            shares = [(i, share) for i, row in enumerate(pairs) if (share := _share(row, key)) is not None]
+            axes.plot([share for _, share in shares], [i for i, _ in shares], marker, label=_LABELS[key])
+        axes.set_yticks(range(len(pairs)), [f"{row['op']} · {row['shape']}" for row in pairs], fontsize=7)
+        axes.set_xscale("log")
+        ticks = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+        axes.minorticks_off()
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_xlabel("share of the best peer's in the same run")
+        axes.legend()
     axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("time, as a share of the best peer's in the same run")
-    axes.set_title("\n".join(sorted({_place(row["environment"]) for row in pairs})), fontsize=8)
-    axes.legend()
+    title = sorted({_place(row["environment"]) for row in pairs})
+    if bound is not None:
+        late = {(row["op"], row["shape"]) for row, _ in slower(rows, bound)}
+        title.append(f"{len(pairs) - len(late)} of {len(pairs)} shapes at most {bound:g} times the best peer's time")
+    figure.suptitle("\n".join(title), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -161,6 +186,18 @@ def fill(readme: Path, table: str) -> bool:
     if new != text:
         readme.write_text(new)
     return new != text
+
+
+def _eager(row: dict) -> float | None:
+    """Milliseconds of an eager forward with backward: the host's where it is slower than the device."""
+    device, host = row.get("fwdbwd_ms"), row.get("host_us")
+    return None if device is None or host is None else max(device, host / 1e3)
+
+
+def _share(pair: dict, key: str) -> float | None:
+    """Our number over the best peer's, where both are known."""
+    ours, peer = pair.get(key), pair[f"{key}_peer"]
+    return None if ours is None or peer is None else ours / peer[0]
 
 
 def _key(row: dict) -> tuple[str, str, str]:
