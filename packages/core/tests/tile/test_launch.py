@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -26,3 +27,24 @@ def test_launches_keep_their_order_and_wait_for_the_end_of_the_block():
             launch(_double, (1,), x, ADD=0)
             assert (x == (1 if repetition == 1 else 6)).all()
         assert (x == (6 if repetition == 1 else 26)).all()
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_fails_to_compile_beside_others_is_compiled_by_itself(monkeypatch):
+    x = torch.ones(16, device=DEVICE)
+    kernel, failed = _double.fn, []
+    # its compiler is there once its cache has been asked for
+    assert kernel.device_caches[torch.cuda.current_device()] is not None
+    compiles = kernel.compile
+
+    def fails_once(*args, **options):
+        if not failed:
+            failed.append(args)
+            raise RuntimeError("not now")
+        return compiles(*args, **options)
+
+    monkeypatch.setattr(kernel, "compile", fails_once)
+    with compiled_together() as launch:
+        launch(_double, (1,), x, ADD=2)
+        launch(_double, (1,), x, ADD=3)
+    assert failed and (x == 11).all()

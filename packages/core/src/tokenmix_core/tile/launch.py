@@ -52,19 +52,31 @@ def launch_together(launches: list[Launch]) -> None:
     if len(new) > 1 and hasattr(triton, "AsyncCompileMode"):
         device = current_device()
         with ThreadPoolExecutor(len(new)) as pool:
-            with triton.AsyncCompileMode(pool):
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
                 made = [kernel.fn.warmup(*args, grid=grid, **options) for kernel, grid, args, options in new]
-            list(pool.map(_load, made, [device] * len(made)))
+            loaded = list(pool.map(_load, made, [device] * len(made)))
+        for (kernel, *_), compiled, succeeded in zip(new, made, loaded, strict=True):
+            if not succeeded:
+                _forget(kernel.fn, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
 
 
-def _load(kernel: Any, device: int) -> None:
+def _load(kernel: Any, device: int) -> bool:
     # a thread begins on the first device
     with torch.cuda.device(device):
-        kernel = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
-        # asked for, it is there
-        kernel.run  # noqa: B018
+        kernel = kernel.result(ignore_errors=True) if isinstance(kernel, triton.FutureKernel) else kernel
+        if kernel is not None:
+            # asked for, it is there
+            kernel.run  # noqa: B018
+    return kernel is not None
+
+
+def _forget(kernel: triton.JITFunction, failed: Any) -> None:
+    # what Triton could not compile beside others, seen once in thousands, the launch compiles by itself, or says why not
+    for compiled, *_ in kernel.device_caches.values():
+        for key in [key for key, value in compiled.items() if value is failed]:
+            del compiled[key]
 
 
 class _Taker(threading.local):
