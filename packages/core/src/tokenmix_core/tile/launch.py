@@ -73,7 +73,7 @@ def _load(kernel: Any, device: int) -> bool:
 
 
 def _forget(kernel: triton.JITFunction, failed: Any) -> None:
-    # what Triton could not compile beside others, seen once in thousands, the launch compiles by itself, or says why not
+    # what did not compile beside others, which happens once in thousands, the launch compiles by itself or says why not
     for compiled, *_ in kernel.device_caches.values():
         for key in [key for key, value in compiled.items() if value is failed]:
             del compiled[key]
