@@ -24,7 +24,7 @@ KERNELS = {
     "backward_keys": "hopper_backward_keys_kernel",
     "backward_gates": "hopper_backward_gates_kernel",
 }
-STATE = ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f")
+STATE = ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f", "ring_k_slots")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def on_hopper(kernels, monkeypatch):
     return enabled, ran
 
 
-def inputs(T, K, V, M, strong=False):
+def inputs(T, K, V, M, strong=False, own_keys=False):
     generator = torch.Generator().manual_seed(0)
     randn = partial(torch.randn, generator=generator)
     x = {"q": randn(1, T, 1, K), "k": randn(1, T, 1, K), "v": randn(1, T, 1, V)}
     x["f"] = torch.nn.functional.logsigmoid(2 * randn(1, T, 1, M)) / (1 if strong else 16)
-    return x
+    return x | ({"q_slots": randn(1, T, 1, K), "k_slots": randn(1, T, 1, K)} if own_keys else {})
 
 
 def check(x, on_hopper, length=None, **options):
@@ -71,7 +71,7 @@ def check(x, on_hopper, length=None, **options):
     def run(impl):
         def o(**x):
             old = [x.pop(name) for name in STATE if name in x]
-            state = SlotWindowState(*old, None, length) if old else None
+            state = SlotWindowState(*old, *[None] * (len(STATE) - len(old)), length) if old else None
             return Outputs(o=slot_window_attention(**x, **options, initial_state=state, impl=impl).o)
 
         return o
@@ -95,6 +95,9 @@ CASES = {
     "window": (dict(T=150, K=64, V=64, M=64), 32),
     "wide window, fewer slots": (dict(T=140, K=64, V=128, M=32), 70),
     "slots alone, strong chunks": (dict(T=130, K=64, V=64, M=16, strong=True), 0),
+    "own keys": (dict(T=150, K=128, V=64, M=64, own_keys=True), 40),
+    "own keys, wide window": (dict(T=140, K=64, V=128, M=32, own_keys=True), 70),
+    "own keys, slots alone": (dict(T=130, K=64, V=64, M=16, own_keys=True), 0),
 }
 
 
@@ -104,12 +107,14 @@ def test_gradients_answer_to_the_reference(case, on_hopper):
     check(inputs(**sizes), on_hopper, window=window)
 
 
+@pytest.mark.parametrize("own_keys", [False, True])
 @pytest.mark.parametrize("carried", [40, 50])
-def test_packed_sequences_with_carried_windows(carried, on_hopper):
+def test_packed_sequences_with_carried_windows(carried, own_keys, on_hopper):
     N, W = 5, carried
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(1))
     slots, ring = (randn(N, 1, 16, 64) for _ in range(2)), (randn(N, W, 1, 64) for _ in range(2))
-    state = dict(zip(STATE, (*slots, *ring, -randn(N, W, 1, 16).abs()), strict=True))
+    state = (*slots, *ring, -randn(N, W, 1, 16).abs(), *[randn(N, W, 1, 64)] * own_keys)
     length = torch.tensor([W // 2, W, 3 * W + 1, 0, W // 2], dtype=torch.int32)
     borders = torch.tensor([0, 0, 9, 80, 80, 100], dtype=torch.int32)
-    check(inputs(100, 64, 64, 16) | state, on_hopper, length, window=40, cu_seqlens=borders)
+    x = inputs(100, 64, 64, 16, own_keys=own_keys) | dict(zip(STATE, state, strict=False))
+    check(x, on_hopper, length, window=40, cu_seqlens=borders)

@@ -191,7 +191,7 @@ def _run_backward(
         dfinal_v, before, window, scale, initial,
     )  # fmt: skip
     own = y.constants["OWN_SLOT_KEYS"]
-    hopper = y.constants["GROUP"] == 1 and not own and _on_hopper(y.constants, (q, k, v, do))
+    hopper = y.constants["GROUP"] == 1 and _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
     with compiled_together() as launch:
         # no kernel for weak chunks reads any other's
         gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, hopper)
@@ -203,9 +203,10 @@ def _run_backward(
 
             launch(
                 hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.heads,),
-                q, k, v, f, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, p, dz, x, delta, scale,
-                q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead, M,
-                f.shape[3], K, V, start is not None, y.constants["PACKED"], window <= 64, num_warps=4,
+                q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots,
+                p, dz, x, delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries,
+                y.extra, y.lead, M, f.shape[3], K, V, own, start is not None, y.constants["PACKED"], window <= 64,
+                num_warps=4,
             )  # fmt: skip
         for strong in (True,) if hopper else (False, True):
             launch(
@@ -237,13 +238,13 @@ def _run_backward(
             weak, packed = (grid[0] * grid[1],), y.constants["PACKED"]
             launch(
                 hopper_backward_keys_kernel, weak,
-                q, k, v, f, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dv, *sizes, M,
-                f.shape[3], K, V, start is not None, packed, num_warps=4,
+                q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots,
+                dv, *sizes, M, f.shape[3], K, V, own, start is not None, packed, num_warps=4,
             )  # fmt: skip
             launch(
                 hopper_backward_gates_kernel, weak,
-                q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df,
-                *sizes[1:], M, f.shape[3], K, V, start is not None, packed, num_warps=4,
+                q_slots if own else q, k_slots if own else k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start,
+                cu_seqlens, do, p, dz, x, df, *sizes[1:], M, f.shape[3], K, V, start is not None, packed, num_warps=4,
             )  # fmt: skip
         for strong in (True,) if hopper else (False, True):
             options = dict(STRONG=strong, num_warps=t.num_warps, num_stages=t.num_stages)

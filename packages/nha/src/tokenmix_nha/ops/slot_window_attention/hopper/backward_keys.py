@@ -57,11 +57,12 @@ def _add_window(
 @cached_launch
 @gluon.jit(do_not_specialize=["N", "chunks", "entries"])
 def hopper_backward_keys_kernel(
-    q, k, v, f, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dv,
+    q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots, dv,
     scale, T, N, H, before, window, chunks, entries,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr, PACKED: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr, HAS_START: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dk `[BT, K]` and dv `[BT, V]` of the keys of a chunk."""
+    """dk (and dk_slots) `[BT, K]` and dv `[BT, V]` of the keys of a chunk."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -85,12 +86,15 @@ def hopper_backward_keys_kernel(
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    s_p = gl.allocate_shared_memory(dtype, [BT, M], shared)
-    s_dz = gl.allocate_shared_memory(dtype, [BT, M], shared)
+    s_y = gl.allocate_shared_memory(dtype, [2, BT, M], shared)
+    s_p, s_dz = s_y.index(0), s_y.index(1)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], shared)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], shared)
     p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
-    fetch(s_q, p_q, o_q, 0, length, H * K)
+    if OWN_SLOT_KEYS:
+        fetch(s_q, q_slots + begin_q * K, o_q, 0, length, H * K)
+    else:
+        fetch(s_q, p_q, o_q, 0, length, H * K)
     fetch(s_k, p_k, first, oldest, keys, H * K)
     fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
     fetch(s_do, p_do, o_q, 0, length, H * V)
@@ -121,28 +125,57 @@ def hopper_backward_keys_kernel(
     await_copies(1)
     b_p, b_dz = multiply(b_col, s_p.permute((1, 0)), BT), multiply(b_col, s_dz.permute((1, 0)), BT)
     m_p = o_i[:, None] <= o_j[None, :]
-    b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
-    b_s, b_ds, b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_s, b_ds, b_p, b_dz, b_col])
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
-    b_s = b_s * (scale * LOG2_E) - gl.convert_layout(lse_t, col)[None, :]
-    b_s = gl.exp2(gl.where(m_w, b_s, float("-inf")))
-    b_ds = b_s * (b_ds - gl.convert_layout(delta_t, col)[None, :]) * scale
-    b_p, b_dz = rounded(gl.where(m_p, b_p, b_s), dtype), rounded(gl.where(m_p, b_dz, b_ds), dtype)
-    barrier()
-
-    # the window's queries, from the token itself on, take the place of p and dz
-    s_qn, s_don = s_p._reinterpret(dtype, [BN, K], shared), s_dz._reinterpret(dtype, [BN, V], shared)
+    # the window's queries, from the token itself on, take places that are free by then
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
-    fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)
-    fetch(s_don, p_do, o_w + shift_0, 0, length, H * V)
-    async_copy.commit_group()
-    await_copies(1)
-    b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-    b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
-    b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
-    b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
+    if OWN_SLOT_KEYS:
+        b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_col])
+        b_p, b_dz = rounded(gl.where(m_p, b_p, 0.0), dtype), rounded(gl.where(m_p, b_dz, 0.0), dtype)
+        barrier()
+        s_qw = s_y._reinterpret(dtype, [BT, K], shared)
+        s_qn, s_don = s_dsk._reinterpret(dtype, [BN, K], shared), s_dsv._reinterpret(dtype, [BN, V], shared)
+        fetch(s_qw, p_q, o_q, 0, length, H * K)
+        async_copy.commit_group()
+        await_copies(1)
+        b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
+        b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+        b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
+        b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
+        barrier()
+        s_q.store(b_dk.to(dtype))
+        fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)
+        fetch(s_don, p_do, o_w + shift_0, 0, length, H * V)
+        async_copy.commit_group()
+        await_copies(1)
+        store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
+        b_s, b_ds = multiply(s_k, s_qw.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
+        b_s = b_s * (scale * LOG2_E) - gl.convert_layout(lse_t, col)[None, :]
+        b_s = gl.exp2(gl.where(m_w, b_s, float("-inf")))
+        b_ds = b_s * (b_ds - gl.convert_layout(delta_t, col)[None, :]) * scale
+        b_p, b_dz = as_left(b_s.to(dtype), V), as_left(b_ds.to(dtype), K)
+        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
+        b_dk = multiply(b_dz, s_qw, K)
+        b_dv, b_dk, b_p, b_dz = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz])
+    else:
+        b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds, b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_s, b_ds, b_p, b_dz, b_col])
+        b_s = b_s * (scale * LOG2_E) - gl.convert_layout(lse_t, col)[None, :]
+        b_s = gl.exp2(gl.where(m_w, b_s, float("-inf")))
+        b_ds = b_s * (b_ds - gl.convert_layout(delta_t, col)[None, :]) * scale
+        b_p, b_dz = rounded(gl.where(m_p, b_p, b_s), dtype), rounded(gl.where(m_p, b_dz, b_ds), dtype)
+        barrier()
+        s_qn, s_don = s_p._reinterpret(dtype, [BN, K], shared), s_dz._reinterpret(dtype, [BN, V], shared)
+        fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)
+        fetch(s_don, p_do, o_w + shift_0, 0, length, H * V)
+        async_copy.commit_group()
+        await_copies(1)
+        b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
+        b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
+        b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+        b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     b_dk, b_dv = _add_window(
         b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
         length, first, oldest, H, scale, K, V,

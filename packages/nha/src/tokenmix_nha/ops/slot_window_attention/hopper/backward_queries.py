@@ -37,12 +37,14 @@ def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, sc
 @cached_launch
 @gluon.jit(do_not_specialize=["N", "chunks", "entries", "extra", "lead"])
 def hopper_backward_queries_kernel(
-    q, k, v, f, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, p, dz, x, delta,
+    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
+    delta,
     scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr, PACKED: gl.constexpr,
-    SHORT: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr, HAS_START: gl.constexpr,
+    PACKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
-    """dq `[BT, K]` of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩ `[BT, M]`."""
+    """dq (and dq_slots) `[BT, K]` of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩
+    `[BT, M]`."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -78,8 +80,12 @@ def hopper_backward_queries_kernel(
     s_col = gl.allocate_shared_memory(dtype, [BT, M], shared)
     s_low = gl.allocate_shared_memory(dtype, [BT, M], shared)
     p_k, p_v = k + begin_k * K, v + begin_k * V
-    fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
-    fetch(s_k, p_k, first, oldest, keys, H * K)
+    if OWN_SLOT_KEYS:
+        fetch(s_q, q_slots + begin_q * K, o_q, 0, length, H * K)
+        fetch(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
+    else:
+        fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
+        fetch(s_k, p_k, first, oldest, keys, H * K)
     fetch(s_do, do + begin_q * V, o_q, 0, length, H * V)
     fetch(s_v, p_v, first, oldest, keys, H * V)
     async_copy.commit_group()
@@ -115,12 +121,23 @@ def hopper_backward_queries_kernel(
     m_w = (o_j[None, :] > o_i[:, None]) & (o_j[None, :] <= o_i[:, None] + window) & (first + o_j >= oldest)[None, :]
     m_w = m_w & (first + o_j < keys)[None, :]
     b_left, b_right = as_left(gl.where(m_p, b_a, 0.0).to(dtype), M), as_left(gl.where(m_p, b_dp, 0.0).to(dtype), M)
-    b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
+    if not OWN_SLOT_KEYS:
+        b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
     await_copies(1)
     b_z, b_d = multiply(s_q, s_sk, M), multiply(s_do, s_sv, M)
     b_z = warpgroup_mma(b_left, s_col, b_z, is_async=True)
     b_d = warpgroup_mma(b_right, s_col, b_d, is_async=True)
     b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
+    if OWN_SLOT_KEYS:
+        # the window's queries and keys take the places of the slots' queries and values
+        barrier()
+        s_kw = s_y._reinterpret(dtype, [BT, K], shared)
+        fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
+        fetch(s_kw, p_k, first, oldest, keys, H * K)
+        async_copy.commit_group()
+        await_copies(0)
+        b_w = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kw.permute((1, 0)), BT)])
+        b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:
         # from the probabilities themselves: where slots are nearly the same, the rounding of o would not cancel
         delta_i = gl.sum(b_w * b_dp, 1)
@@ -153,20 +170,44 @@ def hopper_backward_queries_kernel(
     # the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
     gl.store(x + (o_row * M)[:, None] + o_j[None, :], b_x, mask=m_q[:, None])
-    barrier()
-    s_y.index(0).store(b_y)
-    s_y.index(1).store(b_dz)
-    b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-    b_c = multiply(b_left, s_col.permute((1, 0)), BT)
-    b_dq = multiply(b_right, s_sk.permute((1, 0)), K)
-    barrier()
-    store(s_y.index(0), p + begin_q * M, o_q, 0, length, H * M)
-    store(s_y.index(1), dz + begin_q * M, o_q, 0, length, H * M)
-    b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
-    b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
-    b_right = as_left(b_w, K)
-    b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
-    b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+    if OWN_SLOT_KEYS:
+        b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
+        b_c, b_dq = multiply(b_left, s_col.permute((1, 0)), BT), multiply(b_right, s_sk.permute((1, 0)), K)
+        b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
+        b_right = as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
+        b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+        barrier()
+        s_dz = s_sk._reinterpret(dtype, [BT, M], shared)
+        s_col.store(b_y)
+        s_dz.store(b_dz)
+        b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+        barrier()
+        s_k.store(b_dq.to(dtype))
+        store(s_col, p + begin_q * M, o_q, 0, length, H * M)
+        store(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
+        b_w = multiply(s_q, s_kw.permute((1, 0)), BT)
+        barrier()
+        store(s_k, dq_slots + begin_q * K, o_q, 0, length, H * K)
+        b_w = warpgroup_mma_wait(0, deps=[b_w])
+        b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
+        b_right = as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
+        b_dq = multiply(b_right, s_kw, K)
+        b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+    else:
+        barrier()
+        s_y.index(0).store(b_y)
+        s_y.index(1).store(b_dz)
+        b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
+        b_c = multiply(b_left, s_col.permute((1, 0)), BT)
+        b_dq = multiply(b_right, s_sk.permute((1, 0)), K)
+        barrier()
+        store(s_y.index(0), p + begin_q * M, o_q, 0, length, H * M)
+        store(s_y.index(1), dz + begin_q * M, o_q, 0, length, H * M)
+        b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
+        b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
+        b_right = as_left(b_w, K)
+        b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+        b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     for shift in range(shift_0, shift_1, BN):
         await_copies(0)
         b_sn, b_dsn = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
