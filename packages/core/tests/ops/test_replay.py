@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tokenmix_core.ops import replay
-from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.ops import replay, replay_code
+from tokenmix_core.ops.replay import Checked, Replayed
 from tokenmix_core.tile import launch
 
 
@@ -29,14 +29,14 @@ class Adding:
                 launch._taker.take((self, grid, args, options))
             else:
                 addresses = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
-                self._run(*grid, 1, 1, 0, *addresses)
+                self._run(0, *addresses)
 
         return call
 
     def driver_call(self, grid, args, options):
-        return self._run, (*grid, 1, 1), list(args)
+        return self._run, list(args)
 
-    def _run(self, x, y, z, stream, a, b, out, n):
+    def _run(self, stream, a, b, out, n):
         self.launches += 1
         at(out, n)[:] = at(a, n) + at(b, n)
 
@@ -44,7 +44,7 @@ class Adding:
 @pytest.fixture
 def add(monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda x: True)
-    monkeypatch.setattr(replay, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(replay_code, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(launch, "current_device", lambda: -1)
     monkeypatch.setattr(launch, "current_stream", lambda device: 0)
     return Adding()
@@ -217,6 +217,119 @@ def test_a_changed_input_is_changed_again(add):
         assert replayed(state, x) is state
         torch.testing.assert_close(state, total)
     assert function.runs == 1
+
+
+def test_more_kinds_than_are_tried_take_turns(add):
+    function, replayed = three_sums(add)
+    sizes = range(4, 4 + 2 * replay._TRIED)
+    for _ in range(3):
+        for n in sizes:
+            a, b = torch.randn(n), torch.randn(n)
+            torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
+    assert function.runs == len(sizes)
+
+
+def test_calls_alike_but_for_the_mode_are_one_kind(add):
+    function, replayed = three_sums(add)
+    for requires_grad in (False, True, False):
+        for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)):
+            with mode():
+                a, b = torch.randn(6, requires_grad=requires_grad), torch.randn(6)
+                for _ in range(2):
+                    torch.testing.assert_close(replayed(a.detach(), b, 1.0)[0], a.detach() + b + b)
+    assert function.runs == 1
+
+
+def test_without_torchs_guards_calls_are_replayed_all_the_same(add, monkeypatch):
+    monkeypatch.setattr(replay_code, "_Guards", None)
+    function, replayed = three_sums(add)
+    for _ in range(3):
+        a, b = torch.randn(6), torch.randn(6)
+        torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
+    assert function.runs == 1
+
+
+@pytest.mark.parametrize("room", [1 << 20, 0], ids=["one buffer", "buffers"])
+def test_buffers_between_launches_do_not_meet(add, monkeypatch, room):
+    monkeypatch.setattr(replay_code, "_TOGETHER", room)
+    n = 700
+
+    def run(a, b):
+        twice, thrice, part = torch.empty_like(a), a.new_empty(3, n), torch.empty_like(a)
+        nobody_reads, out = torch.empty_like(a), torch.empty_like(a)
+        add[(1,)](a, a, twice, n)
+        add[(1,)](twice, a, thrice[1], n)
+        add[(1,)](thrice[1], b, thrice[2], n)
+        add[(1,)](thrice[1], thrice[2], part, n)
+        add[(1,)](part, twice, nobody_reads, n)
+        add[(1,)](part, twice, out, n)
+        return out
+
+    function, replayed = counted(run)
+    for _ in range(3):
+        a, b = torch.randn(n), torch.randn(n)
+        torch.testing.assert_close(replayed(a, b), 8 * a + b)
+    assert function.runs == 1
+
+
+def checked(check, monkeypatch, on_gpu=True):
+    monkeypatch.setattr(replay, "on_gpu", lambda x: on_gpu)
+    check = Counted(check)
+    return check, Checked(check)
+
+
+def test_what_was_checked_is_not_checked_again(monkeypatch):
+    check, again = checked(lambda x, y, n: (x.shape[0], n), monkeypatch)
+    for _ in range(3):
+        assert again(torch.randn(5), None, 2) == (5, 2)
+    assert check.runs == 1
+    Replayed.forget()
+    again(torch.randn(5), None, 2)
+    assert check.runs == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (torch.randn(6), None, 1),
+        lambda: (torch.randn(5).double(), None, 1),
+        lambda: (torch.randn(10)[::2], None, 1),
+        lambda: (torch.randn(5), torch.randn(5), 1),
+        lambda: (torch.randn(5), None, True),
+        lambda: (torch.randn(5), None, 1.0),
+        lambda: (torch.randn(5), 1, None),
+        lambda: (None, None, 1),
+        lambda: (torch.randn(5), None, 1, torch.randn(3)),
+        lambda: (torch.randn(5), None),
+    ],
+    ids=["size", "dtype", "stride", "another tensor", "bool", "float", "place", "no tensor", "more", "fewer"],
+)
+def test_what_looks_different_is_checked(monkeypatch, other):
+    check, again = checked(lambda x, y, n=1, *more: None, monkeypatch)
+    again(torch.randn(5), None, 1)
+    again(*other())
+    assert check.runs == 2
+
+
+def test_what_was_refused_is_refused_again(monkeypatch):
+    def refuse(x):
+        raise ValueError("no")
+
+    check, again = checked(refuse, monkeypatch)
+    for runs in (1, 2):
+        with pytest.raises(ValueError, match="no"):
+            again(torch.randn(5))
+        assert check.runs == runs
+
+
+def test_values_that_may_be_read_are_checked_every_time(monkeypatch):
+    # on a CPU borders are, and everywhere a number that is a tensor
+    check, again = checked(lambda x, n: None, monkeypatch, on_gpu=False)
+    for runs in (1, 2):
+        again(torch.randn(5), 1)
+        assert check.runs == runs
+    check, again = checked(lambda x, n: float(n), monkeypatch)
+    assert [again(torch.randn(5), torch.tensor(n)) for n in (1.0, 2.0)] == [1.0, 2.0]
 
 
 def test_after_forget_calls_are_run(add):

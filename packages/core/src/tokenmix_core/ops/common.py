@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.ops.replay import Replayed, is_plain
 
 Impl = Literal["triton", "reference"]
 
@@ -57,11 +57,6 @@ def on_hopper(device: torch.device) -> bool:
     return (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor in eager mode, not one that torch traces with."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-
-
 def direct_when_eager(op: Callable, run: Callable) -> Callable:
     """`op`, a torch custom op, where torch traces; `run`, the function behind it, in eager mode.
 
@@ -95,7 +90,8 @@ def differentiable(
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
-            output = run(*inputs)
+            *inputs, found = inputs
+            output = run.with_match(found, inputs)
             save(ctx, inputs, output)
             return output if outputs is None else output[:outputs]
 
@@ -103,15 +99,19 @@ def differentiable(
         def backward(ctx, *output_gradients):
             # with a graph of the backward pass, gradients of gradients must raise an error
             run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
-            return run(ctx, *output_gradients)
+            return *run(ctx, *output_gradients), None
+
+    # `apply` without its first part, which is for transforms of functions: what they wrap matches nothing
+    apply = super(torch.autograd.Function, Eager).apply
 
     def call(*inputs):
         if not is_plain(inputs[0]):
             output = op(*inputs)
-        elif torch.is_grad_enabled():
-            return Eager.apply(*inputs)
-        else:
+        elif not torch.is_grad_enabled():
             output = run(*inputs)
+        else:
+            found = run.match(*inputs)
+            return (Eager.apply if found is None else apply)(*inputs, found)
         return output if outputs is None else output[:outputs]
 
     return call

@@ -14,6 +14,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
+from tokenmix_core.tile.driver import bound
+
 # a kernel, its grid, arguments, and those given by name
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
@@ -131,10 +133,10 @@ class _Launcher:
         """Whether such a call was made before."""
         return self._key(args, options)[0] in self._compiled
 
-    def driver_call(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[Callable, tuple, list]:
-        """What a launch came to, `run(*grid, stream, *args)`, with tensors as they were given."""
-        run, function, metadata, named = self._compiled[self._key(args, options)[0]]
-        return run, _three(grid), [function, metadata, None, None, None, *args, *named]
+    def driver_call(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[Callable, list]:
+        """What a launch came to, `call(stream, *args)`, with tensors as they were given."""
+        *_, named, kernel = self._compiled[self._key(args, options)[0]]
+        return bound(kernel, _three(grid), [*args, *named])
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
         if _taker.take is not None:
@@ -146,7 +148,7 @@ class _Launcher:
         if found is None or observed():
             self._compile_and_launch(grid, args, options)
             return
-        run, function, metadata, named = found
+        run, function, metadata, named, _ = found
         stream = driver.active.get_current_stream(key[0])
         # a pointer given as a number is taken as it is; one given as a tensor is looked up in the driver
         run(
@@ -175,7 +177,7 @@ class _Launcher:
             for old in list(self._compiled)[: _REMEMBERED // 2]:
                 del self._compiled[old]
         named = tuple(options[name] for name in self.fn.arg_names[len(args) :])
-        found = compiled.run, compiled.function, compiled.packed_metadata, named
+        found = compiled.run, compiled.function, compiled.packed_metadata, named, compiled
         self._compiled[self._key(args, options)[0]] = found
 
 

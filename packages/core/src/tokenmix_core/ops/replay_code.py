@@ -1,0 +1,182 @@
+"""A recorded call as Python: what a replay does, written out step by step, without loops over what never changes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# parts of one buffer begin where the allocator's own would
+_ALIGNMENT = 512
+# buffers that nobody sees are parts of one where they are smaller together: more would be held longer than needed
+_TOGETHER = 4 << 20
+
+
+def _torch_empty(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+# what torch's compiled code makes its buffers by, in less than half the time
+empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _torch_empty)
+# what torch's compiled code compares tensors with those that it was compiled for by
+_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+class Step(NamedTuple):
+    """A launch, or an operation of torch.
+
+    Attributes:
+        buffers: what is made before it: slot, size, stride, dtype.
+        call: `call(stream, *args)` launches, `call(*args)` is an operation.
+        launch: which of the two.
+        args: its arguments.
+        places: which of them are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
+        result: the slot of what an operation makes, None where it makes nothing.
+    """
+
+    buffers: list[tuple]
+    call: Callable
+    launch: bool
+    args: list
+    places: list[tuple]
+    result: int | None
+
+
+def compiled(steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable) -> Callable:
+    """`call(stream, tensors, pointers)`: the steps on inputs, whose slots come first, and what `make` makes of outputs.
+
+    Tensors are `x0, x1, …` by slot and their addresses `p0, p1, …`; what else is needed are constants `c0, c1, …`.
+    """
+    names: dict[str, Any] = {"empty": empty, "make": make}
+
+    def constant(x: Any) -> str:
+        names[f"c{len(names)}"] = x
+        return f"c{len(names) - 1}"
+
+    def viewed(slot: int, view: tuple | None) -> str:
+        return f"x{slot}" if view is None else f"x{slot}.as_strided(*{constant(view)})"
+
+    kept = {x[0] for x in outputs if x is not None}
+    parts, room = _together(steps, kept)
+    last = {slot: step for step in steps for slot in _slots(step)}
+    inputs = ", ".join(f"x{i}" for i in range(tensors)), ", ".join(f"p{i}" for i in range(tensors))
+    lines = [f"[{inputs[0]}] = tensors", f"[{inputs[1]}] = pointers"]
+    if parts:
+        lines += [f"whole = empty({constant((room,))}, (1,), {constant(torch.uint8)})", "start = whole.data_ptr()"]
+    for step in steps:
+        for slot, *layout in step.buffers:
+            if slot in parts:
+                lines.append(f"p{slot} = start + {constant(parts[slot])}")
+            elif slot in last or slot in kept:
+                lines += [f"x{slot} = empty({', '.join(map(constant, layout))})", f"p{slot} = x{slot}.data_ptr()"]
+        args = [constant(x) for x in step.args]
+        for place, slot, part in step.places:
+            args[place] = (f"p{slot} + {constant(part)}" if part else f"p{slot}") if step.launch else viewed(slot, part)
+        call = f"{constant(step.call)}({', '.join(['stream'] * step.launch + args)})"
+        lines.append(call if step.result is None else f"x{step.result} = {call}")
+        if step.result is not None:
+            lines.append(f"p{step.result} = x{step.result}.data_ptr()")
+        dropped = [x for x in last if last[x] is step and x >= tensors and x not in kept and x not in parts]
+        lines += [f"x{slot} = None" for slot in dropped]
+    results = ", ".join("None" if x is None else viewed(*x) for x in outputs)
+    lines.append(f"return make(({results},))")
+    return _function("call(stream, tensors, pointers)", lines, names)
+
+
+def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> Callable | None:
+    """`match(*inputs)`: `call` with its arguments, for inputs that look like these; None for others, which may too.
+
+    None where that cannot be found out faster than by their kind.
+    """
+    tensors = {f"x{i}": x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+    if _Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
+        return None
+    names: dict[str, Any] = {"call": call, "launching": launching}
+    different = []
+    for i, x in enumerate(inputs):
+        if x is None:
+            different.append(f"x{i} is not None")
+        elif not isinstance(x, Tensor):
+            # 1 and True are equal
+            names |= {f"c{i}": x, f"k{i}": type(x)}
+            different.append(f"x{i}.__class__ is not k{i} or x{i} != c{i}")
+    given = ", ".join(tensors)
+    different.append(f"not same({given})")
+    places = [f"p{x}" for x in tensors]
+    full = [p for p, x in zip(places, tensors.values(), strict=True) if x.numel()]
+    lines = [
+        f"if {' or '.join(different)}:",
+        "    return None",
+        *(f"p{x} = {x}.data_ptr()" for x in tensors),
+        f"if ({' | '.join(places)}) & 15 or len({{{', '.join(full)}}}) != {len(full)}:",
+        "    return None",
+        f"if launching.current_device() != {device} or launching.observed() or launching.being_taken():",
+        "    return None",
+        f"return call, launching.current_stream({device}), ({given},), ({', '.join(places)},)",
+    ]
+    match = _function(f"match({', '.join(f'x{i}' for i in range(len(inputs)))})", lines, names)
+    renew(match, inputs)
+    return match
+
+
+def renew(match: Callable, inputs: Sequence) -> None:
+    """Expect tensors like these in other respects too: those with gradients, under autocast or in inference mode."""
+    match.__globals__["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
+
+
+def alike(inputs: Sequence) -> Callable:
+    """`looks(*inputs)`: whether others look like these, addresses apart."""
+    if _Guards is None:
+        return lambda *others: False
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    plain = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
+    same, values = _same([inputs[i] for i in tensors]), [inputs[i] for i in plain]
+    number, types = len(inputs), [*map(type, values)]
+
+    def looks(*inputs):
+        if len(inputs) != number:
+            return False
+        rest = [inputs[i] for i in plain]
+        return [*map(type, rest)] == types and rest == values and same(*[inputs[i] for i in tensors])
+
+    return looks
+
+
+def _same(tensors: Sequence[Tensor]) -> Callable:
+    """`same(*tensors)`: whether others have the type, dtype, device, sizes, strides and dispatch of these."""
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    return _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _function(head: str, lines: Sequence[str], names: dict[str, Any]) -> Callable:
+    exec(_code(f"def {head}:\n    " + "\n    ".join(lines)), names)
+    return names[head.split("(")[0]]
+
+
+@functools.lru_cache(256)
+def _code(text: str) -> CodeType:
+    # calls that differ in sizes alone have the same text
+    return compile(text, "<replayed call>", "exec")
+
+
+def _slots(step: Step) -> list[int]:
+    """What a step uses or makes."""
+    return [slot for _, slot, _ in step.places] + ([] if step.result is None else [step.result])
+
+
+def _together(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
+    """Where in one buffer those begin that only launches see, and its size; nothing where that is too much."""
+    seen = {slot for step in steps if not step.launch for slot in _slots(step)} | kept
+    used = {slot for step in steps for slot in _slots(step)}
+    parts, room = {}, 0
+    for slot, size, stride, dtype in (x for step in steps for x in step.buffers):
+        if slot in used and slot not in seen:
+            parts[slot] = room
+            numbers = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
+            room += -(-numbers * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return (parts, room) if len(parts) > 1 and room <= _TOGETHER else ({}, 0)
