@@ -18,6 +18,7 @@ from tokenmix_core.ops.common import (
     check_multiple,
     check_same_dtype,
 )
+from tokenmix_core.ops.replay import Checked
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -61,18 +62,7 @@ def attention(
     Raises:
         ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
     """
-    op = "attention"
-    dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
-    mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
-    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
-    if cu_seqlens is not None:
-        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
-        if dims["TQ"] != dims["TK"]:
-            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
-    heads = dims["B"] * dims["H"] if dims["HQ"] == dims["H"] else None
-    packed = cu_seqlens is not None
-    call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed, heads)
-    impl = _resolve(op, impl, call)
+    mask, scale, impl = _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl)
     o, lse = autograd.attention(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
     return AttentionOutput(o, lse.transpose(1, 2))
 
@@ -158,6 +148,23 @@ def attention_decode(
         raise ValueError(f"{op}: impl={impl!r} {why}")
     o, lse = autograd.attention_decode(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
     return AttentionOutput(o, lse)
+
+
+@Checked
+def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str]:
+    """Validate a whole-sequence call; return the mask in its simplest form, the scale and the implementation."""
+    op = "attention"
+    dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
+    mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
+    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    if cu_seqlens is not None:
+        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
+        if dims["TQ"] != dims["TK"]:
+            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
+    heads = dims["B"] * dims["H"] if dims["HQ"] == dims["H"] else None
+    packed = cu_seqlens is not None
+    call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed, heads)
+    return mask, scale, _resolve(op, impl, call)
 
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:

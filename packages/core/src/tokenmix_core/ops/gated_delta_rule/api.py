@@ -17,6 +17,7 @@ from tokenmix_core.ops.common import (
     resolve_impl,
 )
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
+from tokenmix_core.ops.replay import Checked
 
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -141,6 +142,7 @@ def gated_delta_rule_step(
         return step(q, k, v, g, beta, state, scale, qk_l2norm)
 
 
+@Checked
 def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tuple[str, float]:
     """Validate a whole-sequence call; return the implementation and the scale."""
     dims = bind_shapes(

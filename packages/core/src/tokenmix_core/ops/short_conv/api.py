@@ -17,6 +17,7 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     resolve_impl,
 )
+from tokenmix_core.ops.replay import Checked
 from tokenmix_core.ops.short_conv.reference import short_conv_reference, short_conv_step_reference
 
 Activation = Literal["silu"]
@@ -55,15 +56,7 @@ def short_conv(
     Raises:
         ValueError: shapes, dtypes, devices, the activation or cu_seqlens do not fit.
     """
-    op = "short_conv"
-    impl = resolve_impl(op, impl, x)
-    dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"))
-    if dims["T"] < 1:
-        raise ValueError(f"{op}: x must hold at least one token, got T = {dims['T']}")
-    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
-    dims["N"] = dims["B"] if sequences is None else sequences
-    _check_rest(op, impl, dims, x, weight, bias, activation, "N", initial_state=initial_state)
-    bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_"))
+    impl = _check(x, weight, bias, activation, initial_state, cu_seqlens, impl)
     if impl == "triton":
         from tokenmix_core.ops.short_conv.autograd import short_conv_triton
 
@@ -107,6 +100,21 @@ def short_conv_step(
 
         return short_conv_step_triton(x, weight, bias, state, activation)
     return short_conv_step_reference(x, weight, bias, state, activation=activation)
+
+
+@Checked
+def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
+    """Validate a whole-sequence call; return the implementation."""
+    op = "short_conv"
+    impl = resolve_impl(op, impl, x)
+    dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"))
+    if dims["T"] < 1:
+        raise ValueError(f"{op}: x must hold at least one token, got T = {dims['T']}")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    _check_rest(op, impl, dims, x, weight, bias, activation, "N", initial_state=initial_state)
+    bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_"))
+    return impl
 
 
 def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     resolve_impl,
 )
+from tokenmix_core.ops.replay import Checked
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -128,6 +129,7 @@ def ssd_step(
     return ssd_step_reference(q, k, v, g, state, scale=scale)
 
 
+@Checked
 def _check(op, q, k, v, g, initial_state, cu_seqlens, impl) -> str:
     impl = resolve_impl(op, impl, q)
     dims = bind_shapes(op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"))
