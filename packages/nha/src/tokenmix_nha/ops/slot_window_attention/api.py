@@ -16,6 +16,7 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     resolve_impl,
 )
+from tokenmix_core.ops.replay import Checked
 from tokenmix_nha.ops.slot_window_attention import reference
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState, last_tokens, prepend
 
@@ -79,26 +80,10 @@ def slot_window_attention(
         expected.
     """
     op = "slot_window_attention"
-    backend = resolve_impl(op, impl, q)
-    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
-        raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
-    dims = bind_shapes(
-        op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), f=(f, "B T H M"), q_slots=(q_slots, "B T HQ K"),
-        k_slots=(k_slots, "B T H K"),
-    )  # fmt: skip
-    if dims["T"] < 1:
-        raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
-    if (q_slots is None) != (k_slots is None):
-        given, absent = ("k_slots", "q_slots") if q_slots is None else ("q_slots", "k_slots")
-        raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
-    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
-    dims["N"] = dims["B"] if sequences is None else sequences
-    # q again, so that the others' device is compared with its
-    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_"))
-    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
-    if initial_state is not None:
-        _check_state(op, dims, q, f, k_slots, initial_state)
-    factor = _scale(op, dims, scale)
+    if not isinstance(initial_state, SlotWindowState | None):
+        raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(initial_state).__name__}")
+    tensors = q, k, v, f, q_slots, k_slots, cu_seqlens
+    dims, backend, factor = _check(op, *tensors, window, scale, impl, *(initial_state or ()))
 
     before, start, slots_k, slots_v = 0, None, None, None
     if initial_state is not None:
@@ -175,6 +160,31 @@ def slot_window_attention_step(
 
         return step_triton(q, k, v, f, q_slots, k_slots, state, factor)
     return reference.step_reference(q, k, v, f, q_slots, k_slots, state, scale=factor)
+
+
+@Checked
+def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str, float]:
+    """Validate a whole-sequence call; return the sizes, the implementation and the scale."""
+    backend = resolve_impl(op, impl, q)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+        raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
+    dims = bind_shapes(
+        op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), f=(f, "B T H M"), q_slots=(q_slots, "B T HQ K"),
+        k_slots=(k_slots, "B T H K"),
+    )  # fmt: skip
+    if dims["T"] < 1:
+        raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
+    if (q_slots is None) != (k_slots is None):
+        given, absent = ("k_slots", "q_slots") if q_slots is None else ("q_slots", "k_slots")
+        raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    # q again, so that the others' device is compared with its
+    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_"))
+    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    if state:
+        _check_state(op, dims, q, f, k_slots, SlotWindowState(*state))
+    return dims, backend, _scale(op, dims, scale)
 
 
 def _reference(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):

@@ -283,14 +283,16 @@ def _empty_gradients(
     # an op returns tensors only: an absent argument has an empty gradient
     none = q.new_empty(0)
     dq_slots, dk_slots = (none, q.new_empty(0)) if q_slots is None else (empty(q_slots), empty(k_slots))
-    return empty(q), empty(k), empty(v), empty(f), dq_slots, dk_slots, empty(dfinal_k), empty(dfinal_v)
+    slots = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, k.shape[2], f.shape[3]
+    initial = (q.new_empty(*slots, x.shape[3], dtype=torch.float32) for x in (k, v))
+    return empty(q), empty(k), empty(v), empty(f), dq_slots, dk_slots, *initial
 
 
 @torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
 def slot_window_attention_backward_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
     cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, end: Tensor, splits: Tensor, states_k: Tensor, states_v: Tensor,
-    do: Tensor, dfinal_k: Tensor, dfinal_v: Tensor, before: int, window: int, scale: float, initial: bool,
+    do: Tensor, dfinal_k: Tensor | None, dfinal_v: Tensor | None, before: int, window: int, scale: float, initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
     return _run_backward(
@@ -305,23 +307,18 @@ _backward = direct_when_eager(slot_window_attention_backward_op, _run_backward)
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, f, q_slots, k_slots, slots_k, _, start, cu_seqlens, *ctx.options = inputs
-    o, final_k, final_v, *saved = output
+    o, _, _, *saved = output
     ctx.initial = slots_k is not None
     # else torch would fill gradients of all outputs with zeros, those of the chunks' slots included
     ctx.set_materialize_grads(False)
-    ctx.final = final_k.shape, final_v.shape
     ctx.save_for_backward(q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *saved)
 
 
 def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     tensors = ctx.saved_tensors
-    o, lse = tensors[8:10]
-    do = torch.zeros_like(o) if do is None else do
-    final = (
-        lse.new_zeros(shape) if x is None else x.contiguous()
-        for x, shape in zip((dfinal_k, dfinal_v), ctx.final, strict=True)
-    )  # fmt: skip
-    *grads, dinitial_k, dinitial_v = _backward(*tensors, do.contiguous(), *final, *ctx.options, ctx.initial)
+    do = torch.zeros_like(tensors[8]) if do is None else do.contiguous()
+    dfinal_k, dfinal_v = (None if x is None else x.contiguous() for x in (dfinal_k, dfinal_v))
+    *grads, dinitial_k, dinitial_v = _backward(*tensors, do, dfinal_k, dfinal_v, *ctx.options, ctx.initial)
     slots = grads[4:] if tensors[4] is not None else (None, None)
     initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
     return *grads[:4], *slots, *initial, None, None, None, None, None

@@ -132,12 +132,12 @@ def last_tokens(
     `cu_seqlens` are the borders without them. Rings have no more places than there can be tokens.
     """
     if cu_seqlens is None:
-        sequences, tokens = k.shape[0], torch.full((k.shape[0],), k.shape[1], dtype=torch.int32, device=k.device)
-        borders = torch.arange(sequences, device=k.device) * k.shape[1]
-        capacity = min(window, k.shape[1])
+        sequences, capacity = k.shape[0], min(window, k.shape[1])
         if start is None:
             rings = (None if x is None else x[:, x.shape[1] - capacity :] for x in (k, v, f, k_slots))
-            return *rings, tokens.fill_(capacity)
+            return *rings, torch.full((sequences,), capacity, dtype=torch.int32, device=k.device)
+        tokens = torch.full((sequences,), k.shape[1], dtype=torch.int32, device=k.device)
+        borders = torch.arange(sequences, device=k.device) * k.shape[1]
     else:
         sequences, tokens = len(cu_seqlens) - 1, cu_seqlens.diff() + before
         borders = cu_seqlens[:-1] + before * torch.arange(sequences, device=k.device)

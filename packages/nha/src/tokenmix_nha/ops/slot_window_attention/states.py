@@ -198,8 +198,10 @@ def slot_gradients_kernel(
     b_sv = tl.zeros([BV, M], dtype=tl.float32)
     b_total = tl.zeros([M], dtype=tl.float32)
     if not LOCAL:
-        b_sk += _load_slots(dfinal_k, i_nh, i_d * BK, BK, K, M, SLOTS)
-        b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, M, SLOTS)
+        if dfinal_k is not None:
+            b_sk += _load_slots(dfinal_k, i_nh, i_d * BK, BK, K, M, SLOTS)
+        if dfinal_v is not None:
+            b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, M, SLOTS)
         if local_g is not None:
             for i in range(segments - 1 - i_s):
                 index = ((segments - 1 - i) * NH + i_nh).to(tl.int64)
