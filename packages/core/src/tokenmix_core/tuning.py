@@ -150,10 +150,13 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
 
 
 def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
-    """16 heads of a large group a program, which share products, where that makes programs enough; else one."""
-    programs = cdiv(tokens, 64) * HV // 16
-    fit = group % 16 == 0 and K * V <= 128 * 64 and programs >= 4 * _PROGRAMS
-    return SSDHopper(16, 8) if fit else SSDHopper(1, 4)
+    """16, 8, 4 or 2 heads of a group a program, which share products, by how many rounds of programs they make."""
+    sizes = [heads for heads in (16, 8, 4, 2) if group % heads == 0 and K * V <= 128 * 64]
+    if not sizes:
+        return SSDHopper(1, 4)
+    chunks = cdiv(tokens, 64) * HV
+    # one program a multiprocessor; what it does once takes as long as half a head
+    return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, _PROGRAMS) * (2 * heads + 1)), 8)
 
 
 def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
