@@ -128,24 +128,7 @@ def attention_decode(
     Raises:
         ValueError: a wrong shape, dtype, device or option; on a CPU also a length outside 0 … S.
     """
-    op = "attention_decode"
-    dims = bind_shapes(
-        op, {}, q=(q, "B TQ HQ K"), k_cache=(k_cache, "B S H K"), v_cache=(v_cache, "B S H V"),
-        cache_seqlens=(cache_seqlens, "B"),
-    )  # fmt: skip
-    mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
-    check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
-    if not cache_seqlens.is_cuda and not torch.compiler.is_compiling():
-        lengths = cache_seqlens.tolist()
-        if any(not 0 <= n <= dims["S"] for n in lengths):
-            raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")
-    call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
-    if impl is None:
-        impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
-    elif impl not in ("triton", "reference"):
-        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
-    elif (why := limit(impl, call)) is not None:
-        raise ValueError(f"{op}: impl={impl!r} {why}")
+    mask, scale, impl = _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl)
     o, lse = autograd.attention_decode(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
     return AttentionOutput(o, lse)
 
@@ -165,6 +148,30 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
     packed = cu_seqlens is not None
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed, heads)
     return mask, scale, _resolve(op, impl, call)
+
+
+@Checked
+def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl) -> tuple[Mask, float, str]:
+    """The same for a cache."""
+    op = "attention_decode"
+    dims = bind_shapes(
+        op, {}, q=(q, "B TQ HQ K"), k_cache=(k_cache, "B S H K"), v_cache=(v_cache, "B S H V"),
+        cache_seqlens=(cache_seqlens, "B"),
+    )  # fmt: skip
+    mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
+    check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
+    if not cache_seqlens.is_cuda and not torch.compiler.is_compiling():
+        lengths = cache_seqlens.tolist()
+        if any(not 0 <= n <= dims["S"] for n in lengths):
+            raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")
+    call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
+    if impl is None:
+        impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
+    elif impl not in ("triton", "reference"):
+        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
+    elif (why := limit(impl, call)) is not None:
+        raise ValueError(f"{op}: impl={impl!r} {why}")
+    return mask, scale, impl
 
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:

@@ -114,23 +114,7 @@ def gated_delta_rule_step(
     Raises:
         ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
     """
-    op = "gated_delta_rule_step"
-    dims = bind_shapes(
-        op,
-        {},
-        q=(q, "B H K"),
-        k=(k, "B H K"),
-        v=(v, "B HV V"),
-        g=(g, "B HV"),
-        beta=(beta, "B HV"),
-        state=(state, "B HV K V"),
-    )
-    impl = resolve_impl(op, impl, q)
-    _check_sizes(op, dims, impl)
-    _check_dtypes(op, q, k, v, g, beta, state, impl)
-    if not state.is_contiguous():
-        raise ValueError(f"{op}: state must be contiguous to be updated in place, got strides {state.stride()}")
-    scale = dims["K"] ** -0.5 if scale is None else float(scale)
+    impl, scale = _check_step(q, k, v, g, beta, state, scale, impl)
     with torch.no_grad():
         if impl == "reference":
             token = (x.unsqueeze(1) for x in (q, k, v, g, beta))
@@ -165,6 +149,28 @@ def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tupl
     impl = resolve_impl(op, impl, q)
     _check_sizes(op, dims, impl)
     _check_dtypes(op, q, k, v, g, beta, initial_state, impl)
+    return impl, dims["K"] ** -0.5 if scale is None else float(scale)
+
+
+@Checked
+def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str, float]:
+    """The same for one token."""
+    op = "gated_delta_rule_step"
+    dims = bind_shapes(
+        op,
+        {},
+        q=(q, "B H K"),
+        k=(k, "B H K"),
+        v=(v, "B HV V"),
+        g=(g, "B HV"),
+        beta=(beta, "B HV"),
+        state=(state, "B HV K V"),
+    )
+    impl = resolve_impl(op, impl, q)
+    _check_sizes(op, dims, impl)
+    _check_dtypes(op, q, k, v, g, beta, state, impl)
+    if not state.is_contiguous():
+        raise ValueError(f"{op}: state must be contiguous to be updated in place, got strides {state.stride()}")
     return impl, dims["K"] ** -0.5 if scale is None else float(scale)
 
 

@@ -89,12 +89,7 @@ def short_conv_step(
     Raises:
         ValueError: as `short_conv`.
     """
-    op = "short_conv_step"
-    impl = resolve_impl(op, impl, x)
-    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D"))
-    _check_rest(op, impl, dims, x, weight, bias, activation, "B", state=state)
-    if not state.is_contiguous():
-        raise ValueError(f"{op}: state must be contiguous, got strides {state.stride()}")
+    impl = _check_step(x, weight, bias, state, activation, impl)
     if impl == "triton":
         from tokenmix_core.ops.short_conv.autograd import short_conv_step_triton
 
@@ -114,6 +109,18 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
     dims["N"] = dims["B"] if sequences is None else sequences
     _check_rest(op, impl, dims, x, weight, bias, activation, "N", initial_state=initial_state)
     bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_"))
+    return impl
+
+
+@Checked
+def _check_step(x, weight, bias, state, activation, impl) -> str:
+    """Validate a call of one token; return the implementation."""
+    op = "short_conv_step"
+    impl = resolve_impl(op, impl, x)
+    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D"))
+    _check_rest(op, impl, dims, x, weight, bias, activation, "B", state=state)
+    if not state.is_contiguous():
+        raise ValueError(f"{op}: state must be contiguous, got strides {state.stride()}")
     return impl
 
 
