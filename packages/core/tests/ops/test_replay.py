@@ -240,6 +240,16 @@ def test_calls_alike_but_for_the_mode_are_one_kind(add):
     assert function.runs == 1
 
 
+def test_calls_with_and_without_gradients_take_turns(add):
+    function, replayed = three_sums(add)
+    inputs = [(torch.randn(6, requires_grad=x), torch.randn(6), 1.0) for x in (False, True)]
+    for _ in range(2):
+        for x in inputs:
+            replayed(*x)
+    assert function.runs == 1
+    assert all(replayed.match(*x) is not None for x in inputs)
+
+
 def test_without_torchs_guards_calls_are_replayed_all_the_same(add, monkeypatch):
     monkeypatch.setattr(replay_code, "_Guards", None)
     function, replayed = three_sums(add)

@@ -161,6 +161,34 @@ def test_calls_run_on_the_device_of_their_tensors(op):
             check_equal([None if x is None else x.to("cuda:0") for x in got], wanted)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, g: (q, k.cpu(), v, g),
+        lambda q, k, v, g: (q, k.half(), v, g),
+        lambda q, k, v, g: (q, k[:, 1:], v, g),
+        lambda q, k, v, g: (q, k, v[:, :, :3], g),
+    ],
+    ids=["device", "dtype", "tokens", "heads"],
+)
+@pytest.mark.parametrize("op", [gated_delta_rule, ssd, window])
+def test_bad_input_is_refused_after_good(op, change):
+    q, k, v, g = inputs()
+    for _ in range(2):
+        results(op, (q, k, v, g))
+        bad = change(q, k, v, g)
+        with pytest.raises(ValueError, match=r"must|is on"):
+            op(*bad)
+
+
+def test_borders_on_another_device_are_refused_after_good_ones():
+    borders = torch.tensor([0, 30, T], device="cuda")
+    for _ in range(2):
+        chunk_ssd(*inputs(), cu_seqlens=borders)
+        with pytest.raises(ValueError, match="is on cpu"):
+            chunk_ssd(*inputs(), cu_seqlens=borders.cpu())
+
+
 def test_steps_change_the_state_they_are_given():
     from tokenmix_core.ops import gated_delta_rule_step
 

@@ -106,7 +106,7 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
             names |= {f"c{i}": x, f"k{i}": type(x)}
             different.append(f"x{i}.__class__ is not k{i} or x{i} != c{i}")
     given = ", ".join(tensors)
-    different.append(f"not same({given})")
+    different.append(f"not (same({given}) or also({given}))")
     places = [f"p{x}" for x in tensors]
     full = [p for p, x in zip(places, tensors.values(), strict=True) if x.numel()]
     lines = [
@@ -125,8 +125,10 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
 
 
 def renew(match: Callable, inputs: Sequence) -> None:
-    """Expect tensors like these in other respects too: those with gradients, under autocast or in inference mode."""
-    match.__globals__["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
+    """Expect tensors like these too, which differ otherwise from the last: with gradients, or under autocast."""
+    names = match.__globals__
+    names["also"] = names.get("same", lambda *tensors: False)
+    names["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
 
 
 def alike(inputs: Sequence) -> Callable:
