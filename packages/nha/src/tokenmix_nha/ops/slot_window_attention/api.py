@@ -80,10 +80,10 @@ def slot_window_attention(
         expected.
     """
     op = "slot_window_attention"
-    if not isinstance(initial_state, SlotWindowState | None):
+    if initial_state is not None and not isinstance(initial_state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(initial_state).__name__}")
     tensors = q, k, v, f, q_slots, k_slots, cu_seqlens
-    dims, backend, factor = _check(op, *tensors, window, scale, impl, *(initial_state or ()))
+    dims, backend, factor = _check(op, *tensors, window, scale, impl, *(() if initial_state is None else initial_state))
 
     before, start, slots_k, slots_v = 0, None, None, None
     if initial_state is not None:
