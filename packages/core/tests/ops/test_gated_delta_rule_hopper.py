@@ -16,7 +16,7 @@ from tokenmix_core.testing.agreement import assert_agrees
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
-STEPS = ("prepare", "forward", "backward_state", "backward_chunk")
+STEPS = ("prepare", "forward", "backward_state", "backward_chunk", "backward")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def on_hopper(steps, monkeypatch):
         monkeypatch.setattr(hopper, name, module, raising=False)
         monkeypatch.setattr(module, name, lambda *args, name=name, step=step: (ran.add(name), step(*args)))
     monkeypatch.setattr(hopper, "takes", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "_LEAST", 0)
     return ran
 
 
@@ -48,15 +49,23 @@ def inputs(B, T, H, HV, D, N=None, decay=0.3):
 def check(x, **options):
     options = {"qk_l2norm": True} | options
     form = partial(chunk_gated_delta_rule, **options)
-    assert_agrees(partial(form, impl="triton"), partial(form, impl="reference"), x)
+    # heads of 128 take k̂ · dk̂ as a difference of two sums: nothing to 16 bits, while float32 loses two of its own
+    factor = 5.0 if x["q"].shape[-1] == 128 else 2.0
+    assert_agrees(partial(form, impl="triton"), partial(form, impl="reference"), x, factor=factor)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_packed_sequences_with_grouped_heads_and_states(D, on_hopper):
     x = inputs(1, 130, 1, 2, D, N=4)
     check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32))
-    # the forward step is for heads of 128
-    assert on_hopper == set(STEPS) - (set() if D == 128 else {"forward"})
+    # heads of 128 have steps of their own
+    assert on_hopper == {"prepare"} | ({"forward", "backward"} if D == 128 else {"backward_state", "backward_chunk"})
+
+
+def test_few_programs_take_two_steps(on_hopper, monkeypatch):
+    monkeypatch.setattr(hopper, "_LEAST", 2)
+    check(inputs(1, 70, 1, 1, 128))
+    assert on_hopper == set(STEPS) - {"backward"}
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -78,8 +87,9 @@ def test_segments(decay, then, borders, on_hopper, monkeypatch):
     check(x, cu_seqlens=cu_seqlens)
 
 
-def test_segments_of_heads_that_groups_of_warps_share(on_hopper, monkeypatch):
+@pytest.mark.parametrize("decay", [0.5, 0.001])
+def test_segments_of_heads_that_groups_of_warps_share(decay, on_hopper, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
-    x = inputs(1, 300, 1, 2, 128, N=3, decay=0.001)
+    x = inputs(1, 300, 1, 2, 128, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
-    assert "forward" in on_hopper
+    assert on_hopper >= {"forward", "backward"}

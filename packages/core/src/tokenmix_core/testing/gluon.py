@@ -32,6 +32,9 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.base, self.offset + offset)
 
+    def __sub__(self, offset):
+        return Pointer(self.base, self.offset - offset)
+
     def __getitem__(self, index):
         return Pointer(self.base, self.offset[index])
 
@@ -46,8 +49,10 @@ class Pointer:
 
     def store(self, x: Tensor, mask=None) -> None:
         offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
-        assert x.dtype == self.base.dtype
-        self.base[offset[mask]] = x[mask]
+        # where nothing is stored the pointer may be into anything
+        if mask.any():
+            assert x.dtype == self.base.dtype
+            self.base[offset[mask]] = x[mask]
 
 
 class Shared:
@@ -149,6 +154,7 @@ class Jit:
         def launch(*args, **options: int) -> None:
             parameters = inspect.signature(self.function).parameters.values()
             arguments = [_argument(x, p.annotation) for x, p in zip(args, parameters, strict=True)]
+            vars(self.language)["num_programs"] = lambda axis: torch.tensor(grid[axis])
             for program in itertools.product(*map(range, grid)):
                 vars(self.language)["program_id"] = lambda axis, program=program: torch.tensor(program[axis])
                 self.function(*arguments)
@@ -195,6 +201,7 @@ def _language() -> ModuleType:
     functions = {
         "constexpr": constexpr,
         "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
         "int32": torch.int32,
         "int64": torch.int64,
         "arange": lambda start, end, layout: torch.arange(start, end),
@@ -220,7 +227,9 @@ def _language() -> ModuleType:
         "inline_asm_elementwise": lambda asm, constraints, args, **options: args[0],
         "associative_scan": _cumulative_sum,
         "expand_dims": torch.unsqueeze,
+        "join": lambda x, y: torch.stack((x, y), -1),
         "split": lambda x: x.unbind(-1),
+        "reshape": torch.reshape,
         "cdiv": lambda x, y: (x + y - 1) // y,
         "convert_layout": lambda x, layout: x,
         "static_range": range,

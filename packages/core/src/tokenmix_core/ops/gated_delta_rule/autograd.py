@@ -5,8 +5,7 @@ from torch import Tensor
 
 from tokenmix_core.ops.common import differentiable, direct_when_eager, is_plain
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
-from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
+from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
@@ -102,14 +101,8 @@ def _chunk_backward(
     # the steps on Hopper sum ⟨dS', S⟩ from what is stored in 16 bits alone
     parts = q.element_size() == 2 and not (do is not None and hopper.takes(q, k, do))
     saved = forward(q, k, v, *terms, entering, initial_state, *options, output=False, save=True, remainders=parts)
-    states = (saved.states, saved.remainders, transitions)
-    dv, dstates, ends, dinitial_state = backward_state(
-        q, k, *terms, *states, do, dfinal_state, *options, v, initial_state is not None
-    )
-    dq, dk, dg, dbeta = backward_chunk(
-        q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, *options
-    )
-    return dq, dk, dv, dg, dbeta, dinitial_state
+    inputs = (q, k, v, g, beta, *terms, transitions, saved)
+    return backward(*inputs, do, dfinal_state, *options, initial_state is not None)
 
 
 _replayed_backward = Replayed(_chunk_backward)

@@ -148,6 +148,15 @@ def backward_chunk_kernel(
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
 
 
+def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k, from those for each value head."""
+    B, T, HV, K = dq.shape
+    if HV == H:
+        return dq, dk
+    # a sum of its own keeps the result the same from run to run, which atomic additions would not
+    return dq.view(B, T, H, HV // H, K).sum(3), dk.view(B, T, H, HV // H, K).sum(3)
+
+
 def backward_chunk(
     q: Tensor,
     k: Tensor,
@@ -187,7 +196,4 @@ def backward_chunk(
             K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], do is not None, qk_l2norm,
             cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-    if group > 1:
-        # a sum of its own keeps the result the same from run to run, which atomic additions would not
-        dq, dk = (x.view(B, T, H, group, K).sum(3) for x in (dq, dk))
-    return dq, dk, dg, dbeta
+    return *sum_groups(dq, dk, H), dg, dbeta

@@ -9,9 +9,18 @@ from torch import Tensor
 
 from tokenmix_core.ops.common import on_hopper
 
+# programs of a step that walks along chunks with all of their work; of fewer, two steps are quicker, as the second of
+# them takes all chunks at once
+_LEAST = 64
+
 
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether these steps exist for tensors `[B, T, H, D]` of one dtype that they read by rows."""
     D = x.shape[-1]
     sizes = x.element_size() == 2 and D in (64, 128) and all(y.shape[-1] == D for y in others)
     return sizes and on_hopper(x.device) and all(y.data_ptr() % 16 == 0 for y in (x, *others))
+
+
+def gradients_at_once(q: Tensor, k: Tensor, do: Tensor, *, qk_l2norm: bool, programs: int) -> bool:
+    """Whether one step makes all gradients: of normalised heads of 128, where its programs occupy a GPU."""
+    return qk_l2norm and q.shape[-1] == 128 and programs >= _LEAST and takes(q, k, do)

@@ -223,6 +223,65 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds)
 
 
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    passed: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    local: bool,
+) -> None:
+    B, T, H, K = q.shape
+    HV, V = do.shape[2:]
+    order, final = longest_first(T, segment, cu_seqlens), gates if dfinal_state is None else dfinal_state
+    backward_state_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
+        q, k, inverse, gates, cu_seqlens, order, states, do, final, passed, *out,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
+        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0 and not local, qk_l2norm,
+        cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=V // 16,
+    )  # fmt: skip
+
+
+def between_segments(
+    q: Tensor,
+    k: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    transitions: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """The gradient that every segment passes back where it does not forget, by its M; empty if there are no M.
+
+    What is computed for one segment alone writes nothing else: `dv` is not changed.
+    """
+    B, T = q.shape[:2]
+    HV, V = do.shape[2:]
+    slots = chunk_slots(B, T, segment, cu_seqlens) if len(transitions) else 0
+    passed = gates.new_empty(slots, HV, q.shape[3], V)
+    if slots:
+        out = (dv, dv, gates, gates[:0])
+        _launch(
+            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, passed, out, True
+        )
+        pass_back(gates, transitions, passed, T, sequences(q, cu_seqlens), HV, segment, cu_seqlens)
+    return passed
+
+
 def backward_state(
     q: Tensor,
     k: Tensor,
@@ -243,24 +302,7 @@ def backward_state(
     Sequences are split into segments of `segment` tokens, unless that is 0. Where a segment does not forget, its M of
     `transitions` carries gradients through it; if that is empty, a segment starts as far back as it takes.
     """
-    B, T, H, K = q.shape
-    HV, V = do.shape[2:]
-    segment = segment or -(-T // CHUNK) * CHUNK
-    slots = chunk_slots(B, T, segment, cu_seqlens)
-    order = longest_first(T, segment, cu_seqlens)
-    N, carried = sequences(q, cu_seqlens), len(transitions) > 0
-    passed = gates.new_empty(slots if carried else 0, HV, K, V)
-    final = gates if dfinal_state is None else dfinal_state
-
-    def run(local: bool) -> None:
-        backward_state_kernel[(slots * HV,)](
-            q, k, inverse, gates, cu_seqlens, order, states, do, final, passed, *out,
-            scale, T, N, H, HV // H, B * T, segment,
-            K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0 and not local, qk_l2norm,
-            cu_seqlens is not None, order is not None, local, carried and not local, num_warps=V // 16,
-        )  # fmt: skip
-
-    if carried:
-        run(True)
-        pass_back(gates, transitions, passed, T, N, HV, segment, cu_seqlens)
-    run(False)
+    segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
+    inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
+    passed = between_segments(*inputs, transitions, out[0])
+    _launch(*inputs, passed, out, False)

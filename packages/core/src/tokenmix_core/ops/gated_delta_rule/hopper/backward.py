@@ -1,0 +1,305 @@
+"""The backward pass after S and R on Hopper: a segment and value head a program, whose warps share out a chunk's work.
+
+One group of four warps copies, two run backwards along the chunks with 64 columns of dS each (`backward_chain.py`), and
+one makes the gradients of a chunk from the dS' and dY that those hand to it. So dS stays on the chip, and what is not
+part of the chain from dS' to dS is done beside it. Heads of 128.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
+    BARRIERS,
+    DS_READ,
+    DS_THERE,
+    DY_READ,
+    DY_THERE,
+    E_READ,
+    E_THERE,
+    EMPTY,
+    FULL,
+    MADE,
+    PLACES,
+    R_READ,
+    R_THERE,
+    S_READ,
+    S_THERE,
+    SUMMED,
+    anew,
+    announce,
+    copy_chunks,
+    load_last,
+    run_back,
+)
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
+    LOG2_E,
+    LOWEST,
+    accumulate,
+    add,
+    dot_rows,
+    multiply,
+    nonzero,
+    scale_rows,
+    square,
+    unnormalise,
+)
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
+    FORGOTTEN,
+    between_segments,
+    decay_over,
+    started_after,
+)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
+from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.tile.hopper import causal_decay, locate_chunk, product_layout, store_rows
+from tokenmix_core.tile.launch import cached_launch
+
+
+@gluon.jit
+def write_dg(p_dg, db_t, end_t, g_t, rows, stride: gl.constexpr):
+    """dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none."""
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    o_t = anew(gl.arange(0, 64, line))
+    dg_t = gl.associative_scan(db_t, 0, add, reverse=True) + gl.sum(end_t, 0)
+    dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
+    gl.store(p_dg + o_t * stride, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
+
+
+@gluon.jit
+def write_gradients(pointers, tiles, places, barriers, scale, length, steps, warm, HV: gl.constexpr):
+    """dQ, dK, dg and dβ of each chunk but the first `warm`. Vectors by row are `x_i`, by column `x_j`."""
+    p_gates, p_g, p_dq, p_dk, p_dg, p_dbeta = pointers
+    x_s, gates_s = places
+    r_1, s_1, ds_1, dy_1, ef_1, s_ends = tiles
+    dtype: gl.constexpr = x_s.dtype
+    BT: gl.constexpr = x_s.shape[1]
+    D: gl.constexpr = x_s.shape[2]
+    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(D, 4), 2)
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    for i in range(warm):
+        mbarrier.wait(barriers.index(FULL + i % PLACES), (i // PLACES) & 1)
+        mbarrier.arrive(barriers.index(EMPTY + i % PLACES))
+        mbarrier.wait(barriers.index(DS_THERE), i & 1)
+        mbarrier.arrive(barriers.index(DS_READ))
+    db_t, end_t = gl.zeros([BT], gl.float32, line), gl.zeros([BT], gl.float32, line)
+    g_t = gl.zeros([BT], gl.float32, line)
+    p_last, rows = p_dg, length
+    for i in range(warm, steps):
+        here, parity = i % PLACES, (i - warm) & 1
+        s_q, s_k, s_do = x_s.index(here), x_s.index(PLACES + here), x_s.index(2 * PLACES + here)
+        g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
+        g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
+        at = anew(0)
+        s_r, s_s, s_ds, s_dy, s_ef = r_1.index(at), s_1.index(at), ds_1.index(at), dy_1.index(at), ef_1.index(at)
+        s_e, s_f = square(s_ef, 0, D), square(s_ef, 1, D)
+        o_i, o_j, o_t = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col)), anew(gl.arange(0, BT, line))
+        # counted from the last chunk
+        t_0 = -i * BT
+        o_0 = t_0.to(gl.int64) * HV
+        last = load_last(p_gates + t_0.to(gl.int64) * 4, length - t_0)
+        mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
+        mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
+        mbarrier.wait(barriers.index(R_THERE), parity)
+        mbarrier.wait(barriers.index(S_THERE), parity)
+        fence_async_shared()
+
+        # dQ̂ = scale γ dO Sᵀ + E β K̂
+        b_dq = multiply(s_do, s_s.permute((1, 0)), D)
+        if i > warm:
+            write_dg(p_last, db_t, end_t, g_t, rows, HV)
+        p_last, rows = p_dg + o_0, length - t_0
+        g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
+        b_i, w_i, r_i, rq_i = g_b.load(row), g_w.load(row), g_r.load(row), g_n.load(row)
+        d_i = nonzero(w_i, r_i)
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, D)
+        mbarrier.wait(barriers.index(E_THERE), parity)
+        b_dq = accumulate(s_f, s_k, b_dq)
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        dot_i = dot_rows(b_dq, s_q, row, D)
+        b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D).to(dtype)
+        b_first, b_second = gl.split(b_dq.reshape([BT, 2, D // 2]).permute((0, 2, 1)))
+        s_f.store(b_first)
+        store_rows(p_dq + o_0 * D, s_f, HV * D, rows, 4)
+        s_f.store(b_second)
+        store_rows(p_dq + o_0 * D + D // 2, s_f, HV * D, rows, 4)
+
+        # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, meets β K̂, and as Fᵀ K̂
+        mbarrier.wait(barriers.index(DY_THERE), parity)
+        b_f = multiply(s_dy, s_r.permute((1, 0)), BT)
+        mbarrier.wait(barriers.index(DS_THERE), i & 1)
+        b_dk = multiply(s_r, s_ds.permute((1, 0)), D)
+        b_f = warpgroup_mma_wait(1, deps=[b_f])
+        o_i, o_j = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col))
+        b_f *= -causal_decay(b_i, g_b.load(col), o_i, o_j + 1) * r_i[:, None]
+        w_j = g_w.load(col)
+        s_f.store((b_f * nonzero(w_j, g_r.load(col))[None, :]).to(dtype))
+        b_f = (b_f * w_j[None, :]).to(dtype)
+
+        # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
+        fence_async_shared()
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        mbarrier.arrive(barriers.index(DS_READ))
+        mbarrier.arrive(barriers.index(R_READ))
+        b_dk = scale_rows(b_dk, gl.exp2(last - b_i) * d_i, D)
+        out_i = dot_rows(b_dk, s_k, row, D)
+        b_dk = accumulate(s_e.permute((1, 0)), s_q, b_dk)
+        b_dk = accumulate(s_f.permute((1, 0)), s_k, b_dk)
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        beta_i = w_i / r_i
+        dbeta_i = dot_rows(b_dk, s_k, row, D) * (r_i / d_i)
+
+        # dK̂ = β X − γ dY Sᵀ + F β K̂
+        b_dk = scale_rows(b_dk, beta_i * (r_i / d_i), D)
+        b_y = s_dy.load(left).to(gl.float32)
+        b_y *= gl.convert_layout(-gl.exp2(b_i) * r_i, gl.SliceLayout(1, left))[:, None]
+        b_dk = accumulate(b_y.to(dtype), s_s.permute((1, 0)), b_dk)
+        b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        mbarrier.arrive(barriers.index(DY_READ))
+        mbarrier.wait(barriers.index(SUMMED), parity)
+        end_t = s_ends.index(0).load(line) + s_ends.index(1).load(line)
+        mbarrier.arrive(barriers.index(S_READ))
+        dot_k_i = dot_rows(b_dk, s_k, row, D)
+        b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i, D)
+        s_ef.store(b_dk.to(dtype))
+        store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
+
+        gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
+        lines = s_ef._reinterpret(gl.float32, [BT, D // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        lines.index(0).store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * beta_i * dbeta_i, 0.0))
+        lines.index(1).store(out_i * (w_i / d_i))
+        db_t, end_t = lines.index(0).load(line), end_t * gl.exp2(last) + lines.index(1).load(line)
+        mbarrier.arrive(barriers.index(E_READ))
+        mbarrier.arrive(barriers.index(EMPTY + here))
+    if steps > warm:
+        write_dg(p_last, db_t, end_t, g_t, rows, HV)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["T", "N", "tokens", "segment"])
+def backward_kernel(
+    q, k, g, inverse, gates, cu_seqlens, order, states, residual, do, dfinal_state, passed,
+    dq, dk, dv, dg, dbeta, dinitial_state, scale, T, N, tokens, segment,
+    H: gl.constexpr, HV: gl.constexpr, D: gl.constexpr, BT: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    PACKED: gl.constexpr, ORDERED: gl.constexpr, CARRIED: gl.constexpr,
+):  # fmt: skip
+    """All gradients. FINAL: there is a gradient of the final state; INITIAL: that of the initial state is wanted.
+
+    ORDERED: programs take segments by `order`. CARRIED: what is passed back to a segment lies in `passed`, if the one
+    that passes it remembers; else a segment starts as far back as it takes.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    places: gl.constexpr = PLACES
+    i_s, i_hv = gl.program_id(0) // HV, gl.program_id(0) % HV
+    if ORDERED:
+        i_s = gl.load(order + i_s)
+    i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, 4)
+    # an empty sequence has a segment too, which hands its gradient on
+    if (start >= length) & (start > 0):
+        return
+    if PACKED:
+        slot = begin // BT + i_n
+    else:
+        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    # an empty sequence may begin past the last token
+    p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
+    chunks, first = gl.cdiv(length, BT), start // BT
+    end = gl.minimum(chunks, first + segment // BT)
+    started = end
+    if CARRIED:
+        if decay_over(p_gates, end, gl.minimum(end + segment // BT, chunks), length, line) <= FORGOTTEN:
+            started = started_after(p_gates, end, chunks, length, True)
+    else:
+        started = started_after(p_gates, end, chunks, length, True)
+    o_state = (i_n.to(gl.int64) * HV + i_hv) * D * D
+    p_initial, known, wanted = passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
+    if CARRIED and (started == end) & (end < chunks):
+        known = D
+    if FINAL and started == chunks:
+        p_initial = dfinal_state + o_state
+        known = D
+    if INITIAL and first == 0:
+        wanted = D
+
+    # q, k and dO
+    x_s = gl.allocate_shared_memory(dtype, [3 * places, BT, D], shared)
+    s_a = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    r_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
+    s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
+    ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
+    dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
+    # Eᵀ; E, then dQ on its way out, then Fᵀ; both, then dK on its way out
+    ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
+    # b, β r, r and the norms of q
+    gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
+    s_ends = gl.allocate_shared_memory(gl.float32, [2, 64], vector)
+    barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    announce(barriers)
+
+    token = gl.maximum(started - 1, 0) * BT
+    steps, warm, rows = started - first, started - end, length - token
+    at = begin + token
+    o_qk, o_t = (at * H + i_hv // (HV // H)) * D, at * HV + i_hv
+    o_vo, o_s = o_t * D, ((slot + token // BT) * HV + i_hv) * D * D
+    p_gates += token.to(gl.int64) * 4
+    inputs = (q + o_qk, k + o_qk, do + o_vo, inverse + o_t * BT, residual + o_vo, states + o_s, p_gates)
+    ends = (p_initial, dinitial_state + o_state, p_gates, dv + o_vo)
+    outputs = (p_gates, g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
+    places_x, read, chain = (x_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, ef_1, s_p, s_ends)
+    sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends)
+    # 16 warps of 128 registers; the first group takes those that the others leave
+    gl.warp_specialize(
+        [
+            (write_gradients, (outputs, sums, places_x, barriers, scale, rows, steps, warm, HV)),
+            (run_back, (ends, read, places_x, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 0)),
+            (run_back, (ends, read, places_x, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 64)),
+            (copy_chunks, (inputs, read, places_x, barriers, rows, steps, warm, H, HV)),
+        ],
+        [4, 4, 4], [152, 144, 48],
+    )  # fmt: skip
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    residual: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    segment: int,
+    transitions: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Write dq and dk of each value head, dv, dg, dβ and the initial state's gradient, if not empty, into `out`.
+
+    As `backward_state` about segments; q and k are normalised by the operation.
+    """
+    B, T, H, D = q.shape
+    HV = do.shape[2]
+    segment = segment or -(-T // CHUNK) * CHUNK
+    passed = between_segments(
+        q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, True, segment, transitions, out[2]
+    )
+    order = longest_first(T, segment, cu_seqlens)
+    backward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
+        q, k, g, inverse, gates, cu_seqlens, order, states, residual, do,
+        gates if dfinal_state is None else dfinal_state, passed, *out,
+        scale, T, sequences(q, cu_seqlens), B * T, segment,
+        H, HV, D, CHUNK, dfinal_state is not None, len(out[5]) > 0, cu_seqlens is not None, order is not None,
+        len(passed) > 0, num_warps=4,
+    )  # fmt: skip

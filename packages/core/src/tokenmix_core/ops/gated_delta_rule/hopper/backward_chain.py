@@ -1,0 +1,247 @@
+"""What leads `backward` on Hopper along the chunks: copies into shared memory, and the groups of warps that hold dS."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply, nonzero, square
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.tile.hopper import causal_decay, fetch_rows, product_layout, store_rows
+
+# chunks of q, k and dO that are in shared memory or on their way there
+PLACES = gl.constexpr(2)
+# barriers of a place: the chunk is there, it has been read, P' and the norms of q are made
+FULL, EMPTY, MADE = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
+# barriers of what has one place: it is there, it has been read; ⟨dS', S⟩ is read before S is
+A_THERE, A_READ = gl.constexpr(6), gl.constexpr(7)
+R_THERE, R_READ = gl.constexpr(8), gl.constexpr(9)
+S_THERE, S_READ = gl.constexpr(10), gl.constexpr(11)
+DS_THERE, DS_READ = gl.constexpr(12), gl.constexpr(13)
+DY_THERE, DY_READ = gl.constexpr(14), gl.constexpr(15)
+E_THERE, E_READ = gl.constexpr(16), gl.constexpr(17)
+P_READ, SUMMED = gl.constexpr(18), gl.constexpr(19)
+BARRIERS = gl.constexpr(20)
+
+
+@gluon.jit
+def anew(x):
+    """The same number or indices, unknown to the compiler: it keeps nothing made of them beside the loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def announce(barriers):
+    """Tell barriers how many arrive: each of 128 threads of its copies and one of the gates, else one of each group."""
+    for i in gl.static_range(2):
+        mbarrier.init(barriers.index(FULL + i), 129)
+        mbarrier.init(barriers.index(EMPTY + i), 3)
+        mbarrier.init(barriers.index(MADE + i), 1)
+    mbarrier.init(barriers.index(A_THERE), 128)
+    mbarrier.init(barriers.index(A_READ), 2)
+    mbarrier.init(barriers.index(R_THERE), 128)
+    mbarrier.init(barriers.index(R_READ), 2)
+    mbarrier.init(barriers.index(S_THERE), 128)
+    mbarrier.init(barriers.index(S_READ), 3)
+    mbarrier.init(barriers.index(DS_THERE), 2)
+    mbarrier.init(barriers.index(DS_READ), 1)
+    mbarrier.init(barriers.index(DY_THERE), 2)
+    mbarrier.init(barriers.index(DY_READ), 1)
+    mbarrier.init(barriers.index(E_THERE), 1)
+    mbarrier.init(barriers.index(E_READ), 1)
+    mbarrier.init(barriers.index(P_READ), 1)
+    mbarrier.init(barriers.index(SUMMED), 2)
+
+
+@gluon.jit
+def load_last(p_gates, rows):
+    """The b of a chunk's last token."""
+    return gl.load(p_gates + (gl.minimum(rows, 64) - 1) * 4)
+
+
+@gluon.jit
+def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.constexpr, HV: gl.constexpr):
+    """Bring what a chunk reads to its place as soon as the chunk that was there has left it."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    p_q, p_k, p_do, p_a, p_r, p_s, p_gates = pointers
+    x_s, gates_s = places
+    s_a, s_1, r_1 = tiles
+    # strides are known to the compiler: as numbers they would take the registers of this group, and more
+    D: gl.constexpr = x_s.shape[2]
+    BT: gl.constexpr = x_s.shape[1]
+    for i in range(steps):
+        here = i % PLACES
+        b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
+        b_r = load_gate(p_gates + 2, rows, line)
+        mbarrier.wait(barriers.index(EMPTY + here), (i // PLACES + 1) & 1)
+        fetch_rows(x_s.index(PLACES + here), p_k, H * D, rows, 4)
+        fetch_rows(x_s.index(here), p_q, H * D, rows, 4)
+        fetch_rows(x_s.index(2 * PLACES + here), p_do, HV * D, rows, 4)
+        async_copy.mbarrier_arrive(barriers.index(FULL + here), increment_count=False)
+        gates_s.index(here * 4).store(b_b)
+        gates_s.index(here * 4 + 1).store(b_w)
+        gates_s.index(here * 4 + 2).store(b_r)
+        mbarrier.arrive(barriers.index(FULL + here))
+        mbarrier.wait(barriers.index(A_READ), (i + 1) & 1)
+        fetch_rows(s_a, p_a, HV * BT, rows, 4)
+        async_copy.mbarrier_arrive(barriers.index(A_THERE), increment_count=False)
+        if i >= warm:
+            mbarrier.wait(barriers.index(R_READ), (i - warm + 1) & 1)
+            fetch_rows(r_1.index(0), p_r, HV * D, rows, 4)
+            async_copy.mbarrier_arrive(barriers.index(R_THERE), increment_count=False)
+            mbarrier.wait(barriers.index(S_READ), (i - warm + 1) & 1)
+            fetch_rows(s_1.index(0), p_s, D, D, 4)
+            async_copy.mbarrier_arrive(barriers.index(S_THERE), increment_count=False)
+        p_q -= BT * H * D
+        p_k -= BT * H * D
+        p_do -= BT * HV * D
+        p_r -= BT * HV * D
+        p_a -= BT * HV * BT
+        p_s -= HV * D * D
+        p_gates -= BT * 4
+        rows += BT
+
+
+@gluon.jit
+def make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale):
+    """P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the norms of q from the diagonal of Q Qᵀ."""
+    BT: gl.constexpr = s_p.shape[0]
+    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    b_n = warpgroup_mma_wait(0, deps=[multiply(s_q, s_q.permute((1, 0)), BT)])
+    b_n = gl.rsqrt(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_n, 0.0), 1) + 1e-6)
+    g_n.store(b_n)
+    b_p = warpgroup_mma_wait(0, deps=[multiply(s_q, s_k.permute((1, 0)), BT)])
+    b_p *= causal_decay(g_b.load(row), g_b.load(col), o_i, o_j) * g_w.load(col)[None, :]
+    s_p.store((b_p * (b_n * scale)[:, None]).to(s_p.dtype))
+
+
+@gluon.jit
+def make_e(s_do, s_r, s_ef, g_b, g_w, g_r, g_n, scale, read, parity):
+    """E = scale dO Rᵀ ⊙ Γ with the norms of q and k: with β as it meets K, and as it meets Q transposed."""
+    BT: gl.constexpr = s_do.shape[0]
+    D: gl.constexpr = s_do.shape[1]
+    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
+    b_e = multiply(s_do, s_r.permute((1, 0)), BT)
+    o_i, o_j = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col))
+    b_e = warpgroup_mma_wait(0, deps=[b_e])
+    b_e *= causal_decay(g_b.load(row), g_b.load(col), o_i, o_j) * (scale * g_n.load(row))[:, None]
+    mbarrier.wait(read, parity)
+    w_j = g_w.load(col)
+    square(s_ef, 1, D).store((b_e * w_j[None, :]).to(s_do.dtype))
+    square(s_ef, 0, D).store((b_e * nonzero(w_j, g_r.load(col))[None, :]).to(s_do.dtype))
+
+
+@gluon.jit
+def run_back(
+    pointers, tiles, places, results, barriers, scale, rows, steps, warm, known, wanted,
+    HV: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """64 columns of dS along the chunks, transposed: what depends on dS is a left operand, from registers.
+
+    dS begins from the one at `p_initial` if `known` is V, from 0 if it is 0; the last one is stored if `wanted` is V.
+    The first `warm` chunks are another segment's, and nothing is handed on.
+    """
+    p_initial, p_final, p_gates, p_dv = pointers
+    x_s, gates_s = places
+    s_a, s_1, r_1 = tiles
+    ds_1, dy_1, ef_1, s_p, s_ends = results
+    dtype: gl.constexpr = x_s.dtype
+    BT: gl.constexpr = x_s.shape[1]
+    D: gl.constexpr = x_s.shape[2]
+    tile: gl.constexpr = product_layout(D, 4)
+    flat: gl.constexpr = product_layout(BT, 4)
+    col: gl.constexpr = gl.SliceLayout(0, flat)
+    left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
+    left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
+    o_v, o_k = FIRST + gl.arange(0, 64, gl.SliceLayout(1, tile)), gl.arange(0, D, gl.SliceLayout(0, tile))
+    p_tile = o_k[None, :] * D + o_v[:, None]
+    b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
+    zero = gl.zeros([64, BT], gl.float32, flat)
+    last = 0.0
+    if steps > 0:
+        last = load_last(p_gates, rows)
+    for i in range(steps):
+        here = i % PLACES
+        s_q, s_k, s_do = x_s.index(here), x_s.index(PLACES + here), x_s.index(2 * PLACES + here)
+        s_dot = s_do.slice(FIRST, 64, 1).permute((1, 0))
+        g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
+        g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
+        at = anew(0)
+        s_s, s_dy = s_1.index(at), dy_1.index(at)
+        s_dst, s_dyt = ds_1.index(at).slice(FIRST, 64, 1).permute((1, 0)), s_dy.slice(FIRST, 64, 1).permute((1, 0))
+        end = last
+        mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
+        fence_async_shared()
+        if FIRST > 0:
+            mbarrier.wait(barriers.index(P_READ), (i + 1) & 1)
+            make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale)
+            fence_async_shared()
+            mbarrier.arrive(barriers.index(MADE + here))
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; meanwhile dS is handed on
+        mbarrier.wait(barriers.index(DS_READ), (i + 1) & 1)
+        s_dst.store(b_ds.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(barriers.index(DS_THERE))
+        b_dr = warpgroup_mma(s_dst, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if i + 1 < steps:
+            last = load_last(p_gates - BT * 4, BT)
+        b_dr = warpgroup_mma_wait(0, deps=[b_dr])
+        b_dr *= (g_w.load(col) * gl.exp2(end - g_b.load(col)))[None, :]
+        mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
+        b_dr = warpgroup_mma(s_dot, s_p, b_dr, is_async=True)
+        b_dr = warpgroup_mma_wait(0, deps=[b_dr])
+        if FIRST == 0:
+            mbarrier.arrive(barriers.index(P_READ))
+        # dY = Ãᵀ dR
+        mbarrier.wait(barriers.index(A_THERE), i & 1)
+        fence_async_shared()
+        b_dr = gl.convert_layout(b_dr.to(dtype), left)
+        b_dy = warpgroup_mma(b_dr, s_a, zero, use_acc=False, is_async=True)
+        b_dy, b_dr = warpgroup_mma_wait(0, deps=[b_dy, b_dr])
+        mbarrier.arrive(barriers.index(A_READ))
+        if i >= warm:
+            mbarrier.wait(barriers.index(DY_READ), (i - warm + 1) & 1)
+            s_dyt.store(b_dy.to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(barriers.index(DY_THERE))
+            store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
+        b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col))[None, :]).to(dtype)
+        if FIRST == 0 and i >= warm:
+            mbarrier.wait(barriers.index(R_THERE), (i - warm) & 1)
+            fence_async_shared()
+            make_e(
+                s_do, r_1.index(at), ef_1.index(at), g_b, g_w, g_r, g_n, scale,
+                barriers.index(E_READ), (i - warm + 1) & 1,
+            )  # fmt: skip
+            fence_async_shared()
+            mbarrier.arrive(barriers.index(E_THERE))
+            mbarrier.arrive(barriers.index(R_READ))
+        if i >= warm:
+            # its terms cancel, so that one of the two has to be as it was before it was rounded
+            mbarrier.wait(barriers.index(S_THERE), (i - warm) & 1)
+            b_s = gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile).to(gl.float32)
+            s_ends.index(FIRST // 64).store(gl.sum(b_s * b_ds, 1))
+            mbarrier.arrive(barriers.index(SUMMED))
+            mbarrier.arrive(barriers.index(S_READ))
+        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale
+        b_do = (s_dot.load(left_k).to(gl.float32) * b_g[None, :]).to(dtype)
+        b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(end), is_async=True)
+        b_dy = gl.convert_layout(b_dy, left_k)
+        b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
+        b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
+        mbarrier.arrive(barriers.index(EMPTY + here))
+        p_gates -= BT * 4
+        p_dv -= BT * HV * D
+        rows += BT
+    # offsets that are known to be those from before would be kept all along
+    p_tile = anew(0) + o_k[None, :] * D + o_v[:, None]
+    gl.store(p_final + p_tile, b_ds, mask=o_v[:, None] < wanted)
