@@ -34,7 +34,7 @@ class Adding:
         return call
 
     def driver_call(self, grid, args, options):
-        return self._run, list(args)
+        return self._run, [launch.STREAM, *args]
 
     def _run(self, stream, a, b, out, n):
         self.launches += 1

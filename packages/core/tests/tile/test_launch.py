@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.tile.driver import bound
+from tokenmix_core.tile import driver
 from tokenmix_core.tile.launch import cached_launch, compiled_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +67,11 @@ def _write(out, x, nothing, count, long, small, one, flag, factor, ADD: tl.const
     tl.store(out + tl.program_id(0) * 16 + o_i, b)
 
 
+def run(call, args, stream=None):
+    stream = torch.cuda.current_stream().cuda_stream if stream is None else stream
+    call(*(stream if x is driver.STREAM else x for x in args))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("flag", [True, False])
 def test_a_bound_kernel_takes_arguments_of_every_kind(flag):
@@ -76,68 +81,58 @@ def test_a_bound_kernel_takes_arguments_of_every_kind(flag):
     for out in (wanted, wanted):
         _write[(2,)](out, *args, ADD=7, ALSO=torch.float32)
     call, taken = _write.driver_call((2,), (got, *args), {"ADD": 7, "ALSO": torch.float32})
-    stream = torch.cuda.current_stream().cuda_stream
-    call(stream, *(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in taken))
+    run(call, [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in taken])
     assert wanted.abs().sum() > 0
     assert torch.equal(got, wanted)
 
 
 class Launched:
-    """A compiled kernel of these types that launches nothing; what its own way of launching was given."""
+    """A compiled kernel that launches nothing; what its launchers, in Python and in C, were given."""
 
-    def __init__(self, *types, **metadata):
-        self.given = []
-        self.run, self.function, self.packed_metadata = lambda *args: self.given.append(args), 7, (4, 1, 100)
-        self.src = SimpleNamespace(signature=dict(enumerate(types)))
-        self.metadata = SimpleNamespace(
-            **{
-                "target": SimpleNamespace(backend="cuda"), "num_ctas": 1, "num_warps": 4, "shared": 100,
-                "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
-                "profile_scratch_size": 0, **metadata,
-            }
-        )  # fmt: skip
+    def __init__(self, **metadata):
+        self.given, self.given_to_c = [], []
+        self.function, self.packed_metadata = 7, (4, 1, 100)
+        self.run = lambda *args: self.given.append(args)
+        self.run.launch = lambda *args: self.given_to_c.append(args)
+        self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+        self.run.arg_annotations, self.run.kernel_signature = "annotations", b"signature"
+        usual = {"global_scratch_size": 0, "profile_scratch_size": 0, "target": SimpleNamespace(backend="cuda")}
+        self.metadata = SimpleNamespace(**{**usual, **metadata})
 
 
-@pytest.fixture
-def by_torch(monkeypatch):
-    """What torch's way of launching was given."""
-    given = []
-    launcher = SimpleNamespace(_launch_kernel=lambda *args: given.append(args))
-    monkeypatch.setattr(torch._C, "_StaticCudaLauncher", launcher, raising=False)
-    return given
-
-
-def test_torch_launches_plain_kernels_without_what_is_compiled_in(by_torch):
-    kernel = Launched("*bf16", "constexpr", "i32", "fp32", "constexpr")
-    call, args = bound(kernel, (2, 3, 1), [512, None, 5, 0.5, True])
-    call(9, *args)
-    assert by_torch == [(7, 2, 3, 1, 4, 100, "OifOO", (512, 5, 0.5, None, None), 9)]
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [
+        ((3, 6), (2, 3, 1, 9, 7, False, True, None, None, (4, 1, 100), None, None, None, 512, 5)),
+        (
+            (3, 7),
+            (2, 3, 1, 9, 7, False, True, (4, 1, 100), *(None,) * 5, "annotations", b"signature", (512, 5)),
+        ),
+    ],
+)
+def test_kernels_are_launched_by_tritons_launcher_in_c(monkeypatch, version, wanted):
+    monkeypatch.setattr(driver, "_VERSION", version)
+    kernel = Launched()
+    run(*driver.bound(kernel, (2, 3, 1), [512, 5]), stream=9)
+    assert kernel.given_to_c == [wanted]
     assert not kernel.given
 
 
 @pytest.mark.parametrize(
-    "kernel",
+    ("version", "metadata"),
     [
-        Launched("*bf16", num_ctas=2),
-        Launched("*bf16", launch_pdl=True),
-        Launched("*bf16", launch_cooperative_grid=True),
-        Launched("*bf16", global_scratch_size=64),
-        Launched("*bf16", profile_scratch_size=64),
-        Launched("*bf16", target=SimpleNamespace(backend="hip")),
-        Launched("tensordesc<bf16[64, 64]>"),
-        Launched(("*bf16", "i32")),
+        ((3, 5), {}),
+        ((3, 10), {}),
+        ((3, 6), {"global_scratch_size": 64}),
+        ((3, 6), {"profile_scratch_size": 64}),
+        ((3, 9), {"instrumentation_mode": "gsan"}),
+        ((3, 6), {"target": SimpleNamespace(backend="hip")}),
     ],
-    ids=["cluster", "dependent", "cooperative", "scratch", "profile", "other device", "descriptor", "tuple"],
+    ids=["before", "after", "scratch", "profile", "instrumented", "another device"],
 )
-def test_triton_launches_other_kernels(by_torch, kernel):
-    call, args = bound(kernel, (2, 3, 1), [512])
-    call(9, *args)
-    assert not by_torch
-    assert kernel.given == [(2, 3, 1, 9, 7, (4, 1, 100), None, None, None, 512)]
-
-
-def test_an_empty_grid_is_left_to_triton(by_torch):
-    kernel = Launched("*bf16")
-    call, args = bound(kernel, (2, 0, 1), [512])
-    call(9, *args)
-    assert not by_torch
+def test_other_kernels_are_left_to_tritons_launcher_in_python(monkeypatch, version, metadata):
+    monkeypatch.setattr(driver, "_VERSION", version)
+    kernel = Launched(**metadata)
+    run(*driver.bound(kernel, (2, 3, 1), [512, 5]), stream=9)
+    assert kernel.given == [(2, 3, 1, 9, 7, (4, 1, 100), None, None, None, 512, 5)]
+    assert not kernel.given_to_c

@@ -281,7 +281,7 @@ class _Recorder(TorchDispatchMode):
             return None
         self._steps[-1].buffers.extend(self._buffers)
         make = (lambda x: x[0]) if single else getattr(type(output), "_make", tuple)
-        return compiled(self._steps, self._first, outputs, make)
+        return compiled(self._steps, self._first, outputs, make, _launching().STREAM)
 
 
 def _storage(x: Tensor) -> int:

@@ -32,9 +32,9 @@ class Step(NamedTuple):
 
     Attributes:
         buffers: what is made before it: slot, size, stride, dtype.
-        call: `call(stream, *args)` launches, `call(*args)` is an operation.
-        launch: which of the two.
-        args: its arguments.
+        call: `call(*args)`.
+        launch: which of the two it is.
+        args: its arguments; `stream` stands for the stream.
         places: which of them are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
         result: the slot of what an operation makes, None where it makes nothing.
     """
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     result: int | None
 
 
-def compiled(steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable) -> Callable:
+def compiled(steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable, stream: object) -> Callable:
     """`call(stream, tensors, pointers)`: the steps on inputs, whose slots come first, and what `make` makes of outputs.
 
     Tensors are `x0, x1, …` by slot and their addresses `p0, p1, …`; what else is needed are constants `c0, c1, …`.
@@ -74,10 +74,10 @@ def compiled(steps: list[Step], tensors: int, outputs: list[tuple | None], make:
                 lines.append(f"p{slot} = start + {constant(parts[slot])}")
             elif slot in last or slot in kept:
                 lines += [f"x{slot} = empty({', '.join(map(constant, layout))})", f"p{slot} = x{slot}.data_ptr()"]
-        args = [constant(x) for x in step.args]
+        args = ["stream" if x is stream else constant(x) for x in step.args]
         for place, slot, part in step.places:
             args[place] = (f"p{slot} + {constant(part)}" if part else f"p{slot}") if step.launch else viewed(slot, part)
-        call = f"{constant(step.call)}({', '.join(['stream'] * step.launch + args)})"
+        call = f"{constant(step.call)}({', '.join(args)})"
         lines.append(call if step.result is None else f"x{step.result} = {call}")
         if step.result is not None:
             lines.append(f"p{step.result} = x{step.result}.data_ptr()")

@@ -1,54 +1,36 @@
-"""Launches bound to a compiled kernel, by what torch's compiled code launches with: a third of Triton's host time."""
+"""Launches bound to a compiled kernel: what Triton finds out anew at every launch is found out once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 
-# the first and the first later version of Triton whose kernels are known to take their arguments so
-_VERSIONS = (3, 6), (3, 10)
-# Triton's types of arguments in torch's letters
-_LETTERS = {
-    "i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "l", "u1": "I", "u8": "B", "u16": "H", "u32": "I", "u64": "K",
-    "fp32": "f", "f32": "f", "fp64": "d",
-}  # fmt: skip
+# stands for the stream among a launch's arguments
+STREAM = object()
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def bound(kernel: Any, grid: tuple[int, int, int], args: list) -> tuple[Callable, list]:
-    """`call(stream, *args)`, which launches a compiled kernel, and those of the arguments that it takes.
+    """What to call with which arguments to launch a compiled kernel; tensors may be replaced by their addresses.
 
-    Tensors may be given by their addresses.
+    It is Triton's launcher in C where its Python is known to do nothing else before.
     """
-    letters = _letters(kernel, args)
-    # no block is no launch, which is an error to the driver
-    if letters is None or 0 in grid:
-        run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-        return lambda stream, *args: run(*grid, stream, function, metadata, None, None, None, *args), args
-    launch, function, (x, y, z) = torch._C._StaticCudaLauncher._launch_kernel, kernel.function, grid
-    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    taken = [x for x, letter in zip(args, letters, strict=True) if letter]
-    # Triton's kernels end in two addresses of scratch memory
-    types = "".join(letters) + "OO"
-
-    def call(stream, *args):
-        launch(function, x, y, z, warps, shared, types, args, stream)
-
-    return call, [*taken, None, None]
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    # what observes launches is told nothing, and has two hooks
+    unobserved = None, None, None
+    if not (3, 6) <= _VERSION < (3, 10) or _has_more_to_do(kernel.metadata):
+        return run, [*grid, STREAM, function, metadata, *unobserved, *args]
+    launch, first = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl)
+    no_scratch = None, None
+    if _VERSION < (3, 7):
+        return launch, [*grid, STREAM, *first, *no_scratch, metadata, *unobserved, *args]
+    last = *first, metadata, *unobserved, *no_scratch, run.arg_annotations, run.kernel_signature
+    return lambda stream, *args: launch(*grid, stream, *last, args), [STREAM, *args]
 
 
-def _letters(kernel: Any, args: list) -> list[str] | None:
-    """A letter for each argument, none for what was compiled in; None where torch cannot launch the kernel."""
-    metadata, signature = kernel.metadata, list(kernel.src.signature.values())
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    simple = _VERSIONS[0] <= version < _VERSIONS[1] and metadata.target.backend == "cuda" and metadata.num_ctas == 1
-    simple &= not (metadata.launch_cooperative_grid or metadata.launch_pdl)
-    simple &= not (metadata.global_scratch_size or metadata.profile_scratch_size)
-    simple &= not getattr(metadata, "instrumentation_mode", "")
-    simple &= hasattr(torch._C, "_StaticCudaLauncher") and len(signature) == len(args)
-    if not simple or not all(isinstance(x, str) for x in signature):
-        return None
-    letters = {"constexpr": "", **_LETTERS, **{x: "O" for x in signature if x[0] == "*"}}
-    return [letters[x] for x in signature] if letters.keys() >= set(signature) else None
+def _has_more_to_do(metadata: Any) -> bool:
+    """Whether a launch also makes scratch memory, serves an instrument or another vendor's device."""
+    scratch = metadata.global_scratch_size or metadata.profile_scratch_size
+    return bool(scratch or getattr(metadata, "instrumentation_mode", "") or metadata.target.backend != "cuda")

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
+from tokenmix_core.tile.driver import STREAM as STREAM
 from tokenmix_core.tile.driver import bound
 
 # a kernel, its grid, arguments, and those given by name
@@ -134,7 +135,7 @@ class _Launcher:
         return self._key(args, options)[0] in self._compiled
 
     def driver_call(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[Callable, list]:
-        """What a launch came to, `call(stream, *args)`, with tensors as they were given."""
+        """What a launch came to, `call(*args)`, with tensors as they were given, and `STREAM` for the stream."""
         *_, named, kernel = self._compiled[self._key(args, options)[0]]
         return bound(kernel, _three(grid), [*args, *named])
 
