@@ -1,4 +1,4 @@
-"""`prepare` on Hopper: a chunk and key head a program of one warp, so that nothing waits for another warp.
+"""`prepare` on Hopper: chunk after chunk of a key head a program of one warp, so that nothing waits for another warp.
 
 The result of a product lies in registers as a left operand does, and as a right operand of the transposed product: what
 becomes a right operand is computed transposed, and nothing moves between threads.
@@ -9,10 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
-from tokenmix_core.tile.hopper import fetch_rows, locate_chunk, row_layout
+from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, sequences
+from tokenmix_core.tile.hopper import fetch_rows, locate_chunk, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
+# warps that share a multiprocessor: its registers are enough for no more without spills
+WARPS = 8
 # as in `tile.decay`
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
@@ -31,7 +34,13 @@ def add(x, y):
 @gluon.jit
 def parts(b_x, dtype: gl.constexpr):
     """A float32 tile as the sum of two 16-bit ones."""
-    b_hi = b_x.to(dtype)
+    if dtype == gl.bfloat16:
+        # two numbers an instruction
+        b_hi = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        b_hi = b_x.to(dtype)
     return b_hi, (b_x - b_hi.to(gl.float32)).to(dtype)
 
 
@@ -82,8 +91,8 @@ def block_decays(s_gates, b_b, b_w, r_k, o_t):
 
 
 @gluon.jit
-def invert(kk, s_gates, s_l, s_blocks, s_a, dtype: gl.constexpr):
-    """Ã = (I + L̃)⁻¹ into `s_a`, from the blocks of K Kᵀ on and under the diagonal, row by row.
+def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dtype: gl.constexpr):
+    """Ã = (I + L̃)⁻¹, from the blocks of K Kᵀ on and under the diagonal, row by row.
 
     Under the diagonal A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj. Every factor is a piece of the matrix or of its
     inverse, so nothing grows beyond what these hold, as powers of L̃ would. Factors are taken in parts.
@@ -99,11 +108,14 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, dtype: gl.constexpr):
         s_l.index(i).store(kk[i * (i + 3) // 2] * b_l)
     invert_diagonal(s_blocks)
 
-    zero = gl.zeros([16, 16], gl.float32, BLOCK)
+    zero, nothing = gl.zeros([16, 16], gl.float32, BLOCK), gl.zeros([16, 16], dtype, BLOCK)
     at = ()
     for i in gl.static_range(4):
         b_a = s_l.index(i).load(BLOCK)
-        s_a.slice(16 * i, 16).slice(16 * i, 16, 1).store(b_a.to(dtype))
+        s_row = s_a.index(i % 2)
+        s_row.slice(16 * i, 16, 1).store(b_a.to(dtype))
+        for j in gl.static_range(i + 1, 4):
+            s_row.slice(16 * j, 16, 1).store(nothing)
         a_ii, l_i = parts(b_a, dtype), ()
         for m in gl.static_range(i):
             b_row, b_col = s_gates.index(4 + m).slice(16 * i, 16).load(row), s_c.slice(16 * m, 16).load(col)
@@ -113,80 +125,109 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, dtype: gl.constexpr):
             for m in gl.static_range(j, i):
                 b_x = product(at[m * (m + 1) // 2 + j], l_i[m], b_x)
             xt = parts(b_x, dtype)
-            s_a.slice(16 * i, 16).slice(16 * j, 16, 1).store(product(a_ii, xt, zero).to(dtype))
+            s_row.slice(16 * j, 16, 1).store(product(a_ii, xt, zero).to(dtype))
             if i < 3:
                 at += (parts(product(xt, a_ii, zero), dtype),)
         if i < 3:
             at += (parts(s_l.index(i).permute((1, 0)).load(BLOCK), dtype),)
+        store_rows(p_a + 16 * i * stride, s_row, stride, rows - 16 * i, 1)
+
+
+@gluon.jit
+def load_gates(g, beta, token, i_hv, HV: gl.constexpr, rows, BT: gl.constexpr):
+    """g and β of a chunk's tokens."""
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_t = gl.arange(0, BT, line)
+    p_t = (token + o_t) * HV + i_hv
+    return gl.load(g + p_t, mask=o_t < rows, other=0.0), gl.load(beta + p_t, mask=o_t < rows, other=0.0)
+
+
+@gluon.jit
+def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
+    """The four gates of a token side by side."""
+    b_gates = gl.join(gl.join(b_b, r_k), gl.join(b_w, b_beta))
+    layout: gl.constexpr = gl.BlockedLayout([2, 4], [32, 1], [1, 1], [1, 0])
+    b_gates = gl.convert_layout(gl.reshape(b_gates, [64, 4]), layout)
+    o_t = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    o_g = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    gl.store(p_gates + o_t * 4 + o_g, b_gates, mask=o_t < rows)
+
+
+@gluon.jit
+def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED: gl.constexpr):
+    """A unit's key head, first token and how many tokens there are from it on; none past the end."""
+    i_slot = gl.minimum(i_u, units - 1) // H
+    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
+    return i_u % H, begin + start, gl.where(i_u < units, length - start, 0)
+
+
+@gluon.jit
+def fetch_keys(s_k, k, token, i_h, H: gl.constexpr, rows, K: gl.constexpr):
+    """Begin to copy a chunk's keys, 64 columns a tile."""
+    for i in gl.static_range(K // 64):
+        fetch_rows(s_k.index(i), k + (token * H + i_h) * K + i * 64, H * K, rows, 1)
+    async_copy.commit_group()
 
 
 @cached_launch
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=("T", "N", "tokens", "units"))
 def prepare_kernel(
-    k, g, beta, cu_seqlens, inverse, gates, T, N, H, group, tokens,
-    K: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    k, g, beta, cu_seqlens, inverse, gates, T, N, tokens, units,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Ã, b, β r, r and β of one chunk, for the value heads of one key head."""
+    """Ã, b, β r, r and β, for the value heads of a key head, chunk after chunk; meanwhile the next one's keys come."""
     dtype: gl.constexpr = k.dtype.element_ty
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    layout: gl.constexpr = row_layout(BT, 1)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    i_slot, i_h = gl.program_id(0), gl.program_id(1)
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
-    if start >= length:
-        return
-    first, rows = begin + start, length - start
-    HV = H * group
-    s_k = gl.allocate_shared_memory(dtype, [2 if K == 64 else K // 64, BT, 64], gl.NVMMASharedLayout(128, 16))
+    group: gl.constexpr = HV // H
+    s_k = gl.allocate_shared_memory(dtype, [K // 64, BT, 64], gl.NVMMASharedLayout(128, 16))
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(K // 64):
-        fetch_rows(s_k.index(i), k + (first * H + i_h) * K + i * 64, H * K, rows, 1)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-
-    # K Kᵀ in blocks on and under the diagonal, shared by the value heads
-    zero = gl.zeros([16, 16], gl.float32, BLOCK)
-    kk = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    for i in gl.static_range(K // 64):
-        s_x = s_k.index(i)
-        k_0, k_1 = s_x.slice(0, 16).load(LEFT), s_x.slice(16, 16).load(LEFT)
-        k_2, k_3 = s_x.slice(32, 16).load(LEFT), s_x.slice(48, 16).load(LEFT)
-        kk = (
-            multiply(k_0, k_0, kk[0]),
-            multiply(k_1, k_0, kk[1]), multiply(k_1, k_1, kk[2]),
-            multiply(k_2, k_0, kk[3]), multiply(k_2, k_1, kk[4]), multiply(k_2, k_2, kk[5]),
-            multiply(k_3, k_0, kk[6]), multiply(k_3, k_1, kk[7]), multiply(k_3, k_2, kk[8]), multiply(k_3, k_3, kk[9]),
-        )  # fmt: skip
+    s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
+    s_blocks = s_l._reinterpret(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    # two, as a row of blocks is made while the one before is stored
+    s_a = gl.allocate_shared_memory(dtype, [2, 16, BT], gl.NVMMASharedLayout(128, 16))
     o_t = gl.arange(0, BT, line)
-    r_k = gl.full([BT], 1.0, gl.float32, line)
-    if L2NORM:
-        o_i, o_j = gl.arange(0, 16, gl.SliceLayout(1, BLOCK)), gl.arange(0, 16, gl.SliceLayout(0, BLOCK))
-        for i in gl.static_range(4):
-            b_n = gl.sum(gl.where(o_i[:, None] == o_j[None, :], kk[i * (i + 3) // 2], 0.0), 1)
-            s_gates.index(2).slice(16 * i, 16).store(b_n)
-        r_k = gl.rsqrt(s_gates.index(2).load(line) + 1e-6)
+    zero = gl.zeros([16, 16], gl.float32, BLOCK)
 
-    # the keys have been read: their place is for Ã and, twice in another form, for the blocks on the diagonal
-    s_a = s_k.index(0)
-    s_l = s_k.index(1)._reinterpret(gl.float32, [8, 16, 16], plain)
-    s_blocks = s_k.index(1)._reinterpret(gl.float32, [8, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    s_a.store(gl.zeros([BT, BT], dtype, layout))
-    o_i = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
-    o_j = gl.arange(0, BT, gl.SliceLayout(0, layout))[None, :]
-    for i_g in range(group):
-        i_hv = i_h * group + i_g
-        p_t, m_t = (first + o_t) * HV + i_hv, o_t < rows
-        b_g = gl.maximum(gl.load(g + p_t, mask=m_t, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
-        b_beta = gl.load(beta + p_t, mask=m_t, other=0.0).to(gl.float32)
-        b_b = gl.associative_scan(b_g, 0, add)
-        p_gates = gates + (i_hv.to(gl.int64) * tokens + first + o_t) * 4
-        gl.store(p_gates, b_b, mask=m_t)
-        gl.store(p_gates + 1, b_beta * r_k, mask=m_t)
-        gl.store(p_gates + 2, r_k, mask=m_t)
-        gl.store(p_gates + 3, b_beta, mask=m_t)
-        block_decays(s_gates, b_b, b_beta * r_k, r_k, o_t)
-        invert(kk, s_gates, s_l, s_blocks.slice(0, 4), s_a, dtype)
-        gl.store(inverse + ((first + o_i) * HV + i_hv) * BT + o_j, s_a.load(layout), mask=o_i < rows)
+    i_h, token, rows = find(gl.program_id(0), units, T, N, H, cu_seqlens, BT, PACKED)
+    fetch_keys(s_k, k, token, i_h, H, rows, K)
+    for i_u in range(gl.program_id(0), units, gl.num_programs(0)):
+        b_g, b_beta = load_gates(g, beta, token, i_h * group, HV, rows, BT)
+        async_copy.wait_group(0)
+        # K Kᵀ in blocks on and under the diagonal, shared by the value heads
+        kk = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+        # a loop indeed: unrolled, it would take more registers than there are
+        for i_k in range(K // 64):
+            s_x = s_k.index(i_k)
+            k_0, k_1 = s_x.slice(0, 16).load(LEFT), s_x.slice(16, 16).load(LEFT)
+            k_2, k_3 = s_x.slice(32, 16).load(LEFT), s_x.slice(48, 16).load(LEFT)
+            kk = (
+                multiply(k_0, k_0, kk[0]),
+                multiply(k_1, k_0, kk[1]), multiply(k_1, k_1, kk[2]),
+                multiply(k_2, k_0, kk[3]), multiply(k_2, k_1, kk[4]), multiply(k_2, k_2, kk[5]),
+                multiply(k_3, k_0, kk[6]), multiply(k_3, k_1, kk[7]), multiply(k_3, k_2, kk[8]),
+                multiply(k_3, k_3, kk[9]),
+            )  # fmt: skip
+        here, first, left = i_h, token, rows
+        i_h, token, rows = find(i_u + gl.num_programs(0), units, T, N, H, cu_seqlens, BT, PACKED)
+        fetch_keys(s_k, k, token, i_h, H, rows, K)
+        r_k = gl.full([BT], 1.0, gl.float32, line)
+        if L2NORM:
+            o_i, o_j = gl.arange(0, 16, gl.SliceLayout(1, BLOCK)), gl.arange(0, 16, gl.SliceLayout(0, BLOCK))
+            for i in gl.static_range(4):
+                b_n = gl.sum(gl.where(o_i[:, None] == o_j[None, :], kk[i * (i + 3) // 2], 0.0), 1)
+                s_gates.index(2).slice(16 * i, 16).store(b_n)
+            r_k = gl.rsqrt(s_gates.index(2).load(line) + 1e-6)
+        for i_g in range(group):
+            i_hv = here * group + i_g
+            if group > 1 and i_g > 0:
+                b_g, b_beta = load_gates(g, beta, first, i_hv, HV, left, BT)
+            b_w = b_beta.to(gl.float32) * r_k
+            b_b = gl.associative_scan(gl.maximum(b_g.to(gl.float32) * LOG2_E, LOWEST), 0, add)
+            store_gates(gates + (i_hv.to(gl.int64) * tokens + first) * 4, b_b, b_w, r_k, b_beta.to(gl.float32), left)
+            block_decays(s_gates, b_b, b_w, r_k, o_t)
+            p_a = inverse + (first * HV + i_hv) * BT
+            invert(kk, s_gates, s_l, s_blocks, s_a, p_a, HV * BT, left, dtype)
 
 
 def prepare(
@@ -195,8 +236,8 @@ def prepare(
     """Write Ã and the gates into `out`."""
     B, T, H, K = k.shape
     HV = g.shape[2]
-    # 8 programs share a multiprocessor's registers; 12 that spill wait for each other's spills, beyond a small L1
-    prepare_kernel[(chunk_slots(k, cu_seqlens), H)](
-        k, g, beta, cu_seqlens, *out, T, sequences(k, cu_seqlens), H, HV // H, B * T,
-        K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=255,
+    units = chunk_slots(k, cu_seqlens) * H
+    prepare_kernel[(min(units, WARPS * tuning.multiprocessors(k.device)),)](
+        k, g, beta, cu_seqlens, *out, T, sequences(k, cu_seqlens), B * T, units,
+        H, HV, K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=255,
     )  # fmt: skip
