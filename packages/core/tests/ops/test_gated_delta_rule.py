@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import pairwise
 
@@ -145,6 +146,16 @@ def test_sequences_split_into_segments_agree(slow, device, monkeypatch):
     x = inputs(B=1, T=200, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     x["g"] *= 4
     x["g"][:, slow] *= 0.01
+    check(x)
+
+
+# what each step takes as forgotten differs by half a power of two, so that none asks for what another left out
+@pytest.mark.parametrize("left", [-31.5, -32.25, -32.75, -33.5])
+def test_segments_that_barely_forget_agree(left, device, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 128)
+    x = inputs(B=1, T=400, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
+    # what a chunk of 64 tokens leaves of a state, as a base-2 logarithm
+    x["g"][:] = left / 64 * math.log(2)
     check(x)
 
 

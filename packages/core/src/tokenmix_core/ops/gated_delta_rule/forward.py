@@ -20,6 +20,27 @@ from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
+# base-2 logarithm of a decay that leaves nothing of a state
+FORGOTTEN = tl.constexpr(-32.0)
+
+
+@triton.jit
+def forgotten(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
+    """How many of a segment's chunks need not be run: what comes before the rest is forgotten by the segment's end.
+
+    With keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound what is left of it. 0 means
+    that the state entering the segment is not forgotten.
+    """
+    BC: tl.constexpr = 128
+    chunks = segment // BT
+    if not L2NORM:
+        return 0
+    # the last chunks decide, as more than BC of them are hardly needed to forget
+    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
+    b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < chunks, other=0.0)
+    b_left = tl.cumsum(b_b, 0, reverse=True)
+    return tl.max(tl.where((b_left < LIMIT) & (o_c < chunks), o_c, 0), 0)
+
 
 @triton.jit
 def chunk_gates(p_gates, rows, BT: tl.constexpr):
@@ -68,7 +89,8 @@ def forward_kernel(
     """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk.
 
     With REMAINDERS also what rounding has taken from each of those states. With SPLIT a program runs through one
-    segment of a sequence, from the state that enters it; with ORDERED programs take these, or sequences, by `order`.
+    segment of a sequence, from as many chunks before it as are not forgotten then, or, if these are more than a
+    segment, from the state that enters it; with ORDERED programs take segments, or sequences, by `order`.
     """
     i_v, i_sh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -86,16 +108,21 @@ def forward_kernel(
         i_n, first = i_s, 0
         begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         end = length
+    begun = first
+    if SPLIT and first > 0:
+        p_before = gates + (i_hv.to(tl.int64) * tokens + begin + first - segment) * 4
+        skipped = forgotten(p_before, segment, BT, L2NORM, FORGOTTEN)
+        begun = tl.where(skipped > 0, first - segment + skipped * BT, first)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[None, :] * V + i_v * BV + o_v[:, None]
     o_state = (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
-    row = begin + first
+    row = begin + begun
     p_q, p_k = q + (row * H + i_hv // group) * K, k + (row * H + i_hv // group) * K
     o_vo = (row * HV + i_hv) * V + i_v * BV
     p_v, p_o, p_r = v + o_vo, o + o_vo, residual + o_vo
     p_a = inverse + (row * HV + i_hv) * BT
     p_gates = gates + (i_hv.to(tl.int64) * tokens + row) * 4
-    slot = first_chunk(i_n, begin, T, BT, PACKED) + first // BT
+    slot = first_chunk(i_n, begin, T, BT, PACKED) + begun // BT
     o_s = (slot.to(tl.int64) * HV + i_hv) * K * V
     p_s, p_m = states + o_s + p_tile, remainders + o_s + p_tile
 
@@ -104,10 +131,15 @@ def forward_kernel(
     else:
         b_s = tl.zeros([BV, K], tl.float32)
     if SPLIT and first > 0:
-        b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile)
+        known = tl.where(begun < first, 0, K)
+        b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
-    for start in range(first, end, BT):
+    for start in range(begun, end, BT):
         rows = length - start
+        # what is kept of a chunk
+        kept_rows, kept = rows, K
+        if SPLIT:
+            kept_rows, kept = tl.where(start < first, 0, rows), tl.where(start < first, 0, K)
         b_k = load_rows(p_k, H * K, rows, BT, K)
         b_v = load_rows(p_v, HV * V, rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, rows, BT, BT)
@@ -116,17 +148,17 @@ def forward_kernel(
             b_q = load_rows(p_q, H * K, rows, BT, K)
         b_h = b_s.to(k.dtype.element_ty)
         if REMAINDERS:
-            tl.store(p_m, (b_s - b_h.to(tl.float32)).to(k.dtype.element_ty))
+            tl.store(p_m, (b_s - b_h.to(tl.float32)).to(k.dtype.element_ty), mask=o_k[None, :] < kept)
         if OUTPUT:
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
         b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
         b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
         if SAVE:
-            tl.store(p_s, b_h)
-            store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, rows, BT, BV)
+            tl.store(p_s, b_h, mask=o_k[None, :] < kept)
+            store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, kept_rows, BT, BV)
         if OUTPUT:
             b_o = outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM, DOT)
-            store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, rows, BT, BV)
+            store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, kept_rows, BT, BV)
 
         p_q += BT * H * K
         p_k += BT * H * K

@@ -11,34 +11,17 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.forward import chunk_gates, next_state, residual_of
+from tokenmix_core.ops.gated_delta_rule.forward import chunk_gates, forgotten, next_state, residual_of
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, sequences
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
-# base-2 logarithm of a decay that leaves nothing of a state
-FORGOTTEN = tl.constexpr(-64.0)
-# the same backwards, half a step beyond what the step on Hopper takes as forgotten: it sums in another order
-FORGOTTEN_BACK = tl.constexpr(-32.5)
-
-
-@triton.jit
-def forgotten(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr):
-    """How many of a segment's chunks need not be run: what comes before the rest is forgotten by the segment's end.
-
-    With keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound what is left of it. 0 means
-    that the state entering the segment is not forgotten.
-    """
-    BC: tl.constexpr = 128
-    chunks = segment // BT
-    if not L2NORM:
-        return 0
-    # the last chunks decide, as more than BC of them are hardly needed to forget
-    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
-    b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < chunks, other=0.0)
-    b_left = tl.cumsum(b_b, 0, reverse=True)
-    return tl.max(tl.where((b_left < FORGOTTEN) & (o_c < chunks), o_c, 0), 0)
+# The forward step asks for the state that enters a segment where less than 2^-32 of the one a segment before is left
+# of it: what it may ask for is computed in good time, as sums of decays are rounded differently everywhere.
+FORGOTTEN = tl.constexpr(-33.0)
+# what the reverse pass, or the step along the segments, may ask for
+ASKED = tl.constexpr(-32.5)
 
 
 @cached_launch
@@ -50,8 +33,8 @@ def segment_kernel(
 ):  # fmt: skip
     """L, which for a sequence's first segment is the state it leaves, and M: a tile of BV columns of either a program.
 
-    M's columns follow the recurrence from those of the identity, with values of 0. All chunks but the last segment's,
-    whose L and M nothing needs, are full.
+    M's columns follow the recurrence from those of the identity, with values of 0. Nothing needs L and M of a segment
+    that forgets, but L if the next one does not; nor those of the last segment: all chunks are full.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
@@ -61,9 +44,12 @@ def segment_kernel(
     if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
         return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin + first) * 4
-    skipped = forgotten(p_gates, segment, BT, L2NORM)
-    if (i_m >= 0) & (skipped > 0):
-        return
+    skipped = forgotten(p_gates, segment, BT, L2NORM, FORGOTTEN)
+    if skipped > 0:
+        if (i_m >= 0) | (first + 2 * segment >= length):
+            return
+        if forgotten(p_gates + segment * 4, segment, BT, L2NORM, FORGOTTEN) > 0:
+            return
     o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[None, :] * V + i_tile * BV + o_v[:, None]
     if INITIAL:
@@ -100,6 +86,24 @@ def segment_kernel(
     tl.store(p_out, b_s)
 
 
+@triton.jit
+def all_forget(p_gates, segments, segment, BT: tl.constexpr):
+    """Whether `forgotten` finds something in every segment, all of which are looked at together."""
+    BS: tl.constexpr = 16
+    BC: tl.constexpr = 128
+    chunks = segment // BT
+    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
+    kept = 0
+    for i in range(0, segments, BS):
+        o_s = i + tl.arange(0, BS)
+        p_b = p_gates + (o_s[:, None].to(tl.int64) * segment + o_c[None, :] * BT + BT - 1) * 4
+        b_b = tl.load(p_b, mask=(o_s < segments)[:, None] & (o_c < chunks)[None, :], other=0.0)
+        # the first chunk is always run
+        b_left = tl.sum(tl.where(o_c > 0, b_b, 0.0), 1)
+        kept += tl.sum(((b_left >= ASKED) & (o_s < segments)).to(tl.int32), 0)
+    return kept == 0
+
+
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def entering_kernel(
@@ -107,7 +111,7 @@ def entering_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters each segment but a sequence's first, from L and M of those before it."""
+    """The state that enters a segment, from L and M of those before it, where that or the next one forgets nothing."""
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV
@@ -115,27 +119,33 @@ def entering_kernel(
     segments = tl.cdiv(length, segment)
     if segments < 2:
         return
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    if L2NORM and all_forget(p_gates, segments - 1, segment, BT):
+        return
     i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
     p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
-    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
     p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
-    b_s = tl.load(p_l + p_tile)
+    before = forgotten(p_gates, segment, BT, L2NORM, ASKED) == 0
     for i in range(1, segments):
-        p_l += HV * K * V
-        p_s += HV * K * V
-        p_m += HV * K * K
         p_gates += segment * 4
-        tl.store(p_s + p_tile, b_s)
+        here = False
         if i + 1 < segments:
+            here = forgotten(p_gates, segment, BT, L2NORM, ASKED) == 0
+        if before | here:
             b_s = tl.load(p_l + p_tile)
-            if forgotten(p_gates, segment, BT, L2NORM) == 0:
+            if before & (i > 1):
                 # S is read back by parts, each by all threads
                 tl.debug_barrier()
                 for i_k in range(K // BK):
                     b_part = tl.load(p_s + i_k * BK * V + p_part)
                     b_s = tl.dot(tl.load(p_m + i_k * BK), b_part, b_s, input_precision=DOT)
+            tl.store(p_s + HV * K * V + p_tile, b_s)
+        before = here
+        p_l += HV * K * V
+        p_s += HV * K * V
+        p_m += HV * K * K
 
 
 @cached_launch
@@ -162,7 +172,7 @@ def pass_back_kernel(
             o_c = i_c + tl.arange(0, BC)
             p_c = p_gates + (i_s * segment + o_c * BT + BT - 1).to(tl.int64) * 4
             decay += tl.sum(tl.load(p_c, mask=o_c < segment // BT, other=0.0), 0)
-        if decay > FORGOTTEN_BACK:
+        if decay > ASKED:
             # what the next segment passes is read by parts, each by all threads
             tl.debug_barrier()
             p_s, p_m = passed + (i_sh + i_s * HV) * K * V, transitions + (i_sh + i_s * HV) * K * K

@@ -24,6 +24,22 @@ from tokenmix_core.tile.launch import cached_launch
 
 # chunks that are in shared memory or on their way there
 PLACES = gl.constexpr(2)
+# base-2 logarithm of a decay that leaves nothing of a state
+FORGOTTEN = gl.constexpr(-32.0)
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def forgotten(p_gates, segment):
+    """As in `..forward`: how many of a segment's chunks need not be run for the state that leaves it; 0 if all do."""
+    o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])) + gl.maximum(segment // 64 - 128, 0)
+    b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
+    b_left = gl.associative_scan(b_b, 0, add, reverse=True)
+    return gl.max(gl.where((b_left < FORGOTTEN) & (o_c < segment // 64), o_c, 0), 0)
 
 
 @gluon.jit
@@ -131,7 +147,7 @@ def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, 
 
 @gluon.jit
 def write_outputs(
-    p_o, tiles, results, barriers, s_o, scale, rows, chunks, stride: gl.constexpr, L2NORM: gl.constexpr
+    p_o, tiles, results, barriers, s_o, scale, rows, early, chunks, stride: gl.constexpr, L2NORM: gl.constexpr
 ):  # fmt: skip
     """O = n ⊙ (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ)."""
     q_s, k_s, _, _, gates_s = tiles
@@ -178,22 +194,22 @@ def write_outputs(
         b_o, b_p = warpgroup_mma_wait(0, deps=[b_o, b_p])
         mbarrier.arrive(residuals.index(1))
         s_o.store(b_o.to(dtype))
-        store_rows(p_o, s_o, stride, rows, 4)
+        store_rows(p_o, s_o, stride, gl.where(i < early, 0, rows), 4)
         p_o += BT * stride
         rows -= BT
 
 
 @gluon.jit
-def keep_states(p_s, p_r, results, barriers, rows, chunks, stride_s, stride_r: gl.constexpr):
+def keep_states(p_s, p_r, results, barriers, rows, early, chunks, stride_s, stride_r: gl.constexpr):
     """Write S and R of each chunk."""
     s_s, s_r = results
     _, _, states, residuals = barriers
     for i in range(chunks):
         mbarrier.wait(states.index(0), i & 1)
-        store_rows(p_s, s_s, s_s.shape[1], s_s.shape[0], 4)
+        store_rows(p_s, s_s, s_s.shape[1], gl.where(i < early, 0, s_s.shape[0]), 4)
         mbarrier.arrive(states.index(1))
         mbarrier.wait(residuals.index(0), i & 1)
-        store_rows(p_r, s_r, stride_r, rows, 4)
+        store_rows(p_r, s_r, stride_r, gl.where(i < early, 0, rows), 4)
         mbarrier.arrive(residuals.index(1))
         p_s += stride_s
         p_r += 64 * stride_r
@@ -202,16 +218,16 @@ def keep_states(p_s, p_r, results, barriers, rows, chunks, stride_s, stride_r: g
 
 @gluon.jit
 def write_results(
-    pointers, tiles, results, barriers, s_o, scale, rows, chunks, HV: gl.constexpr, L2NORM: gl.constexpr,
+    pointers, tiles, results, barriers, s_o, scale, rows, early, chunks, HV: gl.constexpr, L2NORM: gl.constexpr,
     SAVE: gl.constexpr,
 ):  # fmt: skip
     p_o, p_r, p_s = pointers
     K: gl.constexpr = results[0].shape[0]
     V: gl.constexpr = results[0].shape[1]
     if SAVE:
-        keep_states(p_s, p_r, results, barriers, rows, chunks, HV * K * V, HV * V)
+        keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV * K * V, HV * V)
     else:
-        write_outputs(p_o, tiles, results, barriers, s_o, scale, rows, chunks, HV * V, L2NORM)
+        write_outputs(p_o, tiles, results, barriers, s_o, scale, rows, early, chunks, HV * V, L2NORM)
 
 
 @cached_launch
@@ -237,14 +253,21 @@ def forward_kernel(
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return
-    token = begin + first
+    # what is forgotten at the segment's begin is found by beginning some chunks before it
+    begun = first
+    if L2NORM and first > 0:
+        before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
+        skipped = forgotten(before, segment)
+        if skipped > 0:
+            begun = first - segment + skipped * BT
+    token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
     if PACKED:
-        slot = begin // BT + i_n + first // BT
+        slot = begin // BT + i_n + begun // BT
     else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, BT) + first // BT
+        slot = i_n.to(gl.int64) * gl.cdiv(T, BT) + begun // BT
 
     q_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
     k_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
@@ -268,13 +291,16 @@ def forward_kernel(
         mbarrier.init(states.index(i), 2 - i)
         mbarrier.init(residuals.index(i), 2 - i)
 
-    rows, end = length - first, gl.minimum(first + segment, length)
-    chunks = gl.cdiv(end - first, BT)
+    rows, end = length - begun, gl.minimum(first + segment, length)
+    # the chunks before the segment come first, and nothing of them is stored
+    chunks, early = gl.cdiv(end - begun, BT), (first - begun) // BT
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V
     p_initial, known = entering + (i_s.to(gl.int64) * HV + i_hv) * K * V, V
     if first == 0:
         p_initial = initial_state + o_state
         known = V if INITIAL else 0
+    if begun < first:
+        known = 0
     wanted = 0
     if (not SAVE) & (end >= length):
         wanted = V
@@ -287,7 +313,7 @@ def forward_kernel(
         [
             (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
             (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
-            (write_results, (outputs, tiles, results, barriers, s_o, scale, rows, chunks, HV, L2NORM, SAVE)),
+            (write_results, (outputs, tiles, results, barriers, s_o, scale, rows, early, chunks, HV, L2NORM, SAVE)),
             (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, not SAVE)),
         ],
         [4, 4, 4], [160, 136, 56],
