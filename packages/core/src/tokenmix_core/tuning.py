@@ -64,13 +64,18 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class SSDForward(NamedTuple):
-    """Chunks of BT tokens, BV columns of the state a program; on Hopper `hopper` columns and chunks of 64, unless 0."""
+    """Chunks of BT tokens, BV columns of the state a program; on Hopper `hopper` columns and chunks of 64, unless 0.
+
+    With `lookback`, sequences of one length are cut up on Hopper into that many tokens a program, each of which makes
+    the state before its tokens by itself.
+    """
 
     BT: int
     BV: int
     num_warps: int
     num_stages: int
     hopper: int = 0
+    lookback: int = 0
 
 
 class SSDStates(NamedTuple):
@@ -91,13 +96,17 @@ class SSDHopper(NamedTuple):
 
 
 class SSDGradients(NamedTuple):
-    """Chunks of BT tokens, V in steps of BV; or, on Hopper, chunks of 64 where `hopper` is not None."""
+    """Chunks of BT tokens, V in steps of BV; or, on Hopper, chunks of 64 where `hopper` is not None.
+
+    Where it `walks`, on Hopper too, a program takes all chunks of a sequence or segment, one after the other.
+    """
 
     BT: int
     BV: int
     num_warps: int
     num_stages: int
     hopper: SSDHopper | None = None
+    walks: bool = False
 
 
 class SSDRecurrent(NamedTuple):
@@ -146,7 +155,20 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         segment = max(256, next_power_of_2(cdiv(T, pieces)))
         segment = 0 if segment >= T else segment
 
+    # short sequences in one launch: twice as many programs fit as there are multiprocessors
+    if B == N and T <= 512 and forward.hopper:
+        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
+        forward = forward._replace(lookback=next(spans, 0))
+
+    walked = B == N and gradients.hopper is not None and gradients.hopper.heads == 1
+    if walked and _fills(N * cdiv(T, segment or T) * HV):
+        gradients = gradients._replace(walks=True)
     return SSDPlan(segment, forward, states, gradients)
+
+
+def _fills(programs: int) -> bool:
+    """Whether rounds of a program a multiprocessor leave few of them idle."""
+    return programs >= 0.75 * cdiv(programs, _PROGRAMS) * _PROGRAMS
 
 
 def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:

@@ -15,8 +15,8 @@ from tokenmix_core.testing.closeness import relative_error
 PACKED = [0, 0, 5, 69, 69, 70]
 
 
-def inputs(B=2, T=70, G=1, HV=2, K=16, V=16, N=None, dtype=torch.float64, device="cpu", seed=0):
-    """Random arguments by name; `N` adds an initial state of N sequences."""
+def inputs(B=2, T=70, G=1, HV=2, K=16, V=16, N=None, dtype=torch.float64, device="cpu", seed=0, steps=False):
+    """Random arguments by name; `N` adds an initial state of N sequences, `steps` Δ and D."""
     generator = torch.Generator(device).manual_seed(seed)
     randn = partial(torch.randn, generator=generator, device=device)
     gate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -26,6 +26,8 @@ def inputs(B=2, T=70, G=1, HV=2, K=16, V=16, N=None, dtype=torch.float64, device
         "v": randn(B, T, HV, V).to(dtype),
         "g": -torch.rand(B, T, HV, generator=generator, device=device).to(gate) * 0.2,
     }
+    if steps:
+        x |= {"dt": 0.1 + torch.rand(B, T, HV, generator=generator, device=device).to(gate), "D": randn(HV).to(gate)}
     return x | ({"initial_state": randn(N, HV, K, V).to(gate)} if N else {})
 
 
@@ -45,7 +47,7 @@ def plan_with(monkeypatch, **changes):
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 130])
 def test_chunkwise_reference_equals_the_definition(T):
-    x = inputs(T=T, G=2, HV=4, K=4, V=3, N=2)
+    x = inputs(T=T, G=2, HV=4, K=4, V=3, N=2, steps=True)
     by_chunks, upstream = values_and_gradients(partial(chunk_ssd, scale=0.7), x)
     by_tokens, _ = values_and_gradients(partial(recurrent_ssd, scale=0.7), x, upstream)
     for name in by_tokens:
@@ -53,20 +55,21 @@ def test_chunkwise_reference_equals_the_definition(T):
 
 
 def test_the_definition_is_the_equation():
-    x = inputs(B=1, T=4, G=1, HV=1, K=3, V=2, N=1)
+    x = inputs(B=1, T=4, G=1, HV=1, K=3, V=2, N=1, steps=True)
     S, outputs = x["initial_state"][0, 0], []
     for t in range(4):
-        S = x["g"][0, t, 0].exp() * S + torch.outer(x["k"][0, t, 0], x["v"][0, t, 0])
-        outputs.append(0.5 * S.T @ x["q"][0, t, 0])
+        v = x["v"][0, t, 0]
+        S = x["g"][0, t, 0].exp() * S + torch.outer(x["k"][0, t, 0], x["dt"][0, t, 0] * v)
+        outputs.append(0.5 * S.T @ x["q"][0, t, 0] + x["D"][0] * v)
     o, final_state = recurrent_ssd(**x, scale=0.5)
     torch.testing.assert_close(o[0, :, 0], torch.stack(outputs))
     torch.testing.assert_close(final_state[0, 0], S)
 
 
 def test_reference_gradients_are_those_of_finite_differences():
-    x = inputs(B=1, T=3, G=1, HV=2, K=2, V=2, N=1)
+    x = inputs(B=1, T=3, G=1, HV=2, K=2, V=2, N=1, steps=True)
     leaves = [value.requires_grad_() for value in x.values()]
-    assert torch.autograd.gradcheck(lambda q, k, v, g, s: chunk_ssd(q, k, v, g, initial_state=s), leaves)
+    assert torch.autograd.gradcheck(lambda *values: chunk_ssd(**dict(zip(x, values, strict=True))), leaves)
 
 
 @pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])
@@ -103,12 +106,12 @@ def test_a_sequence_in_two_pieces_equals_the_whole(split):
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_steps_equal_the_whole_and_update_the_state_in_place(impl, device):
-    x = inputs(B=2, T=3, G=1, HV=2, N=2, dtype=torch.float32, device=device)
+    x = inputs(B=2, T=3, G=1, HV=2, N=2, dtype=torch.float32, device=device, steps=True)
     whole = recurrent_ssd(**x, impl="reference")
-    state = x.pop("initial_state").clone()
+    state, D = x.pop("initial_state").clone(), x.pop("D")
     address = state.data_ptr()
     for t in range(3):
-        o = ssd_step(**{name: value[:, t] for name, value in x.items()}, state=state, impl=impl)
+        o = ssd_step(**{name: value[:, t] for name, value in x.items()}, D=D, state=state, impl=impl)
         torch.testing.assert_close(o, whole.o[:, t], rtol=1e-5, atol=1e-5)
     assert state.data_ptr() == address
     torch.testing.assert_close(state, whole.final_state, rtol=1e-5, atol=1e-5)
@@ -117,10 +120,12 @@ def test_steps_equal_the_whole_and_update_the_state_in_place(impl, device):
 # what the interpreter can afford: each case takes a path of its own through the kernels
 KERNEL_CASES = {
     "ragged, with states": (dict(B=2, T=70, N=2), {}, {}),
+    "steps and a skip": (dict(B=2, T=70, N=2, steps=True), {}, {}),
     "one token": (dict(B=1, T=1, N=1), {}, {}),
     "unequal head sizes, one group": (dict(B=1, T=66, HV=4, K=16, V=32), {}, {}),
     "packed": (dict(B=1, T=70, G=2, HV=4, N=5), {"cu_seqlens": PACKED}, {}),
     "segments": (dict(B=1, T=150, N=1), {}, {"segment": 64}),
+    "segments with steps and a skip": (dict(B=1, T=150, N=1, steps=True), {}, {"segment": 64}),
     "packed segments, groups": (dict(B=1, T=70, HV=2, N=5), {"cu_seqlens": PACKED}, {"segment": 64}),
 }
 
@@ -139,7 +144,7 @@ def test_kernels_agree_with_the_reference(case, dtype, device, monkeypatch):
 
 
 def test_token_by_token_kernel_agrees_with_the_reference(device):
-    x = inputs(B=1, T=9, G=1, HV=2, N=3, dtype=torch.float32, device=device)
+    x = inputs(B=1, T=9, G=1, HV=2, N=3, dtype=torch.float32, device=device, steps=True)
     ssd = partial(recurrent_ssd, scale=0.7, cu_seqlens=borders([0, 0, 5, 9], device))
     assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), x)
 
@@ -186,18 +191,21 @@ def test_slices_of_a_wider_tensor_are_read_in_place(device):
 def test_custom_ops_pass_torchs_own_checks(device):
     from tokenmix_core.ops.ssd.autograd import ssd_backward_op, ssd_forward_op, ssd_recurrent_op, ssd_step_op
 
-    x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device)
-    q, k, v, g, state = (value.requires_grad_() for value in x.values())
+    x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device, steps=True)
+    q, k, v, g, dt, D, state = (value.requires_grad_() for value in x.values())
     for op in ssd_forward_op, ssd_recurrent_op:
         torch.library.opcheck(op, (q, k, v, g, 1.0, state, None))
-    q, k, v, g, state = (value.detach() for value in x.values())
-    torch.library.opcheck(ssd_backward_op, (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone()))
+        torch.library.opcheck(op, (q, k, v, g, 1.0, state, None, dt, D))
+    q, k, v, g, dt, D, state = (value.detach() for value in x.values())
+    arguments = (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone())
+    torch.library.opcheck(ssd_backward_op, arguments)
+    torch.library.opcheck(ssd_backward_op, (*arguments, dt, D))
     torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0))
 
 
 @pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])
 def test_compiles_into_one_graph(form, device):
-    x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device)
+    x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device, steps=True)
     compiled = torch.compile(partial(form, impl="triton"), fullgraph=True, backend="aot_eager")
     got, upstream = values_and_gradients(compiled, x)
     expected, _ = values_and_gradients(partial(form, impl="triton"), x, upstream)
@@ -214,6 +222,9 @@ MALFORMED = {
     "mixed dtypes": (lambda x: x | {"k": x["k"].double()}, "share one dtype"),
     "integers": (lambda x: x | {n: x[n].long() for n in "qkv"}, "must be bfloat16, float16, float32"),
     "a state of other heads": (lambda x: x | {"initial_state": torch.zeros(2, 3, 16, 16)}, "initial_state must have"),
+    "steps of other heads": (lambda x: x | {"dt": x["g"][:, :, :1]}, "dt must have shape"),
+    "a skip for each channel": (lambda x: x | {"D": torch.ones(2, 16)}, "D must have shape"),
+    "an integer skip": (lambda x: x | {"D": torch.ones(2).long()}, "D must be bfloat16, float16, float32"),
     "a half-precision state": (lambda x: x | {"initial_state": torch.zeros(2, 2, 16, 16).half()}, "must be float32"),
     "no tokens": (lambda x: {n: t[:, :0] for n, t in x.items()}, "at least one token"),
     "a list": (lambda x: x | {"v": [1.0]}, "v must be a tensor"),

@@ -19,8 +19,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PACKED = [0, 0, 5, 70, 134, 134, 390, 1000]
 
 
-def inputs(B, T, G, HV, K, V, N=None, dtype=torch.bfloat16, decay="mild", seed=0):
-    """Random arguments by name; `N` adds an initial state of N sequences."""
+def inputs(B, T, G, HV, K, V, N=None, dtype=torch.bfloat16, decay="mild", seed=0, steps=False):
+    """Random arguments by name; `N` adds an initial state of N sequences, `steps` Δ and D."""
     generator = torch.Generator("cuda").manual_seed(seed)
     randn = partial(torch.randn, generator=generator, device="cuda")
     g = -torch.rand(B, T, HV, generator=generator, device="cuda") * 0.2
@@ -32,6 +32,8 @@ def inputs(B, T, G, HV, K, V, N=None, dtype=torch.bfloat16, decay="mild", seed=0
         "v": randn(B, T, HV, V).to(dtype),
         "g": g,
     }
+    if steps:
+        x |= {"dt": 0.1 + torch.rand(B, T, HV, generator=generator, device="cuda"), "D": randn(HV)}
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
@@ -40,9 +42,14 @@ def borders(values=PACKED):
 
 
 def plan_with(monkeypatch, **changes):
-    """Let every call use the shape's plan with `changes`."""
+    """Let every call use the shape's plan with `changes`, segments with states made beforehand."""
     original = tuning.ssd
-    monkeypatch.setattr(tuning, "ssd", lambda *shape: original(*shape)._replace(**changes))
+
+    def plan(*shape):
+        plan = original(*shape)._replace(**changes)
+        return plan._replace(forward=plan.forward._replace(lookback=0)) if "segment" in changes else plan
+
+    monkeypatch.setattr(tuning, "ssd", plan)
 
 
 def check(x, **options):
@@ -74,6 +81,41 @@ def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
     gradients = tuning.ssd(B, T, B, G, HV, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(*heads))
     plan_with(monkeypatch, gradients=gradients)
     check(inputs(B, T, G, HV, K, V, N=B, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128)])
+@pytest.mark.parametrize("lookback", [64, 128])
+def test_segments_that_look_back(lookback, K, V, dtype, monkeypatch):
+    forward = tuning.ssd(2, 450, 2, 1, 2, K, V, dtype).forward._replace(lookback=lookback)
+    plan_with(monkeypatch, forward=forward)
+    check(inputs(2, 450, 1, 2, K, V, N=2, dtype=dtype, steps=lookback == 64))
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["", "steps"])
+@pytest.mark.parametrize("segment", [0, 256], ids=["whole", "segments"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one length", "packed, extreme decays"])
+@pytest.mark.parametrize(
+    ("K", "V", "dtype"),
+    [(K, V, torch.bfloat16) for K in (64, 128) for V in (64, 128)] + [(128, 128, torch.float16)],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, monkeypatch):
+    T = 1000 if packed else 300
+    gradients = tuning.ssd(1, T, 1, 1, 2, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(1, 4), walks=True)
+    plan_with(monkeypatch, gradients=gradients, segment=segment)
+    shape = (1, T, 1, 2, K, V, 7) if packed else (3, T, 1, 2, K, V, 3)
+    x = inputs(*shape, dtype=dtype, decay="extreme" if packed else "mild", steps=steps)
+    check(x, **({"cu_seqlens": borders()} if packed else {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
+@pytest.mark.parametrize(("K", "V"), [(16, 32), (128, 64), (128, 128)])
+def test_steps_and_a_skip(K, V, dtype, segment, monkeypatch):
+    gradients = tuning.ssd(2, 200, 2, 1, 2, K, V, dtype).gradients._replace(walks=False)
+    plan_with(monkeypatch, gradients=gradients, segment=segment)
+    check(inputs(2, 200, 1, 2, K, V, N=2, dtype=dtype, steps=True))
 
 
 @pytest.mark.parametrize("segment", [0, 256], ids=["whole", "segments"])
@@ -134,7 +176,7 @@ def test_token_by_token(dtype, T):
     x = inputs(3, T, 1, 2, 128, 64, N=3, dtype=dtype)
     got = recurrent_ssd(**x, impl="triton")
     double = {name: value.double() for name, value in x.items()}
-    exact, eager = recurrent_ssd(**double, impl="reference"), recurrent_ssd(**x, impl="reference")
+    exact, eager = (recurrent_ssd(**double, impl="reference"), recurrent_ssd(**x, impl="reference"))
     assert_within("o", got.o, exact.o, eager.o)
     assert_within("final_state", got.final_state, exact.final_state, eager.final_state)
 
@@ -187,7 +229,7 @@ def test_results_never_change_between_runs():
 
 def train_step(x, upstream, **options):
     o, final_state = chunk_ssd(**x, impl="triton", **options)
-    return o, final_state, *torch.autograd.grad([o, final_state], list(x.values()), upstream)
+    return (o, final_state, *torch.autograd.grad([o, final_state], list(x.values()), upstream))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -11,7 +11,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_ssd
-from tokenmix_core.ops.ssd import forward, gradients
+from tokenmix_core.ops.ssd import autograd, forward, gradients
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import assert_agrees
 
@@ -24,12 +24,22 @@ CASES = {
     "more keys than values": (dict(B=1, T=66, G=1, HV=4, K=128, N=1), 2, 64, {}),
     "more values than keys": (dict(B=1, T=66, G=1, HV=2, V=128), 1, 128, {}),
     "wide heads": (dict(B=1, T=66, G=1, HV=2, K=128, V=128), 1, 64, {}),
+    "steps and a skip": (dict(B=2, T=130, G=1, HV=2, N=2, steps=True), 1, 64, {}),
+    "heads of a group, steps and a skip": (dict(B=1, T=130, G=1, HV=4, N=1, steps=True), 4, 64, {}),
+    "packed, steps and a skip": (
+        dict(B=1, T=130, G=1, HV=4, N=4, steps=True),
+        2,
+        64,
+        {"cu_seqlens": [0, 0, 1, 64, 130]},
+    ),
+    "more keys than values, steps and a skip": (dict(B=1, T=66, G=1, HV=1, K=128, steps=True), 1, 64, {}),
 }
-STEPS = ("forward", "gradients")
+STEPS = ("forward", "gradients", "walk")
 
 
 @pytest.fixture(scope="module")
 def steps():
+    """The modules of the steps, by what they launch."""
     return gluon.load("tokenmix_core", *(f"ops.ssd.hopper.{name}" for name in STEPS))
 
 
@@ -37,44 +47,56 @@ def steps():
 def on_hopper(steps, monkeypatch):
     """Let these steps run in place of Triton's, and return the names of those that have run."""
     ran = set()
-    for name, step, module in zip(STEPS, (forward, gradients), steps, strict=True):
-        run = getattr(module, f"hopper_{name}")
-        stand_in = SimpleNamespace(
-            **{f"hopper_{name}": lambda *args, name=name, run=run: (ran.add(name), run(*args))[1]}
-        )
+    for name, module in zip(STEPS, steps, strict=True):
+        launcher = "walk_gradients" if name == "walk" else f"hopper_{name}"
+        run = getattr(module, launcher)
+        stand_in = SimpleNamespace(**{launcher: lambda *args, name=name, run=run: (ran.add(name), run(*args))[1]})
         monkeypatch.setitem(sys.modules, module.__name__, stand_in)
+    for step in forward, gradients, autograd:
         monkeypatch.setattr(step, "on_hopper", lambda device: True)
     return ran
 
 
-def inputs(B, T, G, HV, K=64, V=64, N=None):
+def inputs(B, T, G, HV, K=64, V=64, N=None, steps=False):
     generator = torch.Generator().manual_seed(0)
     randn = partial(torch.randn, generator=generator)
     x = {"q": randn(B, T, G, K) / K**0.5, "k": randn(B, T, G, K), "v": randn(B, T, HV, V)}
     x["g"] = -0.2 * torch.rand(B, T, HV, generator=generator)
+    if steps:
+        x |= {"dt": 0.1 + torch.rand(B, T, HV, generator=generator), "D": randn(HV)}
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-def plan_with(monkeypatch, heads, columns, segment):
+def plan_with(monkeypatch, heads, columns, segment, walks, lookback=0):
     """Let every call use the shape's plan with these steps."""
     original = tuning.ssd
 
     def plan(*shape):
         plan = original(*shape)
-        forward = plan.forward._replace(hopper=columns)
-        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4))
+        forward = plan.forward._replace(hopper=columns, lookback=lookback)
+        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4), walks=walks)
         return plan._replace(forward=forward, gradients=gradients, segment=segment)
 
     monkeypatch.setattr(tuning, "ssd", plan)
 
 
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
+@pytest.mark.parametrize("walks", [False, True], ids=["chunks", "a walk"])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_agree_with_the_reference(case, segment, on_hopper, monkeypatch):
+def test_steps_agree_with_the_reference(case, walks, segment, on_hopper, monkeypatch):
     shape, heads, columns, options = CASES[case]
-    plan_with(monkeypatch, heads, columns, segment)
+    plan_with(monkeypatch, heads, columns, segment, walks)
     if "cu_seqlens" in options:
         options = {"cu_seqlens": torch.tensor(options["cu_seqlens"], dtype=torch.int32)}
     ssd = partial(chunk_ssd, scale=0.7, **options)
     assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), inputs(**shape))
-    assert on_hopper == set(STEPS)
+    assert on_hopper == {"forward", "walk" if walks else "gradients"}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
+def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, monkeypatch):
+    plan_with(monkeypatch, 1, 64, 64, False, lookback=128)
+    x = inputs(B=2, T=200, G=1, HV=2, N=2, steps=weighted)
+    ssd = partial(chunk_ssd, scale=0.7)
+    assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), x)
+    assert on_hopper == {"forward", "gradients"}

@@ -108,19 +108,18 @@ class Mamba2(Mixer):
         B = self.fit.keys(B.unflatten(-1, (self.num_groups, self.state_size)))
         C = self.fit.keys(C.unflatten(-1, (self.num_groups, self.state_size)))
         dt = F.softplus(at_least_float32(dt) + self.dt_bias)
-        v = self.fit.values((x * dt.unsqueeze(-1)).to(x.dtype))
-        g = self.fit.gates(-self.A_log.exp() * dt)
+        x = self.fit.values(x)
+        g, dt, D = (self.fit.gates(gate) for gate in (-self.A_log.exp() * dt, dt, self.D))
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
-            C, B, v, g = (t.squeeze(1) for t in (C, B, v, g))
-            y = ssd_step(C, B, v, g, recurrent, impl=self.impl).unsqueeze(1)
+            C, B, x, g, dt = (t.squeeze(1) for t in (C, B, x, g, dt))
+            y = ssd_step(C, B, x, g, recurrent, dt=dt, D=D, impl=self.impl).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
-            y, after = chunk_ssd(C, B, v, g, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl)
+            y, after = chunk_ssd(C, B, x, g, dt=dt, D=D, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl)
             if state is not None:
                 state.recurrent.set(after)
-        y = self.fit.outputs(y, self.num_heads)
-        y = (y + x * self.D.unsqueeze(-1)).to(x.dtype).flatten(-2)
+        y = self.fit.outputs(y, self.num_heads).flatten(-2)
         return self.out_proj(self.norm(y, z)), None
 
     def mixing_flops(self, seq_len: int) -> float:

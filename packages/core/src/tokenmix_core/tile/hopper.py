@@ -51,19 +51,30 @@ def await_copies(NEWER: gl.constexpr):
 
 
 @gluon.jit
-def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr):
-    """Begin to copy rows that lie `stride` elements apart; rows from `rows` on become zero."""
+def anew(o_x):
+    """The same indices, unknown to the compiler: it keeps no offsets made of them before a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [o_x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexpr = False):
+    """Begin to copy rows that lie `stride` elements apart; rows from `rows` on become zero.
+
+    Offsets made `ANEW` take instructions where they are needed, and no registers elsewhere.
+    """
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
-    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_t = (anew(o_t) if ANEW else o_t)[:, None]
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
     async_load(s_x, p_rows + o_t * stride + o_d, mask=o_t < rows)
 
 
 @gluon.jit
-def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr):
-    """Store a tile from shared memory as rows that lie `stride` elements apart, up to row `rows`."""
+def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexpr = False):
+    """Store a tile from shared memory as rows that lie `stride` elements apart, up to row `rows`; `ANEW` as above."""
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
-    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_t = (anew(o_t) if ANEW else o_t)[:, None]
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
     gl.store(p_rows + o_t * stride + o_d, s_x.load(layout), mask=o_t < rows)
 

@@ -29,6 +29,8 @@ def chunk_ssd(
     v: Float[Tensor, "B T HV V"],
     g: Float[Tensor, "B T HV"],
     *,
+    dt: Float[Tensor, "B T HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
@@ -36,15 +38,17 @@ def chunk_ssd(
 ) -> ScanOutput:
     r"""State-space duality (Mamba-2; with G = HV also simple gated linear attention), parallel over chunks of tokens.
 
-    .. math:: S_t = e^{g_t} S_{t-1} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
+    .. math:: S_t = e^{g_t} S_{t-1} + k_t (Δ_t v_t)^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t + D v_t
 
-    Mamba-2 passes q = C, k = B, v = Δ · x and g = Δ · A. Value head h reads group h // (HV / G) of q and k, which are
-    never expanded. Differentiable in every tensor argument and through both results.
+    Mamba-2 passes q = C, k = B, v = x, dt = Δ and g = Δ · A. Value head h reads group h // (HV / G) of q and k, which
+    are never expanded. Differentiable in every tensor argument and through both results.
 
     Args:
         q, k: `[B, T, G, K]`; G divides HV.
         v: `[B, T, HV, V]`. q, k and v share one dtype: bfloat16, float16 or float32 (the reference also float64).
         g: `[B, T, HV]`, natural log of the decay, ≤ 0, any float dtype; float32 is best.
+        dt: `[B, T, HV]`, Δ, what a token enters the state with, any float dtype; None is 1.
+        D: `[HV]`, the weight with which a token's value skips the state, any float dtype; None is 0.
         scale: factor of the output.
         initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
         cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
@@ -57,12 +61,12 @@ def chunk_ssd(
     Raises:
         ValueError: shapes, dtypes, devices, group count or cu_seqlens do not fit; it says what was got and expected.
     """
-    impl = _check("chunk_ssd", q, k, v, g, initial_state, cu_seqlens, impl)
+    impl = _check("chunk_ssd", q, k, v, g, dt, D, initial_state, cu_seqlens, impl)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import chunk_ssd_triton
 
-        return chunk_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens)
-    return chunk_ssd_reference(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        return chunk_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+    return chunk_ssd_reference(q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
 def recurrent_ssd(
@@ -71,6 +75,8 @@ def recurrent_ssd(
     v: Float[Tensor, "B T HV V"],
     g: Float[Tensor, "B T HV"],
     *,
+    dt: Float[Tensor, "B T HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
@@ -80,12 +86,14 @@ def recurrent_ssd(
 
     Arguments, results and errors are those of `chunk_ssd`; gradients too.
     """
-    impl = _check("recurrent_ssd", q, k, v, g, initial_state, cu_seqlens, impl)
+    impl = _check("recurrent_ssd", q, k, v, g, dt, D, initial_state, cu_seqlens, impl)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import recurrent_ssd_triton
 
-        return recurrent_ssd_triton(q, k, v, g, scale, initial_state, cu_seqlens)
-    return recurrent_ssd_reference(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        return recurrent_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+    return recurrent_ssd_reference(
+        q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
 
 
 @torch.no_grad()
@@ -96,6 +104,8 @@ def ssd_step(
     g: Float[Tensor, "B HV"],
     state: Float[Tensor, "B HV K V"],
     *,
+    dt: Float[Tensor, "B HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
@@ -105,55 +115,60 @@ def ssd_step(
         q, k: `[B, G, K]`, one token.
         v: `[B, HV, V]`.
         g: `[B, HV]`, natural log of the decay.
-        state: `[B, HV, K, V]` float32, contiguous; overwritten with exp(g) · state + k vᵀ.
+        state: `[B, HV, K, V]` float32, contiguous; overwritten with exp(g) · state + k (Δ v)ᵀ.
+        dt: `[B, HV]`, Δ; None is 1.
+        D: `[HV]`; None is 0.
         scale: factor of the output.
         impl: as for `chunk_ssd`.
 
     Returns:
-        o `[B, HV, V]` in v's dtype: scale · stateᵀ q, of the updated state.
+        o `[B, HV, V]` in v's dtype: scale · stateᵀ q + D v, of the updated state.
 
     Raises:
         ValueError: as `chunk_ssd`.
     """
-    impl = _check_step(q, k, v, g, state, impl)
+    impl = _check_step(q, k, v, g, dt, D, state, impl)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import ssd_step_triton
 
-        return ssd_step_triton(q, k, v, g, state, scale)
-    return ssd_step_reference(q, k, v, g, state, scale=scale)
+        return ssd_step_triton(q, k, v, g, dt, D, state, scale)
+    return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
 
 
 @Checked
-def _check(op, q, k, v, g, initial_state, cu_seqlens, impl) -> str:
+def _check(op, q, k, v, g, dt, D, initial_state, cu_seqlens, impl) -> str:
     impl = resolve_impl(op, impl, q)
-    dims = bind_shapes(op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"))
+    dims = bind_shapes(
+        op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"), dt=(dt, "B T HV"), D=(D, "HV")
+    )
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     # q again, so that the others' device is compared with its
     bind_shapes(op, dims, q=(q, "B T G K"), initial_state=(initial_state, "N HV K V"), cu_seqlens=(cu_seqlens, "_"))
-    _check_rest(op, impl, dims, q, k, v, g, initial_state=initial_state)
+    _check_rest(op, impl, dims, q, k, v, g, dt, D, initial_state=initial_state)
     return impl
 
 
 @Checked
-def _check_step(q, k, v, g, state, impl) -> str:
+def _check_step(q, k, v, g, dt, D, state, impl) -> str:
     """Validate a call of one token; return the implementation."""
     impl = resolve_impl("ssd_step", impl, q)
     dims = bind_shapes(
-        "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V")
-    )
-    _check_rest("ssd_step", impl, dims, q, k, v, g, state=state)
+        "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
+        dt=(dt, "B HV"), D=(D, "HV"),
+    )  # fmt: skip
+    _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, state=state)
     if not state.is_contiguous():
         raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
     return impl
 
 
-def _check_rest(op, impl, dims, q, k, v, g, **state: Tensor | None) -> None:
+def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:
     """Dtypes, head counts and what Triton needs."""
     floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
-    check_dtype(op, floats, q=q, k=k, v=v, g=g)
+    check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
     check_same_dtype(op, q=q, k=k, v=v)
     check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), **state)
     check_multiple(op, "HV", dims["HV"], "G", dims["G"])

@@ -25,7 +25,7 @@ def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def ssd_forward_kernel(
-    q, k, v, g, o, initial_state, final_state, cu_seqlens,
+    q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
     stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
@@ -48,6 +48,10 @@ def ssd_forward_kernel(
     v += i_h * V + i_v * BV
     o += i_h * V + i_v * BV
     g += i_h
+    if dt is not None:
+        dt += i_h
+    if D is not None:
+        b_skip = tl.load(D + i_h).to(tl.float32)
 
     o_i = tl.arange(0, BT)
     o_k = tl.arange(0, K)
@@ -68,17 +72,23 @@ def ssd_forward_kernel(
         b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)
         b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
         b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)
-        b_o = read_out(b_q, b_k, b_v, b_s, b_b, o_i)
+        b_x = b_v
+        if dt is not None:
+            b_dt = tl.load(dt + o_t * HV + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
+            b_x = (b_v * b_dt[:, None]).to(b_v.dtype)
+        b_o = read_out(b_q, b_k, b_x, b_s, b_b, o_i) * scale
+        if D is not None:
+            b_o += b_v.to(tl.float32) * b_skip
         p_o = o + o_t * HV * V + o_i[:, None] * (HV * V) + o_v[None, :]
-        tl.store(p_o, (b_o * scale).to(o.dtype.element_ty), mask=m_t[:, None])
+        tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_t[:, None])
 
-        b_w = (b_v * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
+        b_w = (b_x * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
         b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
     if not SEGMENTED:
         tl.store(final_state + o_state, b_s)
 
 
-def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: SSDForward):
+def ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, segment, config: SSDForward):
     """Outputs, and the final states unless the sequences are cut into segments.
 
     With `segment` tokens a program, `initial_state [slots, HV, K, V]` holds the state before each segment; with
@@ -93,10 +103,14 @@ def ssd_forward(q, k, v, g, scale, initial_state, cu_seqlens, segment, config: S
     if config.hopper and on_hopper(q.device):
         from tokenmix_core.ops.ssd.hopper.forward import hopper_forward
 
-        hopper_forward(q, k, v, g, o, scale, initial_state, final_state, cu_seqlens, segment, spans, config.hopper)
+        if not segment and config.lookback:
+            segment, spans = config.lookback, N * cdiv(T, config.lookback)
+        hopper_forward(
+            q, k, v, g, dt, D, o, scale, initial_state, final_state, cu_seqlens, segment, spans, config.hopper
+        )
         return o, final_state
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
-        q, k, v, g, o, initial_state, final_state, cu_seqlens,
+        q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), scale, T, N, G, HV, segment,
         K, V, config.BT, config.BV, segment > 0, cu_seqlens is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,

@@ -1,5 +1,7 @@
 """All gradients of a chunk at once, from the state before it and the gradient of the state after it."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -113,8 +115,11 @@ def ssd_gradients_kernel(
     tl.store(dk + o_dqk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])
 
 
-def ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, config: SSDGradients):
-    """dq, dk, dv and dg. Heads of a group are summed over a buffer, in a fixed order."""
+def ssd_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, config: SSDGradients):
+    """dq, dk, dv, dg, dΔ and dD. Heads of a group are summed over a buffer, in a fixed order.
+
+    Only the kernels for Hopper know Δ and D, which are None for the others.
+    """
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -123,8 +128,11 @@ def ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, config: 
     if config.hopper is not None and on_hopper(q.device):
         from tokenmix_core.ops.ssd.hopper.gradients import hopper_gradients
 
-        dq, dk = hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, dg, config.hopper)
+        dq, dk, ddt, dD = hopper_gradients(
+            q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, dv, dg, config.hopper
+        )
     else:
+        ddt = dD = None
         dq = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
         dk = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
         ssd_gradients_kernel[(chunk_slots(B, T, config.BT, cu_seqlens) * HV,)](
@@ -133,6 +141,25 @@ def ssd_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, config: 
             K, V, config.BT, config.BV, cu_seqlens is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-    if dq.shape[2] > G:
-        dq, dk = (x.unflatten(2, (G, -1)).sum(3) for x in (dq, dk))
-    return dq, dk, dv, dg.to(g.dtype)
+    return *sum_heads(dq, dk, G), dv, *like((dg, g), (ddt, dt), (dD, D))
+
+
+def ssd_walk(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment):
+    """dq, dk, dv, dg, the gradient of the initial state, dΔ and dD, on Hopper: D is carried along, not read."""
+    from tokenmix_core.ops.ssd.hopper.walk import walk_gradients
+
+    dq, dk, dv, dg, initial_gradient, ddt, dD = walk_gradients(
+        q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment
+    )
+    dg, ddt, dD = like((dg, g), (ddt, dt), (dD, D))
+    return *sum_heads(dq, dk, q.shape[2]), dv, dg, initial_gradient, ddt, dD
+
+
+def like(*pairs) -> tuple[Any, ...]:
+    """Gradients, where they exist, in the dtypes of what they are the gradients of."""
+    return tuple(x if x is None else x.to(y.dtype) for x, y in pairs)
+
+
+def sum_heads(dq, dk, G: int) -> tuple[Any, ...]:
+    """dq and dk of groups from those of their heads, or parts of them, in a fixed order."""
+    return tuple(x if x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3) for x in (dq, dk))

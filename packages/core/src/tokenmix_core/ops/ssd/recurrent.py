@@ -12,8 +12,8 @@ from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
 @cached_launch
 @triton.jit(do_not_specialize=["T", "G", "HV"])
 def ssd_recurrent_kernel(
-    q, k, v, g, o, initial_state, final_state, cu_seqlens,
-    stride_q, stride_k, stride_v, stride_g, scale, T, G, HV,
+    q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
+    stride_q, stride_k, stride_v, stride_g, stride_dt, scale, T, G, HV,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     i_p = tl.program_id(0)
@@ -34,13 +34,18 @@ def ssd_recurrent_kernel(
         b_k = tl.load(k + t * stride_k + i_g * K + o_k).to(tl.float32)
         b_v = tl.load(v + t * stride_v + i_h * V + o_v).to(tl.float32)
         b_decay = tl.exp(tl.load(g + t * stride_g + i_h).to(tl.float32))
-        b_s = b_s * b_decay + b_k[:, None] * b_v[None, :]
+        b_x = b_v
+        if dt is not None:
+            b_x = b_v * tl.load(dt + t * stride_dt + i_h).to(tl.float32)
+        b_s = b_s * b_decay + b_k[:, None] * b_x[None, :]
         b_o = tl.sum(b_s * b_q[:, None], 0) * scale
+        if D is not None:
+            b_o += b_v * tl.load(D + i_h).to(tl.float32)
         tl.store(o + (t * HV + i_h) * V + o_v, b_o.to(o.dtype.element_ty))
     tl.store(final_state + o_state, b_s)
 
 
-def ssd_recurrent(q, k, v, g, scale, initial_state, final_state, cu_seqlens):
+def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens):
     """Outputs; writes `final_state [N, HV, K, V]`, which may be the initial one itself."""
     T, G, K = q.shape[1:]
     HV, V = v.shape[2:]
@@ -48,8 +53,8 @@ def ssd_recurrent(q, k, v, g, scale, initial_state, final_state, cu_seqlens):
     config = ssd_recurrent_config(N * HV, K, V)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
-        q, k, v, g, o, initial_state, final_state, cu_seqlens,
-        q.stride(1), k.stride(1), v.stride(1), g.stride(1), scale, T, G, HV,
+        q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
+        q.stride(1), k.stride(1), v.stride(1), g.stride(1), 0 if dt is None else dt.stride(1), scale, T, G, HV,
         K, V, config.BV, cu_seqlens is not None, num_warps=config.num_warps,
     )  # fmt: skip
     return o

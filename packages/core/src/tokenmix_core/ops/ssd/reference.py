@@ -20,12 +20,14 @@ def recurrent_ssd_reference(
     v: Float[Tensor, "B T HV V"],
     g: Float[Tensor, "B T HV"],
     *,
+    dt: Float[Tensor, "B T HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
     """Read the definition aloud: one token after the other, in float32 or, for float64 inputs, in float64."""
-    return _by_sequence(_recurrent, q, k, v, g, scale, initial_state, cu_seqlens)
+    return _with_steps(_recurrent, q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
 
 
 def chunk_ssd_reference(
@@ -34,12 +36,21 @@ def chunk_ssd_reference(
     v: Float[Tensor, "B T HV V"],
     g: Float[Tensor, "B T HV"],
     *,
+    dt: Float[Tensor, "B T HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
     """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (float64 if inputs are)."""
-    return _by_sequence(_chunkwise, q, k, v, g, scale, initial_state, cu_seqlens)
+    return _with_steps(_chunkwise, q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+
+
+def _with_steps(form, q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
+    """Let Δ v enter the state and D v skip it."""
+    x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
+    o, state = _by_sequence(form, q, k, x, g, scale, initial_state, cu_seqlens)
+    return ScanOutput(o if D is None else (o + v * D.unsqueeze(-1)).to(v.dtype), state)
 
 
 def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:
@@ -119,10 +130,13 @@ def ssd_step_reference(
     g: Float[Tensor, "B HV"],
     state: Float[Tensor, "B HV K V"],
     *,
+    dt: Float[Tensor, "B HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "B HV V"]:
     """One token, updating `state` in place."""
     one_token = (x.unsqueeze(1) for x in (q, k, v, g))
-    o, new_state = recurrent_ssd_reference(*one_token, scale=scale, initial_state=state)
+    dt = None if dt is None else dt.unsqueeze(1)
+    o, new_state = recurrent_ssd_reference(*one_token, dt=dt, D=D, scale=scale, initial_state=state)
     state.copy_(new_state)
     return o.squeeze(1)

@@ -13,7 +13,7 @@ from tokenmix_core.tuning import SSDStates
 
 @triton.jit
 def walk_states(
-    x, y, g, initial, borders, final, totals,
+    x, y, g, dt, initial, borders, final, totals,
     begin, length, i_slot, i_s, i_h, i_g, i_k, i_v,
     stride_x, stride_y, scale, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -21,12 +21,14 @@ def walk_states(
 ):  # fmt: skip
     """Carry one tile of the state over `length` tokens from row `begin` on.
 
-    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j y_jᵀ, x = k and y = v.
+    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, x = k and y = v.
     Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, x = q and y = do, the gradient of the state before the chunk.
     """
     x += i_g * K + i_k * BK
     y += i_h * V + i_v * BV
     g += i_h
+    if dt is not None:
+        dt += i_h
     o_i = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = tl.arange(0, BV)
@@ -53,6 +55,8 @@ def walk_states(
             b_w = tl.exp2(b_b) * scale
         else:
             b_w = tl.exp2(b_total - b_b)
+        if dt is not None:
+            b_w *= tl.load(dt + o_t * HV + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
         b_w = (b_y * b_w[:, None]).to(b_y.dtype)
         b_s = tl.dot(tl.trans(b_x), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
         b_decay += b_total
@@ -86,7 +90,7 @@ def locate_tile(
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def segment_states_kernel(
-    x, y, g, states, totals, cu_seqlens, stride_x, stride_y, scale, T, N, G, HV, segment,
+    x, y, g, dt, states, totals, cu_seqlens, stride_x, stride_y, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +99,7 @@ def segment_states_kernel(
     )
     if length > 0:
         walk_states(
-            x, y, g, None, None, states, totals,
+            x, y, g, dt, None, None, states, totals,
             begin, length, i_slot, i_s, i_h, i_h // (HV // G), i_k, i_v, stride_x, stride_y, scale, HV,
             K, V, BT, BK, BV, REVERSE,
         )  # fmt: skip
@@ -104,7 +108,7 @@ def segment_states_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def border_states_kernel(
-    q, k, v, do, g, before, after, states, gradients, initial_gradient, cu_seqlens,
+    q, k, v, do, g, dt, before, after, states, gradients, initial_gradient, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
@@ -118,13 +122,13 @@ def border_states_kernel(
     # the two directions know nothing of each other: one launch fills the device with both
     if tl.program_id(1) == 0:
         walk_states(
-            k, v, g, before, states, None, None,
+            k, v, g, dt, before, states, None, None,
             begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_k, stride_v, scale, HV,
             K, V, BT, BK, BV, False,
         )  # fmt: skip
     else:
         walk_states(
-            q, do, g, after, gradients, initial_gradient, None,
+            q, do, g, None, after, gradients, initial_gradient, None,
             begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_q, stride_do, scale, HV,
             K, V, BT, BK, BV, True,
         )  # fmt: skip
@@ -157,10 +161,10 @@ def scan_segments_kernel(
     tl.store(final + o_sequence + o_e, b_s)
 
 
-def segment_states(x, y, g, scale, initial, cu_seqlens, segment, reverse, config: SSDStates):
+def segment_states(x, y, g, dt, scale, initial, cu_seqlens, segment, reverse, config: SSDStates):
     """The state before each segment and at the end: `[slots, HV, K, V]` and `[N, HV, K, V]`, float32.
 
-    Forward: x = k, y = v. Reverse, for gradients of states: x = q, y = do, `initial` the gradient of the final state;
+    Forward: x = k, y = v. Reverse, for gradients of states: x = q, y = do, no Δ, `initial` that of the final state;
     "before" a segment is then after it in time.
     """
     B, T, G, K = x.shape
@@ -172,7 +176,7 @@ def segment_states(x, y, g, scale, initial, cu_seqlens, segment, reverse, config
     final = torch.empty(N, HV, K, V, dtype=torch.float32, device=y.device)
     BK, BV = config.BK, config.BV
     segment_states_kernel[(spans * HV * (K // BK) * (V // BV),)](
-        x, y, g, states, totals, cu_seqlens, x.stride(1), y.stride(1), scale, T, N, G, HV, segment,
+        x, y, g, dt, states, totals, cu_seqlens, x.stride(1), y.stride(1), scale, T, N, G, HV, segment,
         K, V, config.BT, BK, BV, reverse, cu_seqlens is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -184,8 +188,10 @@ def segment_states(x, y, g, scale, initial, cu_seqlens, segment, reverse, config
     return states, final
 
 
-def border_states(q, k, v, do, g, scale, before, after, cu_seqlens, segment, config: SSDStates):
+def border_states(q, k, v, do, g, dt, scale, before, after, cu_seqlens, segment, config: SSDStates, gradients=True):
     """States before each chunk and gradients of the states after it, in the inputs' dtype: `[slots, HV, K, V]` each.
+
+    Without `gradients` the states alone are made.
 
     `before` and `after` are the states before, and the gradients of the states after, each sequence (float32, None for
     zero), or each segment where `segment` is positive. Also returns the gradient of the initial state, which is None
@@ -195,14 +201,16 @@ def border_states(q, k, v, do, g, scale, before, after, cu_seqlens, segment, con
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     chunks = chunk_slots(B, T, config.BT, cu_seqlens)
-    states = torch.empty(2, chunks, HV, K, V, dtype=v.dtype, device=v.device)
-    initial_gradient = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
-    spans = len(after) if segment else N
+    states = torch.empty(1 + gradients, chunks, HV, K, V, dtype=v.dtype, device=v.device)
+    initial_gradient = None
+    if gradients and not segment:
+        initial_gradient = torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
+    spans = len(before) if segment else N
     BK, BV = config.BK, config.BV
-    border_states_kernel[(spans * HV * (K // BK) * (V // BV), 2)](
-        q, k, v, do, g, before, after, states[0], states[1], initial_gradient, cu_seqlens,
+    border_states_kernel[(spans * HV * (K // BK) * (V // BV), len(states))](
+        q, k, v, do, g, dt, before, after, states[0], states[-1], initial_gradient, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV, segment,
         K, V, config.BT, BK, BV, segment > 0, cu_seqlens is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return states[0], states[1], initial_gradient
+    return states[0], states[-1], initial_gradient

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
+from tokenmix_core.ops.ssd.hopper.vectors import allocate_vectors, as_matrix, load_numbers, store_decays
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -33,17 +33,64 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
     return begin, length
 
 
+@gluon.jit
+def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
+    """First row and length, ≤ 0 of a segment that does not exist, of a sequence or segment; its first chunk's slot."""
+    if SEGMENTED:
+        i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
+        length = gl.minimum(length - start, segment)
+    else:
+        i_n, start = i_s, 0
+        begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
+    i_c = (begin // 64 + i_n if PACKED else i_n.to(gl.int64) * gl.cdiv(T, 64)) + start // 64
+    return begin + start, length, i_c
+
+
+@gluon.jit
+def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2, from_2, to_2):
+    """The state, transposed, after `chunks` whole chunks that begin at these addresses."""
+    BT: gl.constexpr = k_2.shape[1]
+    W: gl.constexpr = gl.num_warps()
+    tile: gl.constexpr = product_layout(k_2.shape[2], W)
+    left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
+    rows = gl.where(chunks > 0, BT, 0)
+    fetch_rows(k_2.index(0), k, stride_k, rows, W)
+    fetch_rows(v_2.index(0), v, stride_v, rows, W)
+    async_copy.commit_group()
+    b_g = load_numbers(g, HV, rows, 1)
+    for i in range(chunks):
+        here, then = i % 2, (i + 1) % 2
+        total, b_to = store_decays(b_2.index(here), from_2.index(here), to_2.index(here), b_g, 1.0)
+        if dt is not None:
+            b_dt = load_numbers(dt + (i * BT).to(gl.int64) * HV, HV, BT, 1)
+            as_matrix(to_2.index(here), 1, BT).store(b_dt * b_to)
+        await_copies(0)
+        o_t, rows = ((i + 1) * BT).to(gl.int64), gl.where(i + 1 < chunks, BT, 0)
+        fetch_rows(k_2.index(then), k + o_t * stride_k, stride_k, rows, W, True)
+        fetch_rows(v_2.index(then), v + o_t * stride_v, stride_v, rows, W, True)
+        async_copy.commit_group()
+        b_g = load_numbers(g + o_t * HV, HV, rows, 1)
+        to_j = to_2.index(here).load(gl.SliceLayout(0, left))
+        b_v = (v_2.index(here).permute((1, 0)).load(left).to(gl.float32) * to_j[None, :]).to(v_2.dtype)
+        b_s = warpgroup_mma(b_v, k_2.index(here), b_s * gl.exp2(gl.sum(total, 0)), is_async=True)
+        b_s, b_v = warpgroup_mma_wait(0, deps=[b_s, b_v])
+    await_copies(0)
+    return b_s
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def hopper_forward_kernel(
-    q, k, v, g, o, initial_state, final_state, cu_seqlens,
+    q, k, v, g, dt, skip, o, initial_state, final_state, cu_seqlens,
     stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr,
-    SEGMENTED: gl.constexpr, PACKED: gl.constexpr,
+    SEGMENTED: gl.constexpr, LOOKBACK: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """The state is held transposed, `[BV, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
+    """With `LOOKBACK` a segment's program makes the state before it by itself, from the sequence's initial one.
 
-    Vectors by row are `x_i`, by column `x_j`; strides count 16 bytes.
+    The state is held transposed, `[BV, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
+
+    Vectors by row are `x_i`, by column `x_j`, two chunks of them in shared memory `x_2`; strides count 16 bytes.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
@@ -60,84 +107,120 @@ def hopper_forward_kernel(
     i_v = gl.program_id(0) % (V // BV)
     i_h = gl.program_id(0) // (V // BV) % HV
     i_s = gl.program_id(0) // (V // BV) // HV
-    if SEGMENTED:
-        _, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, W)
-        if start >= length:
-            return
-        length = gl.minimum(length - start, segment)
-        begin = begin + start
-    else:
-        begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
+    begin, length, _ = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
+    if SEGMENTED and length <= 0:
+        return
     # rows begin at multiples of 16 bytes
     stride_q, stride_k, stride_v = stride_q * 8, stride_k * 8, stride_v * 8
+    i_n, past = i_s, 0
+    if LOOKBACK:
+        i_n = i_s // gl.cdiv(T, segment)
+        past = i_s % gl.cdiv(T, segment) * segment
     i_g = i_h // (HV // G)
     p_q, p_k = q + begin * stride_q + i_g * K, k + begin * stride_k + i_g * K
-    p_v, p_o = v + begin * stride_v + i_h * V + i_v * BV, o + (begin * HV + i_h) * V + i_v * BV
-    p_g = g + begin * HV + i_h
+    p_v, p_o = (v + begin * stride_v + i_h * V + i_v * BV, o + (begin * HV + i_h) * V + i_v * BV)
+    o_h = begin * HV + i_h
 
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
+    # sums of decays b, scale e^b and e^(b_C − b)
+    b_2, from_2, to_2 = (allocate_vectors(2, BT), allocate_vectors(2, BT), allocate_vectors(2, BT))
+    o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile)))
+    o_state = (i_n.to(gl.int64) * HV + i_h) * K * V + i_v * BV
+    o_state = o_state + o_k[None, :] * V + o_v[:, None]
+    b_s = gl.load(initial_state + o_state) if INITIAL else gl.zeros([BV, K], gl.float32, tile)
+    if LOOKBACK:
+        back = -past.to(gl.int64)
+        b_s = pass_tokens(
+            b_s, p_k + back * stride_k, p_v + back * stride_v, g + o_h + back * HV,
+            dt if dt is None else dt + o_h + back * HV,
+            stride_k, stride_v, HV, past // BT, k_2, v_2, b_2, from_2, to_2,
+        )  # fmt: skip
     fetch_rows(q_2.index(0), p_q, stride_q, length, W)
     fetch_rows(k_2.index(0), p_k, stride_k, length, W)
     fetch_rows(v_2.index(0), p_v, stride_v, length, W)
     async_copy.commit_group()
-    b_g = load_decay(p_g, HV, length)
+    b_g = load_numbers(g + o_h, HV, length, 1)
+    total, b_to = store_decays(b_2.index(0), from_2.index(0), to_2.index(0), b_g, scale)
+    # what a token enters the state with at the chunk's end
+    enter_2 = to_2
+    if dt is not None:
+        dt_2, enter_2 = allocate_vectors(2, BT), allocate_vectors(2, BT)
+        b_dt = load_numbers(dt + o_h, HV, length, 1)
+        as_matrix(dt_2.index(0), 1, BT).store(b_dt)
+        as_matrix(enter_2.index(0), 1, BT).store(b_dt * b_to)
+    if skip is not None:
+        b_skip = gl.load(skip + i_h).to(gl.float32)
 
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
-    o_v, o_k = gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
-    o_state = (i_s.to(gl.int64) * HV + i_h) * K * V + i_v * BV
-    o_state = o_state + o_k[None, :] * V + o_v[:, None]
-    b_s = gl.load(initial_state + o_state) if INITIAL else gl.zeros([BV, K], gl.float32, tile)
     zero_p = gl.zeros([BT, BT], gl.float32, square)
     zero_o = gl.zeros([BV, BT], gl.float32, flat)
     for i_t in range(gl.cdiv(length, BT)):
         here, then = i_t % 2, (i_t + 1) % 2
         s_q, s_k, s_v = q_2.index(here), k_2.index(here), v_2.index(here)
-        b_i, total = cumulative_decay(gl.convert_layout(b_g, col), o_i, o_j)
         await_copies(0)
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero_p, use_acc=False, is_async=True)
         b_sh = gl.convert_layout(b_s.to(dtype), left)
         b_o = warpgroup_mma(b_sh, s_q.permute((1, 0)), zero_o, use_acc=False, is_async=True)
         token = (i_t + 1) * BT
+        o_t = token.to(gl.int64)
         if token < length:
-            fetch_rows(q_2.index(then), p_q + token.to(gl.int64) * stride_q, stride_q, length - token, W)
-            fetch_rows(k_2.index(then), p_k + token.to(gl.int64) * stride_k, stride_k, length - token, W)
-            fetch_rows(v_2.index(then), p_v + token.to(gl.int64) * stride_v, stride_v, length - token, W)
+            fetch_rows(q_2.index(then), p_q + o_t * stride_q, stride_q, length - token, W, True)
+            fetch_rows(k_2.index(then), p_k + o_t * stride_k, stride_k, length - token, W, True)
+            fetch_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
             async_copy.commit_group()
-        b_g = load_decay(p_g + token.to(gl.int64) * HV, HV, length - token)
+        b_g = load_numbers(g + o_h + o_t * HV, HV, length - token, 1)
+        if dt is not None:
+            b_dt = load_numbers(dt + o_h + o_t * HV, HV, length - token, 1)
 
-        # Oᵀ = e^b ⊙ (Sᵀ Qᵀ) + Vᵀ Pᵀ
-        b_decay = causal_decay(b_i, gl.convert_layout(b_i, col), o_i, o_j)
+        # Oᵀ = scale e^b ⊙ (Sᵀ Qᵀ) + Vᵀ Pᵀ
+        b_decay = causal_decay(b_2.index(here).load(row), b_2.index(here).load(col), o_i, o_j) * scale
+        if dt is not None:
+            b_decay *= dt_2.index(here).load(col)[None, :]
         b_p = warpgroup_mma_wait(1, deps=[b_p])
-        s_p.store((b_p * b_decay).to(dtype))
+        b_p *= b_decay
+        if skip is not None:
+            b_p = gl.where(o_i[:, None] == o_j[None, :], b_p + b_skip, b_p)
+        s_p.store(b_p.to(dtype))
         fence_async_shared()
         barrier()
-        from_j = gl.exp2(gl.convert_layout(b_i, gl.SliceLayout(0, flat)))
+        from_j = from_2.index(here).load(gl.SliceLayout(0, flat))
         b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
         b_o = warpgroup_mma(s_v.permute((1, 0)), s_p.permute((1, 0)), b_o * from_j[None, :], is_async=True)
-        # Sᵀ ← e^b_C Sᵀ + (e^(b_C − b) ⊙ V)ᵀ K
-        to_j = gl.exp2(total - gl.convert_layout(b_i, gl.SliceLayout(0, left_k)))
+        # Sᵀ ← e^b_C Sᵀ + (e^(b_C − b) Δ ⊙ V)ᵀ K
+        to_j = enter_2.index(here).load(gl.SliceLayout(0, left_k))
         b_v = (s_v.permute((1, 0)).load(left_k).to(gl.float32) * to_j[None, :]).to(dtype)
-        b_s = warpgroup_mma(b_v, s_k, b_s * gl.exp2(total), is_async=True)
+        b_s = warpgroup_mma(b_v, s_k, b_s * gl.exp2(gl.sum(total, 0)), is_async=True)
         b_o = warpgroup_mma_wait(1, deps=[b_o])
-        s_o.permute((1, 0)).store((b_o * scale).to(dtype))
+        s_o.permute((1, 0)).store(b_o.to(dtype))
         barrier()
-        store_rows(p_o + (i_t * BT).to(gl.int64) * HV * V, s_o, HV * V, length - i_t * BT, W)
+        store_rows(p_o + (i_t * BT).to(gl.int64) * HV * V, s_o, HV * V, length - i_t * BT, W, True)
+        total, b_to = store_decays(b_2.index(then), from_2.index(then), to_2.index(then), b_g, scale)
+        if dt is not None:
+            as_matrix(dt_2.index(then), 1, BT).store(b_dt)
+            as_matrix(enter_2.index(then), 1, BT).store(b_dt * b_to)
         b_s, b_v = warpgroup_mma_wait(0, deps=[b_s, b_v])
-    if not SEGMENTED:
+    if LOOKBACK:
+        if past + segment >= T:
+            gl.store(final_state + o_state, b_s)
+    elif not SEGMENTED:
         gl.store(final_state + o_state, b_s)
 
 
-def hopper_forward(q, k, v, g, o, scale, initial_state, final_state, cu_seqlens, segment, spans, BV) -> None:
-    """Write o and, unless it is None, the final states of `spans` sequences or segments of `segment` tokens."""
+def hopper_forward(q, k, v, g, dt, D, o, scale, initial_state, final_state, cu_seqlens, segment, spans, BV) -> None:
+    """Write o and, unless it is None, the final states of `spans` sequences or segments of `segment` tokens.
+
+    Segments with final states look back to the beginnings of their sequences.
+    """
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     hopper_forward_kernel[(spans * HV * (V // BV),)](
-        q, k, v, g, o, initial_state, final_state, cu_seqlens,
+        q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
         *(x.stride(1) // 8 for x in (q, k, v)), scale, T, N, G, HV, segment,
-        K, V, BV, initial_state is not None, segment > 0, cu_seqlens is not None, num_warps=BV // 16,
+        K, V, BV, initial_state is not None, segment > 0, segment > 0 and final_state is not None,
+        cu_seqlens is not None, num_warps=BV // 16,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def scaled_rows(s_x, x_i, layout: gl.constexpr):
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV"])
 def hopper_gradients_kernel(
-    q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+    q, k, v, do, g, dt, skip, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -91,6 +91,9 @@ def hopper_gradients_kernel(
     b_i, total = cumulative_decay(gl.convert_layout(b_g, col), o_i, o_j)
     b_j = gl.convert_layout(b_i, col)
     from_i, to_i = gl.exp2(b_i) * scale, gl.exp2(total - b_i)
+    if dt is not None:
+        dt_i = gl.load(dt + (first + o_i) * HV + i_h, mask=o_i < rows, other=0.0).to(gl.float32)
+        dt_j = gl.convert_layout(dt_i, col)
     await_copies(0)
     if not OVERLAY:
         b_d = s_d.load(lines)
@@ -100,10 +103,23 @@ def hopper_gradients_kernel(
     b_dp, b_qk = multiply(s_do, s_v.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
     b_gamma = causal_decay(b_i, b_j, o_i, o_j) * scale
     b_dp, b_qk = warpgroup_mma_wait(0, deps=[b_dp, b_qk])
+    own = o_i[:, None] == o_j[None, :]
+    if skip is not None:
+        gl.store(dskip + i_c.to(gl.int64) * HV + i_h, gl.sum(gl.sum(gl.where(own, b_dp, 0.0), 1), 0))
     b_dp *= b_gamma
     b_m = gl.where(o_i[:, None] > o_j[None, :], b_qk * b_dp, 0.0)
-    crossing_i = gl.sum(b_m, 1) - gl.convert_layout(gl.sum(b_m, 0), row)
-    s_p.store((b_qk * b_gamma).to(dtype))
+    column_i = gl.convert_layout(gl.sum(b_m, 0), row)
+    b_p = b_qk * b_gamma
+    if dt is None:
+        crossing_i = gl.sum(b_m, 1) - column_i
+    else:
+        # sums before Δ are the gradients of Δ
+        ddt_i = column_i + gl.sum(gl.where(own, b_qk * b_dp, 0.0), 1)
+        crossing_i = gl.sum(b_m * dt_j[None, :], 1) - dt_i * column_i
+        b_p, b_dp = b_p * dt_j[None, :], b_dp * dt_j[None, :]
+    if skip is not None:
+        b_p = gl.where(own, b_p + gl.load(skip + i_h).to(gl.float32), b_p)
+    s_p.store(b_p.to(dtype))
     b_dp = b_dp.to(dtype)
     fence_async_shared()
     barrier()
@@ -135,6 +151,10 @@ def hopper_gradients_kernel(
     b_kd = warpgroup_mma_wait(0, deps=[b_kd])
     b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, product(V, W)))[:, None]
     later_i = dot_rows(b_kd, s_v, row, V)
+    if dt is not None:
+        gl.store(ddt + (first + o_i) * HV + i_h, ddt_i + later_i, mask=o_i < rows)
+        later_i, to_i = later_i * dt_i, to_i * dt_i
+        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, product(V, W)))[:, None]
     b_dv += b_kd
     barrier()
     s_do.store(b_dv.to(dtype))
@@ -159,21 +179,25 @@ def hopper_gradients_kernel(
     store_rows(dk + o_out, s_k, HV * K, rows, W)
 
 
-def hopper_gradients(q, k, v, do, g, scale, states, gradients, cu_seqlens, dv, dg, config: SSDHopper):
-    """Write dv and dg; return dq and dk as sums of `config.heads` value heads each, `[B, T, HV / heads, K]`."""
+def hopper_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, dv, dg, config: SSDHopper):
+    """Write dv and dg; return dq and dk as sums of `config.heads` value heads each, `[B, T, HV / heads, K]`, dΔ, dD."""
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     parts = HV // config.heads
     dq = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
     dk = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
-    grid = (chunk_slots(B, T, 64, cu_seqlens) * parts,)
+    slots = chunk_slots(B, T, 64, cu_seqlens)
+    ddt = None if dt is None else torch.empty_like(dg)
+    # not every slot of packed sequences is a chunk
+    dskip = None if D is None else torch.zeros(slots, HV, dtype=torch.float32, device=q.device)
+    grid = (slots * parts,)
     arguments = (
-        q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+        q, k, v, do, g, dt, D, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
         *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV, K, V,
     )  # fmt: skip
     if config.heads == 1:
         hopper_gradients_kernel[grid](*arguments, cu_seqlens is not None, num_warps=config.num_warps)
     else:
         group_gradients_kernel[grid](*arguments, config.heads, cu_seqlens is not None, num_warps=config.num_warps)
-    return dq, dk
+    return dq, dk, ddt, None if dskip is None else dskip.sum(0)

@@ -13,12 +13,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.ops.ssd.hopper.decay import LOG2_E, LOWEST
+from tokenmix_core.ops.ssd.hopper.inner import inner_gradients
 from tokenmix_core.ops.ssd.hopper.products import multiply, product
+from tokenmix_core.ops.ssd.hopper.vectors import (
+    allocate_parts,
+    allocate_vectors,
+    as_matrix,
+    column,
+    gather,
+    head_rows,
+    load_numbers,
+    store_decay_gradients,
+    store_decays,
+    store_row_sums,
+)
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
-    causal_decay,
     fetch_rows,
     locate_chunk,
     row_layout,
@@ -29,87 +40,10 @@ from tokenmix_core.tile.launch import cached_launch
 CHUNK = gl.constexpr(64)
 
 
-@gluon.jit
-def add(x, y):
-    return x + y
-
-
-@gluon.constexpr_function
-def head_rows(warps):
-    """`[R, 64]`: a head's vector a warp."""
-    return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def allocate_vectors(R: gl.constexpr, C: gl.constexpr):
-    """A vector of C elements for each head."""
-    return gl.allocate_shared_memory(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def allocate_parts(R: gl.constexpr, P: gl.constexpr):
-    """A vector of a chunk for each head, in P parts to be summed."""
-    return gl.allocate_shared_memory(gl.float32, [R, P, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
-def as_matrix(x_h, R: gl.constexpr, C: gl.constexpr):
-    """The vectors of all heads as rows."""
-    return x_h._reinterpret(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
-def prepare_decays(b_h, from_h, to_h, p_g, HV, rows, scale, R: gl.constexpr):
-    """Each head's sums of decays b, and `scale e^b` and `e^(b_C − b)`."""
-    layout: gl.constexpr = head_rows(gl.num_warps())
-    o_h = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
-    o_t = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    b_g = gl.load(p_g + o_t.to(gl.int64) * HV + o_h, mask=o_t < rows, other=0.0)
-    b_g = gl.maximum(b_g.to(gl.float32) * LOG2_E, LOWEST)
-    b_b = gl.associative_scan(b_g, 1, add)
-    as_matrix(b_h, R, 64).store(b_b)
-    as_matrix(from_h, R, 64).store(gl.exp2(b_b) * scale)
-    as_matrix(to_h, R, 64).store(gl.exp2(gl.sum(b_g, 1)[:, None] - b_b))
-
-
-@gluon.jit
-def column(x_h, r, layout: gl.constexpr):
-    """A head's vector as a column."""
-    return x_h.index(r).load(gl.SliceLayout(1, layout))[:, None]
-
-
-@gluon.jit
-def store_row_sums(x_h, r, b_x):
-    """Each row's sum over a warp group's columns."""
-    P: gl.constexpr = x_h.shape[1]
-    x_h.index(r).permute((1, 0)).store(gl.sum(b_x.reshape([b_x.shape[0], P, b_x.shape[1] // P]), 2))
-
-
-@gluon.jit
-def gather(x_h):
-    """The sum of all warps' parts, `[R, 64]`."""
-    R: gl.constexpr = x_h.shape[0]
-    P: gl.constexpr = x_h.shape[1]
-    b_x = as_matrix(x_h, R, P * 64).load(head_rows(gl.num_warps()))
-    return gl.convert_layout(gl.sum(b_x.reshape([R, P, 64]), 1), head_rows(gl.num_warps()))
-
-
-@gluon.jit
-def store_decay_gradients(p_dg, HV, rows, crossing_h, later_h):
-    """dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    col: gl.constexpr = gl.SliceLayout(0, layout)
-    o_i, o_j = gl.arange(0, 64, gl.SliceLayout(1, layout)), gl.arange(0, 64, col)
-    for r in range(crossing_h.shape[0]):
-        crossing_j, later_j = crossing_h.index(r).load(col), later_h.index(r).load(col)
-        dg_i = gl.sum(gl.where(o_i[:, None] <= o_j[None, :], crossing_j[None, :], later_j[None, :]), 1)
-        gl.store(p_dg + o_i.to(gl.int64) * HV + r, dg_i, mask=o_i < rows)
-
-
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV"])
 def group_gradients_kernel(
-    q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+    q, k, v, do, g, dt, skip, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -117,7 +51,6 @@ def group_gradients_kernel(
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product(BT, W)
     wide: gl.constexpr = product(K, W)
     narrow: gl.constexpr = product(V, W)
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
@@ -145,6 +78,7 @@ def group_gradients_kernel(
     b_h, from_h, to_h = allocate_vectors(R, BT), allocate_vectors(R, BT), allocate_vectors(R, BT)
     row_h, query_h, key_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4), allocate_parts(R, W // 4)
     column_h, end_h = allocate_parts(R, 4), allocate_vectors(R, K)
+    own_h, skip_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4)
     o_s = (i_c.to(gl.int64) * HV + i_r * R) * K * V
     p_v, p_do = v + first * stride_v + i_r * R * V, do + first * stride_do + i_r * R * V
     fetch_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
@@ -154,10 +88,12 @@ def group_gradients_kernel(
     fetch_rows(s_2.index(0), states + o_s, V, K, W)
     fetch_rows(d_2.index(0), gradients + o_s, V, K, W)
     async_copy.commit_group()
-    prepare_decays(b_h, from_h, to_h, g + first * HV + i_r * R, HV, rows, scale, R)
-    o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, square)), gl.arange(0, BT, gl.SliceLayout(0, square))
+    store_decays(b_h, from_h, to_h, load_numbers(g + first * HV + i_r * R, HV, rows, R), scale)
+    if dt is not None:
+        dt_h = allocate_vectors(R, BT)
+        as_matrix(dt_h, R, BT).store(load_numbers(dt + first * HV + i_r * R, HV, rows, R))
     b_dq, b_dk = gl.zeros([BT, K], gl.float32, wide), gl.zeros([BT, K], gl.float32, wide)
-    sum_dp = gl.zeros([BT, BT], gl.float32, square)
+    sum_dp = gl.zeros([BT, BT], gl.float32, product(BT, W))
     for r in range(R):
         here, then = r % 2, (r + 1) % 2
         s_v, s_do, s_s, s_d = v_2.index(here), do_2.index(here), s_2.index(here), d_2.index(here)
@@ -170,18 +106,17 @@ def group_gradients_kernel(
             fetch_rows(d_2.index(then), gradients + o_s, V, K, W)
             async_copy.commit_group()
         end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
-        b_j = b_h.index(r).load(gl.SliceLayout(0, square))
-        b_gamma = causal_decay(b_h.index(r).load(gl.SliceLayout(1, square)), b_j, o_i, o_j) * scale
 
         # P, dP and M = P ⊙ dP, whose sums by row and column are paths inside the chunk
         b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
         b_kd = multiply(s_k, s_d, V)
         b_qk, b_dp = warpgroup_mma_wait(1, deps=[b_qk, b_dp])
-        b_dp *= b_gamma
-        s_p.store((b_qk * b_gamma).to(dtype))
-        b_m = gl.where(o_i[:, None] > o_j[None, :], b_qk * b_dp, 0.0)
-        column_h.index(r).store(gl.sum(b_m.reshape([4, BT // 4, BT]), 1))
-        store_row_sums(row_h, r, b_m)
+        b_p, b_dp = inner_gradients(
+            b_qk, b_dp, b_h.index(r), None if dt is None else dt_h.index(r),
+            None if skip is None else gl.load(skip + i_r * R + r).to(gl.float32),
+            row_h, column_h, own_h, skip_h, r, scale,
+        )  # fmt: skip
+        s_p.store(b_p.to(dtype))
         sum_dp += b_dp
         fence_async_shared()
         barrier()
@@ -190,8 +125,12 @@ def group_gradients_kernel(
         b_kd = warpgroup_mma_wait(0, deps=[b_kd])
         b_kd *= column(to_h, r, narrow)
         store_row_sums(key_h, r, b_kd * s_v.load(narrow).to(gl.float32))
+        to_k = column(to_h, r, left)
+        if dt is not None:
+            b_kd *= column(dt_h, r, narrow)
+            to_k *= column(dt_h, r, left)
         b_dv = warpgroup_mma(s_p.permute((1, 0)), s_do, b_kd, is_async=True)
-        b_v = (s_v.load(left).to(gl.float32) * column(to_h, r, left)).to(dtype)
+        b_v = (s_v.load(left).to(gl.float32) * to_k).to(dtype)
         b_dk = warpgroup_mma(b_v, s_d.permute((1, 0)), b_dk, is_async=True)
         b_dv = warpgroup_mma_wait(1, deps=[b_dv])
         barrier()
@@ -216,8 +155,18 @@ def group_gradients_kernel(
     by_head: gl.constexpr = head_rows(W)
     b_end = gl.sum(as_matrix(end_h, R, K).load(by_head), 1)[:, None] * as_matrix(from_h, R, BT).load(by_head) / scale
     b_last = gl.where(gl.arange(0, BT, gl.SliceLayout(0, by_head))[None, :] == BT - 1, b_end, 0.0)
-    as_matrix(b_h, R, BT).store(gather(row_h) - gather(column_h) + gather(query_h) + b_last)
-    as_matrix(to_h, R, BT).store(gather(key_h))
+    b_column, b_later = gather(column_h), gather(key_h)
+    o_h = gl.arange(0, R, gl.SliceLayout(1, by_head))
+    if dt is not None:
+        o_t = gl.arange(0, BT, gl.SliceLayout(0, by_head))[None, :]
+        p_ddt = ddt + first * HV + i_r * R + o_t.to(gl.int64) * HV + o_h[:, None]
+        gl.store(p_ddt, b_column + b_later + gather(own_h), mask=o_t < rows)
+        b_delta = as_matrix(dt_h, R, BT).load(by_head)
+        b_column, b_later = b_column * b_delta, b_later * b_delta
+    if skip is not None:
+        gl.store(dskip + i_c.to(gl.int64) * HV + i_r * R + o_h, gl.sum(gather(skip_h), 1))
+    as_matrix(b_h, R, BT).store(gather(row_h) - b_column + gather(query_h) + b_last)
+    as_matrix(to_h, R, BT).store(b_later)
     barrier()
     store_decay_gradients(dg + first * HV + i_r * R, HV, rows, b_h, to_h)
     b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
