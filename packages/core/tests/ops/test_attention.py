@@ -10,7 +10,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
-from tokenmix_core.ops.attention import attention_reference, choose_impl
+from tokenmix_core.ops.attention import attention_reference, backends, choose_impl
 from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.attention.backends import Call, Mask, limit
 from tokenmix_core.ops.common import AttentionOutput, interpreting
@@ -272,7 +272,9 @@ def test_operators_keep_torchs_rules(impl):
     torch.library.opcheck(attention_decode_op, (q, k, v, torch.tensor([5]), None, 0, 0.5, "reference"))
 
 
-def test_choice_follows_its_rule():
+def test_choice_follows_its_rule(monkeypatch):
+    monkeypatch.setattr(backends, "cudnn_heads", lambda: 0)
+
     def choice(device="cuda", dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, heads=None, **mask):
         mask = Mask(**{**Mask(True, None, 0)._asdict(), **mask})
         return choose_impl(Call(device, dtype, tq, tk, k, v, mask, packed, heads))
@@ -285,12 +287,17 @@ def test_choice_follows_its_rule():
     assert choice(tq=512) == choice(window=64) == choice(window=64, sinks=4) == choice(packed=True) == "triton"
     assert choice(tq=64, tk=64) == choice(dtype=torch.float32) == choice(k=64) == choice(tq=8192) == "triton"
     assert choice(k=512, v=512) == choice(dtype=torch.float64) == "reference"
+    monkeypatch.setattr(backends, "cudnn_heads", lambda: 128)
+    assert choice(k=64) == choice(v=64) == "sdpa"
+    assert choice(v=256) == choice(k=60) == choice(k=64, window=64) == choice(k=64, dtype=torch.float32) == "triton"
     assert choice("cpu") == choice("cpu", dtype=torch.float64) == choice("cpu", packed=True) == "sdpa"
     assert choice("cpu", tq=1) == choice("cpu", tq=64, window=64) == "sdpa"
     assert choice("cpu", tq=4097, window=64) == choice("cpu", tq=8192) == choice("cpu", k=64) == "reference"
 
 
-def test_limits_name_the_way_out():
+def test_limits_name_the_way_out(monkeypatch):
+    monkeypatch.setattr(backends, "cudnn_heads", lambda: 0)
+
     def why(impl, device="cuda", dtype=torch.bfloat16, tq=64, tk=64, k=64, v=64, **mask):
         return limit(impl, Call(device, dtype, tq, tk, k, v, Mask(**{**Mask(True, None, 0)._asdict(), **mask})))
 

@@ -9,7 +9,7 @@ from tokenmix_core import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.attention import attention_reference, choose_impl
 from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
-from tokenmix_core.ops.attention.backends import Call, Mask, limit
+from tokenmix_core.ops.attention.backends import Call, Mask, cudnn_heads, limit
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +127,14 @@ def test_libraries_answer_to_float64(impl, case, through_lse):
     if (why := limit(impl, call)) is not None:
         pytest.skip(why)
     answers_to_float64(case, torch.bfloat16, impl, 128, through_lse=through_lse)
+
+
+@pytest.mark.parametrize("case", ["causal", "bidirectional, ragged"])
+@pytest.mark.parametrize(("K", "V"), [(256, 256), (128, 64), (64, 128), (256, 128), (96, 200)])
+def test_cudnn_answers_to_float64_with_large_and_unequal_heads(K, V, case):
+    if max(K, V) > cudnn_heads():
+        pytest.skip(f"cuDNN takes heads up to {cudnn_heads()} here")
+    answers_to_float64(CASES[case], torch.bfloat16, "sdpa", K, V, through_lse=False)
 
 
 def test_the_default_is_right_for_every_case():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.common import interpreting
+
+_HALF = (torch.bfloat16, torch.float16)
 
 IMPLS = ("triton", "sdpa", "flash_attn", "reference")
 
@@ -55,6 +58,24 @@ class Call(NamedTuple):
     heads: int | None = None
 
 
+@functools.cache
+def cudnn_heads() -> int:
+    """The largest head that torch's cuDNN attention takes on every CUDA device; 0 where it is missing or no lead."""
+    if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
+        return 0
+    oldest = min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
+    if oldest < (9, 0):
+        return 0
+    # torch's own rule: beyond 128 on Hopper alone
+    return 256 if oldest == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
+
+
+def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
+    """Whether cuDNN computes this attention of 16-bit tensors on CUDA: plain, with heads it has kernels for."""
+    plain = mask.window is None and not packed and (tq == tk or not mask.causal) and tq > 1
+    return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
+
+
 def limit(impl: str, call: Call) -> str | None:
     """Why `impl` cannot run this call, as a sentence with the way out; None where it can."""
     return _LIMITS[impl](call)
@@ -64,8 +85,8 @@ def choose_impl(call: Call) -> str:
     """The fastest implementation that covers the call, by rule.
 
     On CUDA: "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where
-    cuDNN leads but for calls too small to fill the GPU; "triton" for everything else it takes; "reference" for what is
-    left (heads beyond 256, float64).
+    cuDNN leads but for calls too small to fill the GPU; K and V that differ are cuDNN's up to its largest head;
+    "triton" for everything else it takes; "reference" for what is left (heads beyond 256, float64).
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
     "flash_attn" runs only when asked for: no call is known on which it is the fastest.
     """
@@ -131,6 +152,10 @@ def _triton_limit(call: Call) -> str | None:
 
 def _sdpa_limit(call: Call) -> str | None:
     if call.device == "cuda":
+        # cuDNN alone takes unequal heads; torch.compile could not trace the question whether it is there
+        asks = call.head_k != call.head_v and call.dtype in _HALF and not torch.compiler.is_compiling()
+        if asks and takes_cudnn(call.tq, call.tk, call.head_k, call.head_v, call.mask, call.packed):
+            return None
         return _flash_limit(call)
     if call.mask.causal and call.tq > call.tk:
         return f"needs at least as many keys as queries for causal=True, got {call.tk} and {call.tq}; {_REFERENCE}"
@@ -149,7 +174,7 @@ def _flash_attn_limit(call: Call) -> str | None:
 
 def _flash_limit(call: Call) -> str | None:
     """What FlashAttention-2 cannot do, in torch or in its own package."""
-    if call.dtype not in (torch.bfloat16, torch.float16):
+    if call.dtype not in _HALF:
         return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
     if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
         return f"needs K = V, a multiple of 8 up to 256, got K={call.head_k} and V={call.head_v}; pass impl='triton'"

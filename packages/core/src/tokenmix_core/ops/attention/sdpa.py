@@ -6,13 +6,12 @@ FlashAttention-2 for the rest (packed batches, windows, queries fewer than keys,
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.attention.backends import Mask, takes_cudnn
 from tokenmix_core.ops.attention.flash import borders, window_sides
 from tokenmix_core.ops.attention.reference import visible
 
@@ -23,7 +22,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     if not q.is_cuda:
         return _cpu_forward(q, k, v, cu_seqlens, mask, scale)
-    if _takes_cudnn(q, k, cu_seqlens, mask):
+    if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal, scale=scale)
         return o.transpose(1, 2), lse.view(o.shape[:3])
@@ -45,7 +44,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
         return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
     # the state of a generator that only dropout would read
     seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
-    if _takes_cudnn(q, k, cu_seqlens, mask):
+    if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
         q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal,
@@ -61,16 +60,6 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return tuple(x.unsqueeze(0) for x in grads) if packed else grads
-
-
-def _takes_cudnn(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, mask: Mask) -> bool:
-    plain = cu_seqlens is None and mask.window is None and (not mask.causal or q.shape[1] == k.shape[1])
-    return plain and q.shape[3] <= 128 and q.shape[1] > 1 and _has_cudnn(q.device.index)
-
-
-@functools.cache
-def _has_cudnn(device: int | None) -> bool:
-    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
