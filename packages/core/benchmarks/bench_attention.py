@@ -105,7 +105,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     first = {ours: functools.partial(first_call_seconds, _FIRST_CALL, call)} if measured else None
     op = "attention, causal" if window is None else f"attention, window {window}"
     name = _name(B, T, HQ, H, K) + (f" V{V}" if V != K else "") + (", 32 sequences" if packed else "")
-    return measure(op, name, device, forwards, (q, k, v), first_calls=first)
+    return measure(op, name, device, forwards, (q, k, v), first_calls=first, alike=True)
 
 
 def _decode_rows(shape: tuple, device: str) -> list[dict]:

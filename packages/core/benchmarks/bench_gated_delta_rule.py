@@ -112,7 +112,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
             setup = _FIRST_CALL.format(function=_OURS)
             first = {"tokenmix": functools.partial(first_call_seconds, setup, call)}
     name = f"B{B} T{T} H{H if H == HV else f'{H}/{HV}'} K{K} V{V}" + (", 32 sequences" if packed else "")
-    return measure("gated_delta_rule", name, device, forwards, (q, k, v, g, beta), first_calls=first)
+    return measure("gated_delta_rule", name, device, forwards, (q, k, v, g, beta), first_calls=first, alike=True)
 
 
 def _decode_rows(shape: tuple, device: str) -> list[dict]:

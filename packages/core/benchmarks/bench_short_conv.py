@@ -78,4 +78,4 @@ def _rows(shape: tuple, device: str) -> list[dict]:
         forwards["FLA causal_conv1d"] = lambda: peer()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
     name = f"B{B} T{T} D{D} W{W}" + (", 32 sequences" if packed else "")
-    return measure("short convolution", name, device, forwards, (x, weight, bias), first_calls=first)
+    return measure("short convolution", name, device, forwards, (x, weight, bias), first_calls=first, alike=True)

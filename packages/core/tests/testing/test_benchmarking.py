@@ -25,3 +25,12 @@ def test_a_peer_that_fails_at_a_shape_is_left_out_and_named():
     assert [str(w.message).split(" does not")[0] for w in warned] == ["breaks", "has no gradient"]
     with pytest.raises(KeyError):
         measure("op", "B1", "cpu", {"ours": broken}, (x,), repeats=2)
+
+
+def test_a_peer_that_computes_something_else_is_left_out_where_all_should_be_alike():
+    x = torch.randn(4, requires_grad=True)
+    forwards = {"ours": x.exp, "close": lambda: 1.01 * x.exp(), "wrong": x.sin}
+    with pytest.warns(UserWarning, match="wrong does not run here: .*differs"):
+        rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2, alike=True)
+    assert [row["impl"] for row in rows] == ["ours", "close"]
+    assert len(measure("op", "B1", "cpu", forwards, (x,), repeats=2)) == 3

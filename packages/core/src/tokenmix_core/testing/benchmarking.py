@@ -126,14 +126,23 @@ def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], up
     return lambda: torch.autograd.grad(forward(), inputs, upstream)
 
 
-def able(forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """The first of `forwards`, and those of the others that run at this shape; the rest is left out with a warning."""
+def able(
+    forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], alike: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """The first of `forwards`, and those of the others that run at this shape and, where `alike`, give its output.
+
+    That is to 5 %. The rest is left out with a warning: a kernel that was built for other sizes may be fast and wrong.
+    """
     first, *peers = forwards
     out = {first: forwards[first]}
     for name in peers:
         try:
             o = forwards[name]()
             torch.autograd.grad(o, inputs, torch.ones_like(o))
+            if alike:
+                ours = forwards[first]().detach().float()
+                error = ((o.detach().float() - ours).norm() / ours.norm()).item()
+                assert error < 0.05, f"its output differs from ours by {error:.2g}"
         # compilers and libraries refuse sizes in errors of their own
         except Exception as error:
             warnings.warn(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}", stacklevel=2)
@@ -150,15 +159,16 @@ def measure(
     inputs: Sequence[Tensor],
     *,
     first_calls: Mapping[str, Callable[[], float]] | None = None,
+    alike: bool = False,
     repeats: int = 50,
 ) -> list[dict]:
     """Rows of one shape: every implementation forward, and forward with backward, interleaved in one process.
 
     `forwards` maps an implementation's name to a function of no arguments that returns the output, the first our own;
-    a peer that fails at this shape is left out (`able`). `inputs` are the leaves to differentiate by; `first_calls`
-    gives, by implementation, a function that measures its first call.
+    a peer that fails at this shape, or where `alike` computes something else, is left out. `inputs` are the leaves to
+    differentiate by; `first_calls` gives, by implementation, a function that measures its first call.
     """
-    forwards = able(forwards, inputs)
+    forwards = able(forwards, inputs, alike)
 
     def without_grad(forward: Callable[[], Tensor]) -> Run:
         def run():
