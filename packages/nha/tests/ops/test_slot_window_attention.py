@@ -276,13 +276,29 @@ def test_segments_change_nothing(monkeypatch):
 def test_tiles_wider_than_the_slots_change_nothing(monkeypatch):
     x = inputs(B=1, T=30, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
     old, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=DEVICE)
-    monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype: 2 * slots)
+    monkeypatch.setattr(tuning, "slot_tile", lambda slots, *_: 2 * slots)
     check(partial(call, 4, None, length), x | old)
 
 
 def test_slots_taken_part_by_part_change_nothing(monkeypatch):
     x = inputs(B=1, T=30, HQ=1, K=64, V=64, M=32, dtype=torch.float32, device=DEVICE)
     monkeypatch.setattr(tuning, "_SLOT_TILE", 16)
+    check(partial(call, 4, None, None), x)
+
+
+def test_tiles_wider_than_the_slots_in_memory_change_nothing(monkeypatch):
+    x = inputs(B=1, T=60, HQ=1, K=64, V=64, M=16, gates="hard", dtype=torch.float32, device=DEVICE)
+    old, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=DEVICE)
+    monkeypatch.setattr(tuning, "whole_tile", lambda *_: 32)
+    monkeypatch.setattr(tuning, "tile", lambda *_: tuning.Tile(16, 32, 16, 4, 1))
+    monkeypatch.setattr(tuning, "walk", lambda *_: tuning.Walk(2, 3, 4, 1))
+    check(partial(call, 4, None, length), x | old)
+
+
+def test_programs_that_look_at_several_heads_change_nothing(monkeypatch):
+    x = inputs(B=1, T=40, HQ=3, H=3, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
+    x["f"][:, 20:, 1] -= 20
+    monkeypatch.setattr(tuning, "strong_heads", lambda *_: 2)
     check(partial(call, 4, None, None), x)
 
 

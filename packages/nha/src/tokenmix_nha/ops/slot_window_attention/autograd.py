@@ -18,6 +18,7 @@ from tokenmix_nha.ops.slot_window_attention.backward_queries import slot_window_
 from tokenmix_nha.ops.slot_window_attention.backward_values import slot_window_backward_values_kernel
 from tokenmix_nha.ops.slot_window_attention.forward import slot_window_forward_kernel
 from tokenmix_nha.ops.slot_window_attention.states import (
+    carry,
     slot_gates_kernel,
     slot_gradients_kernel,
     slot_states_kernel,
@@ -40,6 +41,8 @@ class Layout(NamedTuple):
     key_chunks: int
     entries: int
     rows: int
+    # slots of a tile in Triton's kernels that take all of them at once
+    slots: int
     constants: dict
 
 
@@ -60,13 +63,14 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
         key_chunks = cdiv(keys, BT)
         entries = cdiv(max(keys - window, 0), BT) + 1
     constants = dict(
-        M=tuning.slot_tile(slots, q.dtype), SLOTS=slots, K=K, V=v.shape[3], BT=BT, GROUP=heads_q // heads,
-        OWN_SLOT_KEYS=k_slots is not None, HAS_START=start is not None, PACKED=packed,
+        M=tuning.slot_tile(slots, q.dtype, k_slots is not None), SLOTS=slots, K=K, V=v.shape[3], BT=BT,
+        GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None, HAS_START=start is not None, PACKED=packed,
         FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16 else triton.language.float32,
         DOT="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     rows = 1 if packed else batch
-    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, constants)
+    whole = tuning.whole_tile(constants["M"], q.dtype)
+    return Layout(BT, heads, sequences, lead, extra, query_chunks, key_chunks, entries, rows, whole, constants)
 
 
 class Gates(NamedTuple):
@@ -83,10 +87,11 @@ def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: L
     shape = (y.entries * y.rows, y.heads, BT, M)
     factor = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     gates = Gates(*(q.new_empty(shape, dtype=dtype) for dtype in (q.dtype, torch.float32, factor)))
+    heads = tuning.strong_heads(y.key_chunks * y.rows, y.heads) if only_strong else 1
     launch(
-        slot_gates_kernel, (y.key_chunks * y.rows, y.heads),
+        slot_gates_kernel, (y.key_chunks * y.rows, cdiv(y.heads, heads)),
         f, *gates, end, splits, cu_seqlens, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries,
-        M=M, SLOTS=f.shape[3], BT=BT, PACKED=y.constants["PACKED"], DOT=y.constants["DOT"],
+        M=M, SLOTS=f.shape[3], BM=y.slots, BT=BT, HEADS=heads, PACKED=y.constants["PACKED"], DOT=y.constants["DOT"],
         ONLY_STRONG=only_strong, num_warps=4,
     )  # fmt: skip
     return gates
@@ -125,10 +130,12 @@ def _run(
                     slot_states_kernel, (walk.segments * y.sequences * y.heads, walk.ND),
                     k if k_slots is None else k_slots, v, weight, end, slots_k, slots_v, cu_seqlens, *local,
                     states_k, states_v, final_k, final_v, q.shape[1], y.sequences * y.heads, y.heads, before, window,
-                    y.entries, walk.segments, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT, ND=walk.ND,
+                    y.entries, walk.segments, M=M, SLOTS=f.shape[3], BM=y.slots, K=K, V=V, BT=y.BT, ND=walk.ND,
                     HAS_INITIAL=slots_k is not None, PACKED=y.constants["PACKED"], LOCAL=is_local,
                     DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
                 )  # fmt: skip
+                if is_local:
+                    carry(launch, slots_k, slots_v, local, f.shape[3], walk.segments, backward=False)
         t = tuning.tile(M, window, q.dtype)
         for strong in kinds:
             heads = tuning.strong_heads(y.query_chunks * y.rows, q.shape[2]) if strong else 1
@@ -136,7 +143,7 @@ def _run(
                 slot_window_forward_kernel, (y.query_chunks * y.rows, cdiv(q.shape[2], heads)),
                 q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse,
                 scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
-                **y.constants, STRONG=strong, HEADS=heads, BN=t.BN, num_warps=t.num_warps,
+                **y.constants, BM=y.slots, STRONG=strong, HEADS=heads, BN=t.BN, num_warps=t.num_warps,
                 num_stages=t.num_stages,
             )  # fmt: skip
     return outputs
@@ -209,12 +216,13 @@ def _run_backward(
                 num_warps=4,
             )  # fmt: skip
         for strong in (True,) if hopper else (False, True):
+            heads = tuning.strong_heads(y.query_chunks * y.rows, q.shape[2]) if strong else 1
             launch(
-                slot_window_backward_queries_kernel, (y.query_chunks * y.rows, q.shape[2]),
+                slot_window_backward_queries_kernel, (y.query_chunks * y.rows, cdiv(q.shape[2], heads)),
                 q, k, v, f, q_slots, k_slots, splits, gates.row, gates.column, states_k, states_v, start, cu_seqlens, o,
                 lse, do, dq, dq_slots, p, dz, x, delta, scale, q.shape[1], y.sequences, y.heads, before, window,
-                y.query_chunks, y.entries, y.extra, y.lead, **y.constants, STRONG=strong, SHORT=window <= 64, BM=t.BM,
-                BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
+                y.query_chunks, y.entries, y.extra, y.lead, **y.constants, STRONG=strong, HEADS=heads,
+                SHORT=window <= 64, BM=t.BM, BN=t.BN, num_warps=t.num_warps, num_stages=t.num_stages,
             )  # fmt: skip
         walk = tuning.walk(y.sequences * y.heads, y.entries, M, q.dtype)
         ds_k, ds_v = torch.empty_like(states_k), torch.empty_like(states_v)
@@ -224,18 +232,28 @@ def _run_backward(
                 slot_gradients_kernel, (walk.segments * y.sequences * y.heads, walk.ND),
                 q if q_slots is None else q_slots, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, *local,
                 ds_k, ds_v, dinitial_k, dinitial_v, q.shape[1], y.sequences * y.heads, y.heads, before, window,
-                y.entries, walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], K=K, V=V, BT=y.BT,
-                ND=walk.ND, GROUP=y.constants["GROUP"], PACKED=y.constants["PACKED"], LOCAL=is_local,
-                DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
+                y.entries, walk.segments, y.lead if initial else 0, M=M, SLOTS=f.shape[3], BM=y.slots,
+                K=K, V=V, BT=y.BT, ND=walk.ND, GROUP=y.constants["GROUP"], PACKED=y.constants["PACKED"],
+                LOCAL=is_local, DOT=y.constants["DOT"], num_warps=walk.num_warps, num_stages=walk.num_stages,
             )  # fmt: skip
+            if is_local:
+                carry(launch, dfinal_k, dfinal_v, local, f.shape[3], walk.segments, backward=True)
         sizes = scale, q.shape[1], y.sequences, y.heads, before, window, y.key_chunks, y.entries
-        grid = y.key_chunks * y.rows, y.heads
         shared = {name: x for name, x in y.constants.items() if name != "OWN_SLOT_KEYS"}
         if hopper:
+            weak, packed = (y.key_chunks * y.rows * y.heads,), y.constants["PACKED"]
+        if hopper and M == 32:
+            from tokenmix_nha.ops.slot_window_attention.hopper.backward_tokens import hopper_backward_tokens_kernel
+
+            launch(
+                hopper_backward_tokens_kernel, weak,
+                q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x,
+                dk, dv, df, *sizes, M, f.shape[3], K, V, start is not None, packed, num_warps=4,
+            )  # fmt: skip
+        elif hopper:
             from tokenmix_nha.ops.slot_window_attention.hopper.backward_gates import hopper_backward_gates_kernel
             from tokenmix_nha.ops.slot_window_attention.hopper.backward_keys import hopper_backward_keys_kernel
 
-            weak, packed = (grid[0] * grid[1],), y.constants["PACKED"]
             launch(
                 hopper_backward_keys_kernel, weak,
                 q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots,
@@ -247,7 +265,9 @@ def _run_backward(
                 cu_seqlens, do, p, dz, x, df, *sizes[1:], M, f.shape[3], K, V, start is not None, packed, num_warps=4,
             )  # fmt: skip
         for strong in (True,) if hopper else (False, True):
-            options = dict(STRONG=strong, num_warps=t.num_warps, num_stages=t.num_stages)
+            heads = tuning.strong_heads(y.key_chunks * y.rows, y.heads) if strong else 1
+            grid = y.key_chunks * y.rows, cdiv(y.heads, heads)
+            options = dict(STRONG=strong, HEADS=heads, num_warps=t.num_warps, num_stages=t.num_stages)
             launch(
                 slot_window_backward_values_kernel, grid,
                 q, k, f, splits, gates.weight, gates.column, ds_v, start, cu_seqlens, lse, do, p, dv, *sizes,
@@ -259,7 +279,7 @@ def _run_backward(
                 dk, dk_slots, *sizes, **y.constants, BM=t.BM, BN=t.BN, **options,
             )  # fmt: skip
             launch(
-                slot_window_backward_gates_kernel, (*grid, M // t.BM),
+                slot_window_backward_gates_kernel, (*grid, cdiv(M, t.BM)),
                 q_slots if own else q, k_slots if own else k, v, f, splits, gates.row, gates.column, end, states_k,
                 states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df, *sizes[1:], **shared, BM=t.BM,
                 **options,
@@ -269,7 +289,7 @@ def _run_backward(
 
 def _on_hopper(constants: dict, tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether weak chunks have kernels of their own."""
-    sizes = constants["M"] == 64 and {constants["K"], constants["V"]} <= {64, 128}
+    sizes = constants["M"] in (32, 64) and {constants["K"], constants["V"]} <= {64, 128}
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
     q = tensors[0]
     return sizes and aligned and q is not None and q.dtype == torch.bfloat16 and on_hopper(q.device)

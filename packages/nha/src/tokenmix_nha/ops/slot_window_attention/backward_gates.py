@@ -10,11 +10,13 @@ from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
     SIZES,
+    any_strong,
     as_factor,
     block_pairs,
     block_to_border,
     enter_weight,
     gates_between,
+    load_by_slot,
     load_columns,
     load_gates,
     load_rows,
@@ -60,28 +62,17 @@ def _inner(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
     return tl.sum(load_columns(p_x, M, D, BM).to(tl.float32) * load_columns(p_y, M, D, BM).to(tl.float32), 0)
 
 
-@cached_launch
-@triton.jit(do_not_specialize=SIZES)
-def slot_window_backward_gates_kernel(
-    q_slots, k_slots, v, f, splits, row, column, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x,
-    df,
-    T, N, H, before, window, chunks, entries,
-    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    STRONG: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr,
+@triton.jit
+def _gates(
+    q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df, i_m, first, keys,
+    oldest, length, count, entry, begin_k, begin_q, H, before, window, M: tl.constexpr, SLOTS, BM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """df `[BT, BM]` of a chunk's tokens and some of the slots: what tokens from j on ask of all before j, less what
-    token j itself would lose."""
-    i_h, HQ = tl.program_id(1), H * GROUP
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-        tl.program_id(0), i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, GROUP,
-        HAS_START, PACKED,
-    )  # fmt: skip
-    if (count < 0) | ((count > 0) != STRONG):
-        return
+    """df of one head's part of a chunk, halved `count` times, and BM slots from i_m on."""
+    HQ = H * GROUP
     o_r = tl.arange(0, BT)
     o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
-    i_m = tl.program_id(2) * BM
     p_f = f + begin_k * SLOTS + i_m
     p_df = df + begin_k * SLOTS + i_m
     if first >= keys - window:
@@ -98,17 +89,18 @@ def slot_window_backward_gates_kernel(
         p_row = begin_q + i_g
         b_q = load_rows(q_slots + p_row * K, o_q, m_q, HQ * K, K)
         b_a = tl.dot(b_ks, tl.trans(b_q), input_precision=DOT)
-        b_y = load_rows(dz + p_row * M + i_m, o_q, m_q, HQ * M, BM)
+        b_y = load_by_slot(dz + p_row * M + i_m, o_q, m_q, HQ, M, BM)
         b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, FACTOR, DOT, STRONG)
         b_do = load_rows(do + p_row * V, o_q, m_q, HQ * V, V)
         b_a = tl.dot(b_v, tl.trans(b_do), input_precision=DOT)
-        b_y = load_rows(p + p_row * M + i_m, o_q, m_q, HQ * M, BM)
+        b_y = load_by_slot(p + p_row * M + i_m, o_q, m_q, HQ, M, BM)
         b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, FACTOR, DOT, STRONG)
     b_last = tl.dot(b_ks, load_columns(p_dsk + i_m, M, K, BM), input_precision=DOT)
     b_last = tl.dot(b_v, load_columns(p_dsv + i_m, M, V, BM), b_last, input_precision=DOT)
     b_f = load_gates(p_f, o_j, m_e, H * SLOTS, SLOTS - i_m, BM)
     b_inverse = 1.0 / load_columns(row + entry * BT * M + i_m, M, BT, BM)
-    b_end = tl.exp2(tl.load(end + entry * M + i_m + tl.arange(0, BM)))
+    o_m = tl.arange(0, BM)
+    b_end = tl.exp2(tl.load(end + entry * M + i_m + o_m, mask=o_m < M, other=0.0))
     if STRONG:
         b_last *= tl.exp2(gates_between(log2_gates(b_f, DOT), o_r, BT - 1, BT, DOT))
     else:
@@ -118,7 +110,7 @@ def slot_window_backward_gates_kernel(
     b_last *= b_enter
     b_x = -b_e * load_columns(p_col + i_m, M, BT, BM).to(tl.float32) - b_last
     for i_g in range(GROUP):
-        b_x += load_rows(x + (begin_q + i_g) * M + i_m, o_q, m_q, HQ * M, BM)
+        b_x += load_by_slot(x + (begin_q + i_g) * M + i_m, o_q, m_q, HQ, M, BM)
     b_later = tl.where(o_r[None, :] >= o_r[:, None], 1.0, 0.0)
     b_df = sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), DOT) - b_df
     b_dot = _inner(p_dsk + i_m, states_k + entry * K * M + i_m, BM, M, K)
@@ -127,3 +119,34 @@ def slot_window_backward_gates_kernel(
     # bounded gates have no gradient
     b_df = tl.where(m_e[:, None] & (log2_gates(b_f, DOT) == b_f * LOG2_E), b_df, 0.0)
     _store_gates(p_df, b_df, o_j, m_s, H * SLOTS, SLOTS - i_m, BM)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_window_backward_gates_kernel(
+    q_slots, k_slots, v, f, splits, row, column, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x,
+    df, T, N, H, before, window, chunks, entries, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """df `[BT, BM]` of the tokens of a chunk, of HEADS heads and some of the slots: what tokens from j on ask of all
+    before j, less what token j itself would lose."""
+    i_h = tl.program_id(1) * HEADS
+    # strong chunks are few, and a program that looks for several finds out sooner that there is none
+    if STRONG:  # noqa: SIM102
+        if not any_strong(
+            tl.program_id(0), i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT, HEADS, PACKED
+        ):
+            return
+    for i in range(HEADS):
+        if i_h + i < H:
+            first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+                tl.program_id(0), i_h + i, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT,
+                GROUP, HAS_START, PACKED,
+            )  # fmt: skip
+            if (count >= 0) & ((count > 0) == STRONG):
+                _gates(
+                    q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df,
+                    tl.program_id(2) * BM, first, keys, oldest, length, count, entry, begin_k, begin_q, H, before,
+                    window, M, SLOTS, BM, K, V, BT, STRONG, GROUP, FACTOR, DOT,
+                )  # fmt: skip

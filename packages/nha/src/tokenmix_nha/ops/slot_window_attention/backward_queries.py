@@ -19,15 +19,16 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     locate_chunk,
     log2_gates,
     opposite_pairs,
+    store_by_slot,
     store_rows,
 )
 
 
 @triton.jit
 def _slot_logits(
-    b_q, b_do, b_a, b_dp, p_k, p_v, p_row, p_col, p_f, exists, count, o_j, m_e, stride, slots,
-    BM: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr,
-    FACTOR: tl.constexpr, DOT: tl.constexpr,
+    b_q, b_do, b_a, b_dp, p_k, p_v, p_row, p_col, p_f, exists, count, o_j, m_e, stride, slots, BM: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, FACTOR: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Of BM slots: logits and their counterpart of values, both without row factors; these; column factors; gates."""
     b_z = tl.dot(b_q, load_columns(p_k, M, K, BM), input_precision=DOT)
@@ -54,39 +55,19 @@ def _slot_logits(
     return b_z, b_d, load_factors(p_row, exists, 1.0, M, BT, BM), b_col, b_log
 
 
-@cached_launch
-@triton.jit(do_not_specialize=SIZES)
-def slot_window_backward_queries_kernel(
-    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, do, dq,
-    dq_slots, p, dz, x, delta, scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
+@triton.jit
+def _queries(
+    q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, do, dq, dq_slots, p, dz, x, delta, scale,
+    i_t, count, entry, oldest, begin_q, begin_k, length, keys, H, before, window, M: tl.constexpr, SLOTS,
+    BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
+    GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dq_slots) of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩."""
-    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
-    i_h, HQ = tl.program_id(1) // GROUP, H * GROUP
-    i_t -= lead
-    begin_k = begin + i_n.to(tl.int64) * before
-    keys = length + before
-    begin_q = begin * HQ + tl.program_id(1)
-    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H + i_h
-    begin_k = begin_k * H + i_h
-
+    """dq (and dq_slots) of one query head's part of a chunk, halved `count` times."""
+    HQ = H * GROUP
     o_r = tl.arange(0, BT)
     first = i_t * BT
     o_q = first + window - before + o_r
     m_q = (o_q >= 0) & (o_q < length)
-    if first + window - before >= length:
-        return
-    count = 0
-    if i_t >= 0:
-        count = tl.load(splits + entry)
-    if (count > 0) != STRONG:
-        return
-    oldest = 0
-    if HAS_START:
-        oldest = tl.load(start + i_n)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
 
@@ -144,7 +125,7 @@ def slot_window_backward_queries_kernel(
     else:
         b_o = load_rows(o + begin_q * V, o_q, m_q, HQ * V, V)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    if M == BM:
+    if M <= BM:
         b_z, b_d, b_row, b_col, b_log = _slot_logits(
             b_qs, b_do, b_a, b_dp, p_sk, p_sv, p_rows, p_col, p_f, i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS,
             BM, M, K, V, BT, STRONG, FACTOR, DOT,
@@ -164,12 +145,12 @@ def slot_window_backward_queries_kernel(
             )  # fmt: skip
             b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
         b_y = as_factor(b_p * b_row, FACTOR, DOT)
-        store_rows(p + begin_q * M + i_m, b_y, o_q, m_q, HQ * M, BM)
+        store_by_slot(p + begin_q * M + i_m, b_y, o_q, m_q, HQ, M, BM)
         # x is the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
         b_x = b_y.to(tl.float32) * b_d
         b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (scale * b_row), FACTOR, DOT)
-        store_rows(dz + begin_q * M + i_m, b_y, o_q, m_q, HQ * M, BM)
-        store_rows(x + begin_q * M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ * M, BM)
+        store_by_slot(dz + begin_q * M + i_m, b_y, o_q, m_q, HQ, M, BM)
+        store_by_slot(x + begin_q * M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ, M, BM)
         b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=DOT), 0.0)
         b_ys = b_y.to(b_q.dtype)
         if STRONG:
@@ -203,3 +184,41 @@ def slot_window_backward_queries_kernel(
         b_s *= (tl.dot(b_do, tl.trans(b_vn), input_precision=DOT) - b_delta[:, None]) * scale
         b_dq = tl.dot(b_s.to(b_q.dtype), b_kn, b_dq, input_precision=DOT)
     store_rows(dq + begin_q * K, b_dq, o_q, m_q, HQ * K, K)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_window_backward_queries_kernel(
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots,
+    p, dz, x, delta, scale, T, N, H, before, window, chunks, entries, extra, lead, M: tl.constexpr, SLOTS,
+    BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """dq (and dq_slots) of a chunk, of HEADS query heads; by slot the probability p, the scaled logit gradient dz and
+    x = ⟨dS, S⟩."""
+    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
+    HQ = H * GROUP
+    i_t -= lead
+    begin_k = begin + i_n.to(tl.int64) * before
+    keys = length + before
+    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H
+    if i_t * BT + window - before >= length:
+        return
+    i_h = tl.program_id(1) * HEADS
+    o_h = i_h + tl.arange(0, HEADS)
+    b_count = tl.load(splits + entry + o_h // GROUP, mask=o_h < tl.where(i_t >= 0, HQ, 0), other=0)
+    if STRONG & (tl.max(b_count, 0) == 0):
+        return
+    oldest = 0
+    if HAS_START:
+        oldest = tl.load(start + i_n)
+    for i in range(HEADS):
+        count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
+        if ((count > 0) == STRONG) & (i_h + i < HQ):
+            _queries(
+                q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, do, dq, dq_slots, p, dz, x,
+                delta, scale, i_t, count, entry + (i_h + i) // GROUP, oldest, begin * HQ + i_h + i, begin_k * H + (i_h
+                + i) // GROUP, length, keys, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG, GROUP,
+                OWN_SLOT_KEYS, FACTOR, DOT, SHORT,
+            )  # fmt: skip

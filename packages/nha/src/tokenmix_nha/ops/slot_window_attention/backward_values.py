@@ -10,7 +10,9 @@ from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
     SIZES,
+    any_strong,
     from_later,
+    load_by_slot,
     load_rows,
     locate_tokens,
     pair_weights,
@@ -19,23 +21,14 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 )
 
 
-@cached_launch
-@triton.jit(do_not_specialize=SIZES)
-def slot_window_backward_values_kernel(
-    q, k, f, splits, weight, column, ds_v, start, cu_seqlens, lse, do, p, dv,
-    scale, T, N, H, before, window, chunks, entries,
-    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-    FACTOR: tl.constexpr, DOT: tl.constexpr,
+@triton.jit
+def _values(
+    q, k, f, weight, column, ds_v, lse, do, p, dv, scale, first, keys, oldest, length, count, entry, begin_k, begin_q,
+    H, before, window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dv `[BT, V]` of the keys of a chunk."""
-    i_h, HQ = tl.program_id(1), H * GROUP
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-        tl.program_id(0), i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, GROUP,
-        HAS_START, PACKED,
-    )  # fmt: skip
-    if (count < 0) | ((count > 0) != STRONG):
-        return
+    """dv of one head's part of a chunk, halved `count` times."""
+    HQ = H * GROUP
     o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
     o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
     # slots that any token of the chunk enters
@@ -59,7 +52,7 @@ def slot_window_backward_values_kernel(
         b_b = tl.dot(b_k, tl.trans(b_q), input_precision=DOT) * scale_2 - b_lse[None, :]
         b_b = tl.exp2(tl.where(m_w, b_b, float("-inf")))
         for i_m in tl.range(0, slots, BM, num_stages=1):
-            b_y = load_rows(p + p_row * M + i_m, o_q, m_q, HQ * M, BM)
+            b_y = load_by_slot(p + p_row * M + i_m, o_q, m_q, HQ, M, BM)
             b_b += pair_weights(
                 b_y, p_col + i_m, p_f + i_m, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, M, BT, FACTOR, DOT, STRONG
             )
@@ -76,3 +69,32 @@ def slot_window_backward_values_kernel(
             b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
             b_dv = tl.dot(b_s.to(b_k.dtype), b_don, b_dv, input_precision=DOT)
     store_rows(dv + begin_k * V, b_dv, o_j, m_s, H * V, V)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_window_backward_values_kernel(
+    q, k, f, splits, weight, column, ds_v, start, cu_seqlens, lse, do, p, dv, scale, T, N, H, before, window, chunks,
+    entries, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """dv `[BT, V]` of the keys of a chunk, of HEADS heads."""
+    i_h = tl.program_id(1) * HEADS
+    # strong chunks are few, and a program that looks for several finds out sooner that there is none
+    if STRONG:  # noqa: SIM102
+        if not any_strong(
+            tl.program_id(0), i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT, HEADS, PACKED
+        ):
+            return
+    for i in range(HEADS):
+        if i_h + i < H:
+            first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+                tl.program_id(0), i_h + i, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT,
+                GROUP, HAS_START, PACKED,
+            )  # fmt: skip
+            if (count >= 0) & ((count > 0) == STRONG):
+                _values(
+                    q, k, f, weight, column, ds_v, lse, do, p, dv, scale, first, keys, oldest, length, count, entry,
+                    begin_k, begin_q, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG, GROUP, FACTOR, DOT,
+                )  # fmt: skip

@@ -11,13 +11,16 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     block_pairs,
     block_to_border,
     block_to_start,
-    chunk_gates,
     enter_weight,
     first_entry,
+    gates_between,
+    halvings,
+    load_columns,
     load_factors,
+    load_gates,
     load_rows,
-    load_tile,
     locate_chunk,
+    log2_gates,
     opposite_pairs,
     store_rows,
 )
@@ -25,12 +28,12 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 
 @triton.jit
 def _outputs(
-    q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale, i_t, count, entry, oldest, begin_q,
-    begin_k, length, keys, H, before, window, M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr,
-    FACTOR: tl.constexpr, DOT: tl.constexpr,
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, i_t, entry, oldest, begin_q,
+    begin_k, length, keys, H, before, window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr,
+    OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """o and the log-sum-exp of one query head's part of a chunk, halved `count` times."""
+    """o and the log-sum-exp of one query head's part of a chunk."""
     HQ = H * GROUP
     o_r = tl.arange(0, BT)
     first = i_t * BT
@@ -48,16 +51,22 @@ def _outputs(
         b_qs = b_q
         b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
-    b_z = tl.dot(b_qs, load_tile(states_k + entry * K * M, K, K, M), input_precision=DOT)
+    b_z = tl.dot(b_qs, load_columns(states_k + entry * K * M, M, K, BM), input_precision=DOT)
     m_e = (o_j >= 0) & (o_j < keys - window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if STRONG:
-        b_f, b_log, size, b_g = chunk_gates(f + begin_k * SLOTS, count, o_j, m_e, H * SLOTS, SLOTS, M, BT, DOT)
+        # how often to halve a chunk is not known before; the backward pass reads it
+        b_f = load_gates(f + begin_k * SLOTS, o_j, m_e, H * SLOTS, SLOTS, BM)
+        b_log = log2_gates(b_f, DOT)
+        count = halvings(b_log, 1, BT, DOT)
+        tl.store(splits + entry, count)
+        size = BT >> count
+        b_g = gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
         b_row, b_col = tl.exp2(b_g), as_factor(enter_weight(b_f) * tl.exp2(-b_g), FACTOR, DOT)
     else:
         size = BT
-        b_row = load_factors(row + entry * BT * M, i_t >= 0, 1.0, M, BT, M)
-        b_col = load_factors(column + entry * BT * M, i_t >= 0, 0.0, M, BT, M)
+        b_row = load_factors(row + entry * BT * M, i_t >= 0, 1.0, M, BT, BM)
+        b_col = load_factors(column + entry * BT * M, i_t >= 0, 0.0, M, BT, BM)
     m_b = block_pairs(r_t, r_j, size)
     if STRONG:
         b_z *= block_to_start(b_log, size, BT, DOT)
@@ -68,7 +77,7 @@ def _outputs(
             b_z += b_border * tl.dot(b_h, as_factor(b_col * b_border, FACTOR, DOT), input_precision=DOT)
     b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT) * b_row
     # a tile may be wider than the slots that exist
-    b_z = tl.where((tl.arange(0, M) < SLOTS)[None, :], b_z * scale, float("-inf"))
+    b_z = tl.where((tl.arange(0, BM) < SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
     # a token is in the slots for rows at or below it and in the window of the rows above: where both have the same
@@ -97,7 +106,7 @@ def _outputs(
                 input_precision=DOT,
             )
             b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
-    b_o = tl.dot(b_ys, tl.trans(load_tile(states_v + entry * V * M, V, V, M)), input_precision=DOT)
+    b_o = tl.dot(b_ys, tl.trans(load_columns(states_v + entry * V * M, M, V, BM)), input_precision=DOT)
     b_o = tl.dot(b_w.to(b_q.dtype), load_rows(v + begin_k * V, o_j, m_j, H * V, V), b_o, input_precision=DOT)
 
     # the rest of the window, skipping tiles before the first key
@@ -125,11 +134,10 @@ def _outputs(
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def slot_window_forward_kernel(
-    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse,
-    scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: tl.constexpr, SLOTS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, scale, T, N, H,
+    before, window, chunks, entries, extra, lead, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive, of HEADS
     query heads: strong chunks are few, and a program that looks for several finds out sooner that there is none."""
@@ -153,7 +161,7 @@ def slot_window_forward_kernel(
         count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
         if ((count > 0) == STRONG) & (i_h + i < HQ):
             _outputs(
-                q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale, i_t, count,
+                q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, i_t,
                 entry + (i_h + i) // GROUP, oldest, begin * HQ + i_h + i, begin_k * H + (i_h + i) // GROUP, length,
-                keys, H, before, window, M, SLOTS, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT,
+                keys, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT,
             )  # fmt: skip

@@ -66,6 +66,19 @@ def locate_tokens(
 
 
 @triton.jit
+def any_strong(
+    i_c, i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT: tl.constexpr, HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Whether the i_c-th chunk of keys is strong for any of HEADS heads from i_h on."""
+    i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
+    entry = (first_entry(i_n, begin + i_n.to(tl.int64) * before, entries, BT, PACKED) + i_t) * H
+    o_h = i_h + tl.arange(0, HEADS)
+    m_h = o_h < tl.where(i_t * BT < length + before - window, H, 0)
+    return tl.max(tl.load(splits + entry + o_h, mask=m_h, other=0), 0) > 0
+
+
+@triton.jit
 def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
     """The tokens of a chunk of keys, which of them are seen, which have a gradient to write and which enter the slots;
     the rows of queries that see them arrive there (the window of some still holds others of them), and which exist."""
@@ -120,23 +133,57 @@ def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
 
 
 @triton.jit
-def load_tile(p, rows, R: tl.constexpr, D: tl.constexpr):
-    """A contiguous tile `[R, D]`, zero from row `rows` on."""
-    o_r, o_d = tl.arange(0, R)[:, None], tl.arange(0, D)[None, :]
-    return tl.load(p + o_r * D + o_d, mask=o_r < rows, other=0.0)
+def load_columns(p, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """A tile `[R, BM]` of a matrix with M columns; zero beyond these."""
+    o_m = tl.arange(0, BM)[None, :]
+    p += tl.arange(0, R)[:, None] * M + o_m
+    if BM > M:
+        return tl.load(p, mask=o_m < M, other=0.0)
+    else:
+        return tl.load(p)
 
 
 @triton.jit
-def load_columns(p, stride, R: tl.constexpr, D: tl.constexpr):
-    """A tile `[R, D]` of a wider matrix."""
-    return tl.load(p + tl.arange(0, R)[:, None] * stride + tl.arange(0, D)[None, :])
+def store_columns(p, b_x, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """Store it."""
+    o_m = tl.arange(0, BM)[None, :]
+    p += tl.arange(0, R)[:, None] * M + o_m
+    if BM > M:
+        tl.store(p, b_x.to(p.dtype.element_ty), mask=o_m < M)
+    else:
+        tl.store(p, b_x.to(p.dtype.element_ty))
+
+
+@triton.jit
+def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
+    """Rows `o_t` of BM slots of a head of `[.., heads, M]`; zero where masked and beyond M."""
+    o_m = tl.arange(0, BM)[None, :]
+    p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
+    mask = m_t[:, None]
+    if BM > M:
+        mask = mask & (o_m < M)
+    return tl.load(p, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
+    """Store them."""
+    o_m = tl.arange(0, BM)[None, :]
+    p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
+    mask = m_t[:, None]
+    if BM > M:
+        mask = mask & (o_m < M)
+    tl.store(p, b_x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Factors `[BT, BM]` of a chunk, `other` everywhere if no token enters in it."""
-    o_t = tl.arange(0, BT)[:, None]
-    return tl.load(p + o_t * M + tl.arange(0, BM)[None, :], mask=o_t < tl.where(exists, BT, 0), other=other)
+    """Factors `[BT, BM]` of a chunk, `other` everywhere if no token enters in it, and beyond M."""
+    o_t, o_m = tl.arange(0, BT)[:, None], tl.arange(0, BM)[None, :]
+    mask = o_t < tl.where(exists, BT, 0)
+    if BM > M:
+        mask = mask & (o_m < M)
+    return tl.load(p + o_t * M + o_m, mask=mask, other=other)
 
 
 @triton.jit
@@ -212,13 +259,18 @@ def block_to_start(b_log, size, BT: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def chunk_gates(p_f, count, o_j, m_j, stride, slots, M: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr):
-    """Of a chunk halved `count` times: log-gates and their log2 `[BT, M]`, the size of blocks, and G within these."""
-    b_f = load_gates(p_f, o_j, m_j, stride, slots, M)
-    b_log = log2_gates(b_f, DOT)
+def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
+    """How often a chunk of these log2 gates must be halved until no block loses more than 80 bits: `least` or more
+    times; blocks of two or four tokens are small enough for any gates."""
     o_r = tl.arange(0, BT)
-    size = BT >> count
-    return b_f, b_log, size, gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
+    lowest = tl.min(tl.sum(b_log, 0), 0)
+    size = BT
+    count = 0
+    while ((lowest < -LARGEST_FACTOR) | (count < least)) & (size > (2 if DOT == "ieee" else 4)):
+        count += 1
+        size //= 2
+        lowest = tl.min(tl.min(gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT), 1), 0)
+    return count
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 
 
 class Tile(NamedTuple):
@@ -26,8 +27,10 @@ class Walk(NamedTuple):
     num_stages: int
 
 
-# the fewest slots of a tile in 16-bit kernels
-_NARROWEST = 64
+# the fewest slots of a tile in memory of 16-bit kernels; Triton 3.6 gets the gradients of 32 wrong
+_NARROWEST = 32 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else 64
+_NARROWEST_OWN_KEYS = 64
+# the slots of a tile in registers of 16-bit kernels in Triton
 _SLOT_TILE = 64
 # programs that fill the device twice over
 _PROGRAMS = 264
@@ -36,9 +39,14 @@ _MAX_SEGMENTS = 16
 HOPPER_WINDOW = 256
 
 
-def slot_tile(slots: int, dtype: torch.dtype) -> int:
-    """Slots of a tile, of which the surplus stays masked: see README.md, "Tiles of 16 and 32 slots"."""
-    return slots if dtype == torch.float32 else max(slots, _NARROWEST)
+def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool) -> int:
+    """Slots of a tile in memory, of which the surplus stays masked: see README.md, "Tiles of 16 and 32 slots"."""
+    return slots if dtype == torch.float32 else max(slots, _NARROWEST_OWN_KEYS if own_keys else _NARROWEST)
+
+
+def whole_tile(slots: int, dtype: torch.dtype) -> int:
+    """Slots of a tile of Triton's kernels that take all slots at once."""
+    return slots if dtype == torch.float32 else max(slots, _SLOT_TILE)
 
 
 def chunk_size(dtype: torch.dtype) -> int:
@@ -50,7 +58,8 @@ def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
     """The tile of the kernels whose programs take a chunk each."""
     # one stage: a second buffer for the window's tiles costs the second program of a multiprocessor
     BT = chunk_size(dtype)
-    return Tile(BT, min(slots, _SLOT_TILE), min(BT, 32 if window <= 32 else 64), 4, 1)
+    BM = min(slots, _SLOT_TILE) if dtype == torch.float32 else _SLOT_TILE
+    return Tile(BT, BM, min(BT, 32 if window <= 32 else 64), 4, 1)
 
 
 def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:

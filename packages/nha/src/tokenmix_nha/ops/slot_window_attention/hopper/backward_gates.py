@@ -12,18 +12,12 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     as_left,
     enter_weight,
     fetch,
+    inner_products,
     locate_tokens,
     multiply,
     rounded,
     sums_of_rows,
 )
-
-
-@gluon.jit
-def _inner(s_x, s_y):
-    """Inner products of the columns of two tiles `[D, M]`."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    return gl.sum(s_x.load(lines).to(gl.float32) * s_y.load(lines).to(gl.float32), 0)
 
 
 @cached_launch
@@ -112,7 +106,7 @@ def hopper_backward_gates_kernel(
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own
     await_copies(0)
-    rest_m += end_m * gl.convert_layout(_inner(s_dsk, s_sk) + _inner(s_dsv, s_sv), line)
+    rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, square))[None, :]
     o_i = anew(o_i)
     m_e = ((first + o_i >= oldest) & (first + o_i < entering))[:, None]

@@ -20,7 +20,7 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
 
 
 @gluon.jit
-def _add_window(
+def add_window(
     b_dk, b_dv, s_k, s_v, s_q, s_do, q, do, lse, delta, o_w, shift_0, shift_1, window, length, first, oldest, H, scale,
     K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
@@ -176,7 +176,7 @@ def hopper_backward_keys_kernel(
         b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
         b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
         b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
-    b_dk, b_dv = _add_window(
+    b_dk, b_dv = add_window(
         b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
         length, first, oldest, H, scale, K, V,
     )  # fmt: skip

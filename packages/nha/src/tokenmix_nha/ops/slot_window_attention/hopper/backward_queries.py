@@ -48,9 +48,12 @@ def hopper_backward_queries_kernel(
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product_layout(64, 4)
+    square: gl.constexpr = product_layout(BT, 4)
+    slots: gl.constexpr = product_layout(M, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
+    each: gl.constexpr = gl.SliceLayout(1, slots)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_h = gl.program_id(0) % H
     i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // H, T, N, chunks, extra, cu_seqlens, PACKED)
     i_t -= lead
@@ -73,12 +76,14 @@ def hopper_backward_queries_kernel(
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    s_sk = gl.allocate_shared_memory(dtype, [K, M], shared)
+    s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     # the values' slots, and later what is written by slot
-    s_y = gl.allocate_shared_memory(dtype, [2, BT, M], shared)
-    s_sv = s_y._reinterpret(dtype, [V, M], shared)
-    s_col = gl.allocate_shared_memory(dtype, [BT, M], shared)
-    s_low = gl.allocate_shared_memory(dtype, [BT, M], shared)
+    s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
+    s_sv = s_y._reinterpret(dtype, [V, M], swizzled)
+    s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    # the lower digits of gates, and later keys of the window
+    s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
+    s_low = s_1._reinterpret(dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
     if OWN_SLOT_KEYS:
         fetch(s_q, q_slots + begin_q * K, o_q, 0, length, H * K)
@@ -94,9 +99,10 @@ def hopper_backward_queries_kernel(
     async_copy.commit_group()
 
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, gl.SliceLayout(0, square))
-    m_e = (first + o_i >= gl.maximum(oldest, 0)) & (first + o_i < keys - window)
-    p_f = f + ((begin_k + (first + o_i).to(gl.int64) * H) * SLOTS)[:, None] + o_j[None, :]
-    b_f = gl.load(p_f, mask=m_e[:, None] & (o_j < SLOTS)[None, :], other=0.0).to(gl.float32)
+    o_r, o_m = gl.arange(0, BT, each), gl.arange(0, M, gl.SliceLayout(0, slots))
+    m_e = (first + o_r >= gl.maximum(oldest, 0)) & (first + o_r < keys - window)
+    p_f = f + ((begin_k + (first + o_r).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
+    b_f = gl.load(p_f, mask=m_e[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * H
     # rows without a query get probability 0
@@ -104,7 +110,7 @@ def hopper_backward_queries_kernel(
     b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
     s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
     # the window's tiles take places that are free by now
-    s_kn, s_vn = s_low._reinterpret(dtype, [BN, K], shared), s_v._reinterpret(dtype, [BN, V], shared)
+    s_kn, s_vn = s_1._reinterpret(dtype, [BN, K], shared), s_v._reinterpret(dtype, [BN, V], shared)
     shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
     shift_1 = gl.minimum(BT + window, keys - first)
 
@@ -161,15 +167,17 @@ def hopper_backward_queries_kernel(
 
     b_row = gl.exp2(b_g)
     # a tile may be wider than the slots that exist
-    b_p = gl.exp2(gl.where((o_j < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf")) - lse_i[:, None])
+    b_p = gl.where((o_m < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf"))
+    b_p = gl.exp2(b_p - gl.convert_layout(lse_i, each)[:, None])
     if SHORT:
-        delta_i += gl.sum(b_p * b_d * b_row, 1)
+        delta_i += gl.convert_layout(gl.sum(b_p * b_d * b_row, 1), row)
     gl.store(delta + o_row, delta_i, mask=m_q)
     b_y = rounded(b_p * b_row, dtype)
-    b_dz = rounded(b_p * (b_d * b_row - delta_i[:, None]) * (b_row * scale), dtype)
+    b_dz = rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
     # the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
-    gl.store(x + (o_row * M)[:, None] + o_j[None, :], b_x, mask=m_q[:, None])
+    p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
+    gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
     if OWN_SLOT_KEYS:
         b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
         b_c, b_dq = multiply(b_left, s_col.permute((1, 0)), BT), multiply(b_right, s_sk.permute((1, 0)), K)

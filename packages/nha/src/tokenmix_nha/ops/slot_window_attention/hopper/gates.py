@@ -58,6 +58,13 @@ def store(s_x, p_x, first, low, high, stride):
 
 
 @gluon.jit
+def inner_products(s_x, s_y):
+    """Inner products of the columns of two shared tiles `[D, M]`."""
+    lines: gl.constexpr = row_layout(s_x.shape[1], 4)
+    return gl.sum(s_x.load(lines).to(gl.float32) * s_y.load(lines).to(gl.float32), 0)
+
+
+@gluon.jit
 def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, PACKED: gl.constexpr):
     """As `tile.locate_chunk`, for chunks of 64 tokens: the sequence, the chunk in it, its first row and its length."""
     if PACKED:
