@@ -10,6 +10,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
+from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -58,6 +59,12 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
         assert_within(name, value, exact[name], eager[name], factor=factor, floor=floor)
 
 
+@pytest.fixture(autouse=True)
+def one_step(monkeypatch):
+    """However few heads a test has, the step that makes all gradients is taken where there is one."""
+    monkeypatch.setattr(hopper, "_LEAST", 0)
+
+
 def use_tile(monkeypatch, index):
     """Let every step take the tile of this place in its table (or its last), whatever the number of heads."""
 
@@ -86,6 +93,12 @@ def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
     x["g"] *= 0.3
     check(x, cu_seqlens=borders())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_programs_take_two_steps(dtype, monkeypatch):
+    monkeypatch.setattr(hopper, "_LEAST", 1000)
+    check(inputs(1, 300, 1, 2, 128, 128, N=SEQUENCES, dtype=dtype), cu_seqlens=borders())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
