@@ -31,7 +31,7 @@ _TIMES = ("fwd_ms", "fwdbwd_ms")
 _LABELS = {
     "fwd_ms": "forward",
     "fwdbwd_ms": "forward + backward",
-    "eager_ms": "forward + backward, eager (host or device)",
+    "eager_ms": "forward + backward, eager",
     "peak_mb": "peak memory",
 }
 
@@ -144,12 +144,17 @@ def slower(rows: Iterable[dict], bound: float) -> list[tuple[dict, str]]:
 def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> None:
     """Draw our times as shares of the best peer's, a line a shape: left of 1 is faster.
 
-    With a `bound`, a second line stands there, the title counts the shapes within it, and a second panel shows an
-    eager forward with backward, which takes what the slower of host and device takes, and the peak of memory.
+    With a `bound`, a second line stands there, the title counts the shapes within it, shapes carry the name of the
+    fastest peer, and a second panel shows an eager forward with backward, which takes what the slower of host and
+    device takes, and the peak of memory.
     """
     from matplotlib.figure import Figure
 
     pairs = beside(rows)
+    labels = [f"{row['op']} · {row['shape']}" for row in pairs]
+    if bound is not None:
+        fastest = [row["fwdbwd_ms_peer"] or row["fwd_ms_peer"] for row in pairs]
+        labels = [f"{label} · {peer[1]}" for label, peer in zip(labels, fastest, strict=True)]
     panels = [_TIMES] if bound is None else [_TIMES, ("eager_ms", "peak_mb")]
     figure = Figure(figsize=(9 + 3 * (len(panels) - 1), 1.2 + 0.24 * len(pairs)), layout="constrained")
     for axes, keys in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
@@ -159,15 +164,15 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
         for key, marker in zip(keys, ("o", "s"), strict=True):
             shares = [(i, share) for i, row in enumerate(pairs) if (share := _share(row, key)) is not None]
             axes.plot([share for _, share in shares], [i for i, _ in shares], marker, label=_LABELS[key])
-        axes.set_yticks(range(len(pairs)), [f"{row['op']} · {row['shape']}" for row in pairs], fontsize=7)
+        axes.set_yticks(range(len(pairs)), labels, fontsize=7)
         axes.set_xscale("log")
         ticks = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axes.minorticks_off()
         axes.grid(axis="x", alpha=0.3)
         axes.set_xlabel("share of the best peer's in the same run")
-        axes.legend()
-    axes.invert_yaxis()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
     title = sorted({_place(row["environment"]) for row in pairs})
     if bound is not None:
         late = {(row["op"], row["shape"]) for row, _ in slower(rows, bound)}
