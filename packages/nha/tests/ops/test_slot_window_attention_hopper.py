@@ -57,12 +57,12 @@ def on_hopper(kernels, monkeypatch):
     return enabled, ran
 
 
-def inputs(T, K, V, M, strong=False, own_keys=False):
+def inputs(T, K, V, M, strong=False, own_keys=False, group=1):
     generator = torch.Generator().manual_seed(0)
     randn = partial(torch.randn, generator=generator)
-    x = {"q": randn(1, T, 1, K), "k": randn(1, T, 1, K), "v": randn(1, T, 1, V)}
+    x = {"q": randn(1, T, group, K), "k": randn(1, T, 1, K), "v": randn(1, T, 1, V)}
     x["f"] = torch.nn.functional.logsigmoid(2 * randn(1, T, 1, M)) / (1 if strong else 16)
-    return x | ({"q_slots": randn(1, T, 1, K), "k_slots": randn(1, T, 1, K)} if own_keys else {})
+    return x | ({"q_slots": randn(1, T, group, K), "k_slots": randn(1, T, 1, K)} if own_keys else {})
 
 
 def check(x, on_hopper, length=None, **options):
@@ -85,7 +85,9 @@ def check(x, on_hopper, length=None, **options):
     for name in exact:
         assert_within(name, got[name], exact[name], plain[name])
     narrow = x["f"].shape[-1] <= 32 and "q_slots" not in x
-    assert ran == set(KERNELS) - ({"backward_keys", "backward_gates"} if narrow else {"backward_tokens"})
+    grouped = x["q"].shape[2] > x["k"].shape[2]
+    absent = {"backward_keys", "backward_gates"} if narrow else {"backward_tokens"}
+    assert ran == set(KERNELS) - ({"backward_keys", "backward_gates", "backward_tokens"} if grouped else absent)
 
 
 class Outputs(dict):
@@ -100,6 +102,7 @@ CASES = {
     "own keys": (dict(T=150, K=128, V=64, M=64, own_keys=True), 40),
     "own keys, wide window": (dict(T=140, K=64, V=128, M=32, own_keys=True), 70),
     "own keys, slots alone": (dict(T=130, K=64, V=64, M=16, own_keys=True), 0),
+    "grouped heads, own keys": (dict(T=100, K=64, V=64, M=64, own_keys=True, group=3), 32),
 }
 
 

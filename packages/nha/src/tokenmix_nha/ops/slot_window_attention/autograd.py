@@ -198,24 +198,26 @@ def _run_backward(
         dfinal_v, before, window, scale, initial,
     )  # fmt: skip
     own = y.constants["OWN_SLOT_KEYS"]
-    hopper = y.constants["GROUP"] == 1 and _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
+    group = y.constants["GROUP"]
+    hopper_queries = _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
+    hopper = hopper_queries and group == 1
     with compiled_together() as launch:
         # no kernel for weak chunks reads any other's
         gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, hopper)
         p, dz = (q.new_empty(*q.shape[:3], M, dtype=gates.column.dtype) for _ in range(2))
         x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
         t = tuning.tile(M, window, q.dtype)
-        if hopper:
+        if hopper_queries:
             from tokenmix_nha.ops.slot_window_attention.hopper.backward_queries import hopper_backward_queries_kernel
 
             launch(
-                hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.heads,),
+                hopper_backward_queries_kernel, (y.query_chunks * y.rows * q.shape[2],),
                 q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots,
                 p, dz, x, delta, scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries,
-                y.extra, y.lead, M, f.shape[3], K, V, own, start is not None, y.constants["PACKED"], window <= 64,
-                num_warps=4,
+                y.extra, y.lead, M, f.shape[3], K, V, group, own, start is not None, y.constants["PACKED"],
+                window <= 64, num_warps=4,
             )  # fmt: skip
-        for strong in (True,) if hopper else (False, True):
+        for strong in (True,) if hopper_queries else (False, True):
             heads = tuning.strong_heads(y.query_chunks * y.rows, q.shape[2]) if strong else 1
             launch(
                 slot_window_backward_queries_kernel, (y.query_chunks * y.rows, cdiv(q.shape[2], heads)),

@@ -40,8 +40,8 @@ def hopper_backward_queries_kernel(
     q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
     delta,
     scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr, HAS_START: gl.constexpr,
-    PACKED: gl.constexpr, SHORT: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
+    HAS_START: gl.constexpr, PACKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """dq (and dq_slots) `[BT, K]` of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩
     `[BT, M]`."""
@@ -54,8 +54,10 @@ def hopper_backward_queries_kernel(
     each: gl.constexpr = gl.SliceLayout(1, slots)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
-    i_h = gl.program_id(0) % H
-    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // H, T, N, chunks, extra, cu_seqlens, PACKED)
+    HQ = H * GROUP
+    i_q = gl.program_id(0) % HQ
+    i_h = i_q // GROUP
+    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // HQ, T, N, chunks, extra, cu_seqlens, PACKED)
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
@@ -70,7 +72,7 @@ def hopper_backward_queries_kernel(
     oldest = 0
     if HAS_START:
         oldest = gl.load(start + i_n)
-    begin_k, begin_q = begin_k * H + i_h, begin * H + i_h
+    begin_k, begin_q = begin_k * H + i_h, begin * HQ + i_q
 
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -86,12 +88,12 @@ def hopper_backward_queries_kernel(
     s_low = s_1._reinterpret(dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
     if OWN_SLOT_KEYS:
-        fetch(s_q, q_slots + begin_q * K, o_q, 0, length, H * K)
+        fetch(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
         fetch(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
     else:
-        fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
+        fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
         fetch(s_k, p_k, first, oldest, keys, H * K)
-    fetch(s_do, do + begin_q * V, o_q, 0, length, H * V)
+    fetch(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
     fetch(s_v, p_v, first, oldest, keys, H * V)
     async_copy.commit_group()
     fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
@@ -104,7 +106,7 @@ def hopper_backward_queries_kernel(
     p_f = f + ((begin_k + (first + o_r).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     b_f = gl.load(p_f, mask=m_e[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
-    o_row = begin_q + (o_q + o_i).to(gl.int64) * H
+    o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
     # rows without a query get probability 0
     lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
     b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
@@ -138,7 +140,7 @@ def hopper_backward_queries_kernel(
         # the window's queries and keys take the places of the slots' queries and values
         barrier()
         s_kw = s_y._reinterpret(dtype, [BT, K], shared)
-        fetch(s_q, q + begin_q * K, o_q, 0, length, H * K)
+        fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
         fetch(s_kw, p_k, first, oldest, keys, H * K)
         async_copy.commit_group()
         await_copies(0)
@@ -161,7 +163,7 @@ def hopper_backward_queries_kernel(
         lines: gl.constexpr = row_layout(V, 4)
         o_t, o_d = gl.arange(0, BT, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
         m_o = (o_q + o_t >= 0) & (o_q + o_t < length)
-        p_o = o + ((begin_q + (o_q + o_t).to(gl.int64) * H) * V)[:, None] + o_d[None, :]
+        p_o = o + ((begin_q + (o_q + o_t).to(gl.int64) * HQ) * V)[:, None] + o_d[None, :]
         b_o = gl.load(p_o, mask=m_o[:, None], other=0.0).to(gl.float32) * s_do.load(lines).to(gl.float32)
         delta_i = gl.convert_layout(gl.sum(b_o, 1), row)
 
@@ -176,7 +178,7 @@ def hopper_backward_queries_kernel(
     b_dz = rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
     # the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
-    p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
+    p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
     gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
     if OWN_SLOT_KEYS:
         b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
@@ -191,11 +193,11 @@ def hopper_backward_queries_kernel(
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
         barrier()
         s_k.store(b_dq.to(dtype))
-        store(s_col, p + begin_q * M, o_q, 0, length, H * M)
-        store(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
+        store(s_col, p + begin_q * M, o_q, 0, length, HQ * M)
+        store(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
         b_w = multiply(s_q, s_kw.permute((1, 0)), BT)
         barrier()
-        store(s_k, dq_slots + begin_q * K, o_q, 0, length, H * K)
+        store(s_k, dq_slots + begin_q * K, o_q, 0, length, HQ * K)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
         b_right = as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
@@ -209,8 +211,8 @@ def hopper_backward_queries_kernel(
         b_c = multiply(b_left, s_col.permute((1, 0)), BT)
         b_dq = multiply(b_right, s_sk.permute((1, 0)), K)
         barrier()
-        store(s_y.index(0), p + begin_q * M, o_q, 0, length, H * M)
-        store(s_y.index(1), dz + begin_q * M, o_q, 0, length, H * M)
+        store(s_y.index(0), p + begin_q * M, o_q, 0, length, HQ * M)
+        store(s_y.index(1), dz + begin_q * M, o_q, 0, length, HQ * M)
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
         b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
         b_right = as_left(b_w, K)
@@ -231,5 +233,5 @@ def hopper_backward_queries_kernel(
     barrier()
     s_q.store(b_dq.to(dtype))
     barrier()
-    store(s_q, dq + begin_q * K, o_q, 0, length, H * K)
+    store(s_q, dq + begin_q * K, o_q, 0, length, HQ * K)
     async_copy.wait_group(0)
