@@ -160,15 +160,15 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
         forward = forward._replace(lookback=next(spans, 0))
 
-    walked = B == N and gradients.hopper is not None and gradients.hopper.heads == 1
-    if walked and _fills(N * cdiv(T, segment or T) * HV):
+    # a walk takes four fifths of the time of a chunk a program, rounds that do not fill the device apart
+    if B == N and gradients.hopper is not None and K == V == 128 and _fills(N * cdiv(T, segment or T) * HV):
         gradients = gradients._replace(walks=True)
     return SSDPlan(segment, forward, states, gradients)
 
 
 def _fills(programs: int) -> bool:
     """Whether rounds of a program a multiprocessor leave few of them idle."""
-    return programs >= 0.75 * cdiv(programs, _PROGRAMS) * _PROGRAMS
+    return programs >= 0.9 * cdiv(programs, _PROGRAMS) * _PROGRAMS
 
 
 def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:

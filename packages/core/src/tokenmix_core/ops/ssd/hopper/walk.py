@@ -50,6 +50,18 @@ def fetch_chunk(s_q, s_k, s_v, s_do, p_q, p_k, p_v, p_do, o_t, stride_q, stride_
     fetch_rows(s_do, p_do + o_t * stride_do, stride_do, rows, W, True)
 
 
+@gluon.jit
+def store_chunk(dq, dk, dv, dg, s_q, s_k, s_v, crossing_h, later_h, o_out, HV, rows):
+    """Store a chunk's gradients, of which those of q, k and v lie in the places of these."""
+    W: gl.constexpr = gl.num_warps()
+    K: gl.constexpr = s_q.shape[1]
+    V: gl.constexpr = s_v.shape[1]
+    store_rows(dq + o_out * K, s_q, HV * K, rows, W, True)
+    store_rows(dk + o_out * K, s_k, HV * K, rows, W, True)
+    store_rows(dv + o_out * V, s_v, HV * V, rows, W, True)
+    store_decay_gradients(dg + o_out, HV, rows, crossing_h, later_h)
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def walk_gradients_kernel(
@@ -126,6 +138,14 @@ def walk_gradients_kernel(
         token = (gl.cdiv(length, BT) - 1 - i) * BT
         rows, o_t = length - token, (gl.maximum(token - BT, 0)).to(gl.int64)
         await_copies(0)
+        b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
+        b_dq, b_kd = multiply(s_do, s_s.permute((1, 0)), K), multiply(s_k, s_d, V)
+        # the gradients of the chunk after this one leave beside these products
+        if i > 0:
+            store_chunk(
+                dq, dk, dv, dg, q_2.index(then), k_2.index(then), v_2.index(then), crossing_h, later_h,
+                (begin + token + BT) * HV + i_h, HV, rows - BT,
+            )  # fmt: skip
         if token > 0:
             fetch_chunk(
                 q_2.index(then), k_2.index(then), v_2.index(then), do_2.index(then), p_q, p_k, p_v, p_do, o_t,
@@ -136,9 +156,6 @@ def walk_gradients_kernel(
         if dt is not None:
             b_dt = load_numbers(dt + o_h + o_t * HV, HV, gl.minimum(token, BT), 1)
         end_h.index(0).store(gl.sum(b_d * s_s.load(tile).to(gl.float32), 1))
-
-        b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
-        b_dq, b_kd = multiply(s_do, s_s.permute((1, 0)), K), multiply(s_k, s_d, V)
         b_qk, b_dp = warpgroup_mma_wait(2, deps=[b_qk, b_dp])
         b_p, b_dp = inner_gradients(
             b_qk, b_dp, b_h.index(here), None if dt_h is None else dt_h.index(here), b_skip,
@@ -146,7 +163,6 @@ def walk_gradients_kernel(
         )  # fmt: skip
         s_p.store(b_p.to(dtype))
         s_dp.store(b_dp.to(dtype))
-        # TWO
         b_dq, b_kd = warpgroup_mma_wait(0, deps=[b_dq, b_kd])
         store_row_sums(query_h, 0, b_dq * s_q.load(wide).to(gl.float32))
         store_row_sums(key_h, 0, b_kd * s_v.load(narrow).to(gl.float32))
@@ -194,19 +210,20 @@ def walk_gradients_kernel(
         if dt is not None:
             as_matrix(dt_h.index(then), 1, BT).store(b_dt)
             as_matrix(enter_h.index(then), 1, BT).store(b_dt * b_to)
-        barrier()
-        o_out = (begin + token) * HV + i_h
-        store_rows(dq + o_out * K, s_q, HV * K, rows, W, True)
-        store_rows(dk + o_out * K, s_k, HV * K, rows, W, True)
-        store_rows(dv + o_out * V, s_v, HV * V, rows, W, True)
-        store_decay_gradients(dg + o_out, HV, rows, crossing_h, later_h)
+    await_copies(0)
+    last = (gl.cdiv(length, BT) + 1) % 2
+    if length > 0:
+        store_chunk(
+            dq, dk, dv, dg, q_2.index(last), k_2.index(last), v_2.index(last), crossing_h, later_h,
+            o_h, HV, length,
+        )  # fmt: skip
     if initial_gradient is not None:
         gl.store(initial_gradient + o_state + anew(o_k)[:, None] * V + o_v[None, :], b_d)
     if skip is not None:
         gl.store(dskip + i_s * HV + i_h, gl.sum(gl.sum(skipped, 1), 0))
 
 
-def walk_gradients(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment, num_warps=8):
+def walk_gradients(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment):
     """dq and dk of each value head, dv, dg, the gradients of the states before each sequence, dΔ and dD.
 
     `after` holds the gradients of the states after each sequence (None for zero), or each segment of `segment` tokens.
@@ -225,6 +242,6 @@ def walk_gradients(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segm
     walk_gradients_kernel[(spans * HV,)](
         q, k, v, do, g, dt, D, states, after, dq, dk, dv, dg, ddt, dskip, initial_gradient, cu_seqlens,
         *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV, segment,
-        K, V, segment > 0, cu_seqlens is not None, num_warps=num_warps,
+        K, V, segment > 0, cu_seqlens is not None, num_warps=8,
     )  # fmt: skip
     return dq, dk, dv, dg, initial_gradient, ddt, None if dskip is None else dskip.sum(0)
