@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import add, load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
@@ -26,11 +26,6 @@ from tokenmix_core.tile.launch import cached_launch
 PLACES = gl.constexpr(2)
 # base-2 logarithm of a decay that leaves nothing of a state
 FORGOTTEN = gl.constexpr(-32.0)
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
 
 
 @gluon.jit

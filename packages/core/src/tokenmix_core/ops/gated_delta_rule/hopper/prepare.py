@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from tokenmix_core import tuning
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import add
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, sequences
 from tokenmix_core.tile.hopper import fetch_rows, locate_chunk, store_rows
 from tokenmix_core.tile.launch import cached_launch
@@ -24,11 +25,6 @@ LOWEST = gl.constexpr(-160.0)
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
 
 
 @gluon.jit
