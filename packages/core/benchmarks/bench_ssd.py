@@ -1,4 +1,4 @@
-"""SSD and its decoding step beside FLA's `chunk_simple_gla` and mamba_ssm's `mamba_chunk_scan_combined`."""
+"""SSD and its decoding step beside FLA's `chunk_simple_gla`, and with Δ, A and D beside mamba_ssm's chunk scan."""
 
 from __future__ import annotations
 
@@ -90,24 +90,32 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, G, HV, K, V, packed = shape
     q, k = (_random(B, T, G, K, device=device).mul_(K**-0.5).requires_grad_() for _ in range(2))
     v = _random(B, T, HV, V, device=device).requires_grad_()
-    g = torch.rand(B, T, HV, device=device).mul_(-0.1).requires_grad_()
     cu_seqlens = cu_seqlens_from_lengths(mixed_lengths(T)).to(device) if packed else None
-    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: chunk_ssd(q, k, v, g, cu_seqlens=cu_seqlens).o}
-    tuned = (HV, K, V) in FLA_SIZES or (shape in SWEEP and G == HV)
-    if device != "cpu" and importlib.util.find_spec("fla") is not None and tuned:
-        from fla.ops.simple_gla import chunk_simple_gla
+    forwards: dict[str, Callable[[], Tensor]] = {}
+    if G < HV:
+        # heads that share q and k are Mamba-2's, which has steps Δ, decays Δ · A and a value's way past the state
+        dt = torch.rand(B, T, HV, device=device).mul_(0.1).requires_grad_()
+        A = (-0.5 - torch.rand(HV, device=device)).requires_grad_()
+        D = torch.randn(HV, device=device, requires_grad=True)
+        inputs = (q, k, v, dt, A, D)
+        forwards["tokenmix"] = lambda: chunk_ssd(q, k, v, dt * A, dt=dt, D=D, cu_seqlens=cu_seqlens).o
+        if device != "cpu" and importlib.util.find_spec("mamba_ssm") is not None and not packed:
+            from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
-        forwards["FLA chunk_simple_gla"] = lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)[0]
-    if device != "cpu" and importlib.util.find_spec("mamba_ssm") is not None and G < HV:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+            forwards["mamba_ssm"] = lambda: mamba_chunk_scan_combined(v, dt, A, k, q, chunk_size=128, D=D)
+    else:
+        g = torch.rand(B, T, HV, device=device).mul_(-0.1).requires_grad_()
+        inputs = (q, k, v, g)
+        forwards["tokenmix"] = lambda: chunk_ssd(q, k, v, g, cu_seqlens=cu_seqlens).o
+        tuned = (HV, K, V) in FLA_SIZES or shape in SWEEP
+        if device != "cpu" and importlib.util.find_spec("fla") is not None and tuned:
+            from fla.ops.simple_gla import chunk_simple_gla
 
-        # it multiplies values by its step sizes: steps of −g with A = −1 decay as g does, and cost it nothing more
-        A = -torch.ones(HV, device=device)
-        forwards["mamba_ssm"] = lambda: mamba_chunk_scan_combined(v, -g, A, k, q, chunk_size=128)
+            peer = functools.partial(chunk_simple_gla, q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)
+            forwards["FLA chunk_simple_gla"] = lambda: peer()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
     name = f"B{B} T{T} G{G} HV{HV} K{K} V{V}" + (", 32 sequences" if packed else "")
-    # mamba_ssm multiplies values by −g
-    return measure("SSD", name, device, forwards, (q, k, v, g), first_calls=first, alike=G == HV)
+    return measure("SSD", name, device, forwards, inputs, first_calls=first, alike=True)
 
 
 def _decode_rows(shape: tuple, device: str) -> list[dict]:
