@@ -143,6 +143,17 @@ def test_kernels_agree_with_the_reference(case, dtype, device, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])
+def test_heads_widened_by_zeros_agree_with_the_reference(form, device, monkeypatch):
+    from tokenmix_core.ops.ssd import autograd
+
+    # what kernels get wrong on a GPU, they get right in the interpreter
+    monkeypatch.setattr(autograd, "_assembled_wrong", lambda v, K: True)
+    x = inputs(B=1, T=9, K=16, V=32, N=1, dtype=torch.float32, device=device, steps=True)
+    ssd = partial(form, scale=0.7)
+    assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), x)
+
+
 def test_token_by_token_kernel_agrees_with_the_reference(device):
     x = inputs(B=1, T=9, G=1, HV=2, N=3, dtype=torch.float32, device=device, steps=True)
     ssd = partial(recurrent_ssd, scale=0.7, cu_seqlens=borders([0, 0, 5, 9], device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core import tuning
@@ -225,12 +226,30 @@ recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
 step = direct_when_eager(ssd_step_op, run_step)
 
 
+def _assembled_wrong(v: Tensor, K: int) -> bool:
+    """Whether gradients of such heads may come out wrong on a GPU: dv and dg of K 16, V 32 do in float32, Triton 3.6."""
+    return v.is_cuda and v.dtype == torch.float32 and min(K, v.shape[3]) < 64
+
+
+def _widened(form, q, k, v, g, scale, initial_state, cu_seqlens, dt, D) -> ScanOutput:
+    """`form`, of heads widened by zeros, which add nothing to any product, where its gradients might be wrong."""
+    K, V = q.shape[3], v.shape[3]
+    if not _assembled_wrong(v, K):
+        return ScanOutput(*form(q, k, v, g, scale, initial_state, cu_seqlens, dt, D))
+    keys, values = max(64 - K, 0), max(64 - V, 0)
+    q, k, v = F.pad(q, (0, keys)), F.pad(k, (0, keys)), F.pad(v, (0, values))
+    if initial_state is not None:
+        initial_state = F.pad(initial_state, (0, values, 0, keys))
+    o, final_state = form(q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
+    return ScanOutput(o[..., :V].contiguous(), final_state[..., :K, :V].contiguous())
+
+
 def chunk_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
-    return ScanOutput(*chunk(q, k, v, g, scale, initial_state, cu_seqlens, dt, D))
+    return _widened(chunk, q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
 
 
 def recurrent_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
-    return ScanOutput(*recurrent(q, k, v, g, scale, initial_state, cu_seqlens, dt, D))
+    return _widened(recurrent, q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
 
 
 def ssd_step_triton(q, k, v, g, dt, D, state, scale) -> Tensor:
