@@ -7,11 +7,13 @@ matrices stay in registers as left operands of the next product.
 
 from torch import Tensor
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.common import on_hopper
 
-# programs of a step that walks along chunks with all of their work; of fewer, two steps are quicker, as the second of
-# them takes all chunks at once
-_LEAST = 64
+# multiprocessors, each of which has room for one program of a step that walks along chunks with all work of theirs
+_ROUND = 132
+# programs a round; fewer leave so many idle that two steps are quicker, the second of which takes all chunks at once
+_LEAST = 96
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
@@ -22,5 +24,6 @@ def takes(x: Tensor, *others: Tensor) -> bool:
 
 
 def gradients_at_once(q: Tensor, k: Tensor, do: Tensor, *, qk_l2norm: bool, programs: int) -> bool:
-    """Whether one step makes all gradients: of normalised heads of 128, where its programs occupy a GPU."""
-    return qk_l2norm and q.shape[-1] == 128 and programs >= _LEAST and takes(q, k, do)
+    """Whether one step makes all gradients: of normalised heads of 128, where its programs keep a GPU busy."""
+    busy = programs >= _LEAST * cdiv(programs, _ROUND)
+    return qk_l2norm and q.shape[-1] == 128 and busy and takes(q, k, do)

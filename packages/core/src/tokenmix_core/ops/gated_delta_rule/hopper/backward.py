@@ -17,8 +17,6 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     DS_THERE,
     DY_READ,
     DY_THERE,
-    E_READ,
-    E_THERE,
     EMPTY,
     FULL,
     MADE,
@@ -59,24 +57,14 @@ from tokenmix_core.tile.launch import cached_launch
 
 
 @gluon.jit
-def write_dg(p_dg, db_t, end_t, g_t, rows, stride: gl.constexpr):
-    """dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none."""
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    o_t = anew(gl.arange(0, 64, line))
-    dg_t = gl.associative_scan(db_t, 0, add, reverse=True) + gl.sum(end_t, 0)
-    dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
-    gl.store(p_dg + o_t * stride, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
-
-
-@gluon.jit
 def write_gradients(pointers, tiles, places, barriers, scale, length, steps, warm, HV: gl.constexpr):
     """dQ, dK, dg and dβ of each chunk but the first `warm`. Vectors by row are `x_i`, by column `x_j`."""
     p_gates, p_g, p_dq, p_dk, p_dg, p_dbeta = pointers
-    x_s, gates_s = places
+    q_s, k_s, do_s, gates_s = places
     r_1, s_1, ds_1, dy_1, ef_1, s_ends = tiles
-    dtype: gl.constexpr = x_s.dtype
-    BT: gl.constexpr = x_s.shape[1]
-    D: gl.constexpr = x_s.shape[2]
+    dtype: gl.constexpr = k_s.dtype
+    BT: gl.constexpr = k_s.shape[1]
+    D: gl.constexpr = k_s.shape[2]
     row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
     left: gl.constexpr = gl.DotOperandLayout(0, product_layout(D, 4), 2)
@@ -86,12 +74,9 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         mbarrier.arrive(barriers.index(EMPTY + i % PLACES))
         mbarrier.wait(barriers.index(DS_THERE), i & 1)
         mbarrier.arrive(barriers.index(DS_READ))
-    db_t, end_t = gl.zeros([BT], gl.float32, line), gl.zeros([BT], gl.float32, line)
-    g_t = gl.zeros([BT], gl.float32, line)
-    p_last, rows = p_dg, length
     for i in range(warm, steps):
         here, parity = i % PLACES, (i - warm) & 1
-        s_q, s_k, s_do = x_s.index(here), x_s.index(PLACES + here), x_s.index(2 * PLACES + here)
+        s_q, s_k, s_do = q_s.index(here), k_s.index(here), do_s.index(here)
         g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
         g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
         at = anew(0)
@@ -100,26 +85,30 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         o_i, o_j, o_t = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col)), anew(gl.arange(0, BT, line))
         # counted from the last chunk
         t_0 = -i * BT
-        o_0 = t_0.to(gl.int64) * HV
-        last = load_last(p_gates + t_0.to(gl.int64) * 4, length - t_0)
+        o_0, rows = t_0.to(gl.int64) * HV, length - t_0
+        last = load_last(p_gates + t_0.to(gl.int64) * 4, rows)
+        g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
         mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
-        mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
         mbarrier.wait(barriers.index(R_THERE), parity)
-        mbarrier.wait(barriers.index(S_THERE), parity)
         fence_async_shared()
 
-        # dQ̂ = scale γ dO Sᵀ + E β K̂
+        # E = scale dO Rᵀ ⊙ Γ meets β K̂, and as Eᵀ Q̂: dQ̂ = scale γ dO Sᵀ + E β K̂
+        b_e = multiply(s_do, s_r.permute((1, 0)), BT)
+        mbarrier.wait(barriers.index(S_THERE), parity)
+        fence_async_shared()
         b_dq = multiply(s_do, s_s.permute((1, 0)), D)
-        if i > warm:
-            write_dg(p_last, db_t, end_t, g_t, rows, HV)
-        p_last, rows = p_dg + o_0, length - t_0
-        g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
-        b_i, w_i, r_i, rq_i = g_b.load(row), g_w.load(row), g_r.load(row), g_n.load(row)
+        b_i, w_i, r_i = g_b.load(row), g_w.load(row), g_r.load(row)
         d_i = nonzero(w_i, r_i)
+        mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
+        rq_i = g_n.load(row)
+        b_e = warpgroup_mma_wait(1, deps=[b_e])
+        b_e *= causal_decay(b_i, g_b.load(col), o_i, o_j) * (scale * rq_i)[:, None]
+        w_j = g_w.load(col)
+        s_e.store((b_e * nonzero(w_j, g_r.load(col))[None, :]).to(dtype))
+        b_e = (b_e * w_j[None, :]).to(dtype)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, D)
-        mbarrier.wait(barriers.index(E_THERE), parity)
-        b_dq = accumulate(s_f, s_k, b_dq)
+        b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         dot_i = dot_rows(b_dq, s_q, row, D)
         b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D).to(dtype)
@@ -170,15 +159,16 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         s_ef.store(b_dk.to(dtype))
         store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
 
+        # dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none
         gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
         lines = s_ef._reinterpret(gl.float32, [BT, D // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         lines.index(0).store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * beta_i * dbeta_i, 0.0))
         lines.index(1).store(out_i * (w_i / d_i))
-        db_t, end_t = lines.index(0).load(line), end_t * gl.exp2(last) + lines.index(1).load(line)
-        mbarrier.arrive(barriers.index(E_READ))
+        end = gl.sum(end_t * gl.exp2(last) + lines.index(1).load(line), 0)
+        dg_t = gl.associative_scan(lines.index(0).load(line), 0, add, reverse=True) + end
+        dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
+        gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
         mbarrier.arrive(barriers.index(EMPTY + here))
-    if steps > warm:
-        write_dg(p_last, db_t, end_t, g_t, rows, HV)
 
 
 @cached_launch
@@ -230,15 +220,16 @@ def backward_kernel(
     if INITIAL and first == 0:
         wanted = D
 
-    # q, k and dO
-    x_s = gl.allocate_shared_memory(dtype, [3 * places, BT, D], shared)
+    q_s = gl.allocate_shared_memory(dtype, [places, BT, D], shared)
+    k_s = gl.allocate_shared_memory(dtype, [places, BT, D], shared)
+    do_s = gl.allocate_shared_memory(dtype, [places, BT, D], shared)
     s_a = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     r_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
     s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # Eᵀ; E, then dQ on its way out, then Fᵀ; both, then dK on its way out
+    # Eᵀ; dQ on its way out, then Fᵀ; in place of both dK on its way out
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
     # b, β r, r and the norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
@@ -255,17 +246,17 @@ def backward_kernel(
     inputs = (q + o_qk, k + o_qk, do + o_vo, inverse + o_t * BT, residual + o_vo, states + o_s, p_gates)
     ends = (p_initial, dinitial_state + o_state, p_gates, dv + o_vo)
     outputs = (p_gates, g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
-    places_x, read, chain = (x_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, ef_1, s_p, s_ends)
+    chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends)
     # 16 warps of 128 registers; the first group takes those that the others leave
     gl.warp_specialize(
         [
-            (write_gradients, (outputs, sums, places_x, barriers, scale, rows, steps, warm, HV)),
-            (run_back, (ends, read, places_x, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 0)),
-            (run_back, (ends, read, places_x, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 64)),
-            (copy_chunks, (inputs, read, places_x, barriers, rows, steps, warm, H, HV)),
+            (write_gradients, (outputs, sums, chunk, barriers, scale, rows, steps, warm, HV)),
+            (run_back, (ends, read, chunk, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 0)),
+            (run_back, (ends, read, chunk, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 64)),
+            (copy_chunks, (inputs, read, chunk, barriers, rows, steps, warm, H, HV)),
         ],
-        [4, 4, 4], [152, 144, 48],
+        [4, 4, 4], [144, 144, 48],
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply, nonzero, square
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.tile.hopper import causal_decay, fetch_rows, product_layout, store_rows
 
@@ -24,9 +24,8 @@ R_THERE, R_READ = gl.constexpr(8), gl.constexpr(9)
 S_THERE, S_READ = gl.constexpr(10), gl.constexpr(11)
 DS_THERE, DS_READ = gl.constexpr(12), gl.constexpr(13)
 DY_THERE, DY_READ = gl.constexpr(14), gl.constexpr(15)
-E_THERE, E_READ = gl.constexpr(16), gl.constexpr(17)
-P_READ, SUMMED = gl.constexpr(18), gl.constexpr(19)
-BARRIERS = gl.constexpr(20)
+P_READ, SUMMED = gl.constexpr(16), gl.constexpr(17)
+BARRIERS = gl.constexpr(18)
 
 
 @gluon.jit
@@ -45,15 +44,13 @@ def announce(barriers):
     mbarrier.init(barriers.index(A_THERE), 128)
     mbarrier.init(barriers.index(A_READ), 2)
     mbarrier.init(barriers.index(R_THERE), 128)
-    mbarrier.init(barriers.index(R_READ), 2)
+    mbarrier.init(barriers.index(R_READ), 1)
     mbarrier.init(barriers.index(S_THERE), 128)
     mbarrier.init(barriers.index(S_READ), 3)
     mbarrier.init(barriers.index(DS_THERE), 2)
     mbarrier.init(barriers.index(DS_READ), 1)
     mbarrier.init(barriers.index(DY_THERE), 2)
     mbarrier.init(barriers.index(DY_READ), 1)
-    mbarrier.init(barriers.index(E_THERE), 1)
-    mbarrier.init(barriers.index(E_READ), 1)
     mbarrier.init(barriers.index(P_READ), 1)
     mbarrier.init(barriers.index(SUMMED), 2)
 
@@ -69,19 +66,19 @@ def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.cons
     """Bring what a chunk reads to its place as soon as the chunk that was there has left it."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p_q, p_k, p_do, p_a, p_r, p_s, p_gates = pointers
-    x_s, gates_s = places
+    q_s, k_s, do_s, gates_s = places
     s_a, s_1, r_1 = tiles
     # strides are known to the compiler: as numbers they would take the registers of this group, and more
-    D: gl.constexpr = x_s.shape[2]
-    BT: gl.constexpr = x_s.shape[1]
+    D: gl.constexpr = k_s.shape[2]
+    BT: gl.constexpr = k_s.shape[1]
     for i in range(steps):
         here = i % PLACES
         b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
         b_r = load_gate(p_gates + 2, rows, line)
         mbarrier.wait(barriers.index(EMPTY + here), (i // PLACES + 1) & 1)
-        fetch_rows(x_s.index(PLACES + here), p_k, H * D, rows, 4)
-        fetch_rows(x_s.index(here), p_q, H * D, rows, 4)
-        fetch_rows(x_s.index(2 * PLACES + here), p_do, HV * D, rows, 4)
+        fetch_rows(k_s.index(here), p_k, H * D, rows, 4)
+        fetch_rows(q_s.index(here), p_q, H * D, rows, 4)
+        fetch_rows(do_s.index(here), p_do, HV * D, rows, 4)
         async_copy.mbarrier_arrive(barriers.index(FULL + here), increment_count=False)
         gates_s.index(here * 4).store(b_b)
         gates_s.index(here * 4 + 1).store(b_w)
@@ -123,23 +120,6 @@ def make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 
 
 @gluon.jit
-def make_e(s_do, s_r, s_ef, g_b, g_w, g_r, g_n, scale, read, parity):
-    """E = scale dO Rᵀ ⊙ Γ with the norms of q and k: with β as it meets K, and as it meets Q transposed."""
-    BT: gl.constexpr = s_do.shape[0]
-    D: gl.constexpr = s_do.shape[1]
-    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
-    b_e = multiply(s_do, s_r.permute((1, 0)), BT)
-    o_i, o_j = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col))
-    b_e = warpgroup_mma_wait(0, deps=[b_e])
-    b_e *= causal_decay(g_b.load(row), g_b.load(col), o_i, o_j) * (scale * g_n.load(row))[:, None]
-    mbarrier.wait(read, parity)
-    w_j = g_w.load(col)
-    square(s_ef, 1, D).store((b_e * w_j[None, :]).to(s_do.dtype))
-    square(s_ef, 0, D).store((b_e * nonzero(w_j, g_r.load(col))[None, :]).to(s_do.dtype))
-
-
-@gluon.jit
 def run_back(
     pointers, tiles, places, results, barriers, scale, rows, steps, warm, known, wanted,
     HV: gl.constexpr, FIRST: gl.constexpr,
@@ -150,12 +130,12 @@ def run_back(
     The first `warm` chunks are another segment's, and nothing is handed on.
     """
     p_initial, p_final, p_gates, p_dv = pointers
-    x_s, gates_s = places
-    s_a, s_1, r_1 = tiles
-    ds_1, dy_1, ef_1, s_p, s_ends = results
-    dtype: gl.constexpr = x_s.dtype
-    BT: gl.constexpr = x_s.shape[1]
-    D: gl.constexpr = x_s.shape[2]
+    q_s, k_s, do_s, gates_s = places
+    s_a, s_1, _ = tiles
+    ds_1, dy_1, s_p, s_ends = results
+    dtype: gl.constexpr = k_s.dtype
+    BT: gl.constexpr = k_s.shape[1]
+    D: gl.constexpr = k_s.shape[2]
     tile: gl.constexpr = product_layout(D, 4)
     flat: gl.constexpr = product_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
@@ -170,8 +150,7 @@ def run_back(
         last = load_last(p_gates, rows)
     for i in range(steps):
         here = i % PLACES
-        s_q, s_k, s_do = x_s.index(here), x_s.index(PLACES + here), x_s.index(2 * PLACES + here)
-        s_dot = s_do.slice(FIRST, 64, 1).permute((1, 0))
+        s_q, s_k, s_dot = q_s.index(here), k_s.index(here), do_s.index(here).slice(FIRST, 64, 1).permute((1, 0))
         g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
         g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
         at = anew(0)
@@ -214,16 +193,6 @@ def run_back(
             mbarrier.arrive(barriers.index(DY_THERE))
             store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col))[None, :]).to(dtype)
-        if FIRST == 0 and i >= warm:
-            mbarrier.wait(barriers.index(R_THERE), (i - warm) & 1)
-            fence_async_shared()
-            make_e(
-                s_do, r_1.index(at), ef_1.index(at), g_b, g_w, g_r, g_n, scale,
-                barriers.index(E_READ), (i - warm + 1) & 1,
-            )  # fmt: skip
-            fence_async_shared()
-            mbarrier.arrive(barriers.index(E_THERE))
-            mbarrier.arrive(barriers.index(R_READ))
         if i >= warm:
             # its terms cancel, so that one of the two has to be as it was before it was rounded
             mbarrier.wait(barriers.index(S_THERE), (i - warm) & 1)
