@@ -227,7 +227,7 @@ step = direct_when_eager(ssd_step_op, run_step)
 
 
 def _assembled_wrong(v: Tensor, K: int) -> bool:
-    """Whether gradients of such heads may come out wrong on a GPU: dv and dg of K 16, V 32 do in float32, Triton 3.6."""
+    """Whether gradients of such heads may be wrong on a GPU: dv and dg of K 16, V 32 are in float32, Triton 3.6."""
     return v.is_cuda and v.dtype == torch.float32 and min(K, v.shape[3]) < 64
 
 
