@@ -87,7 +87,8 @@ def slot_window_backward_values_kernel(
             tl.program_id(0), i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT, HEADS, PACKED
         ):
             return
-    for i in range(HEADS):
+    # what heads have in common is found anew for each, for want of registers
+    for i in tl.range(HEADS, disable_licm=True):
         if i_h + i < H:
             first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
                 tl.program_id(0), i_h + i, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT,

@@ -157,7 +157,8 @@ def slot_window_forward_kernel(
     oldest = 0
     if HAS_START:
         oldest = tl.load(start + i_n)
-    for i in range(HEADS):
+    # what heads have in common is found anew for each, for want of registers
+    for i in tl.range(HEADS, disable_licm=True):
         count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
         if ((count > 0) == STRONG) & (i_h + i < HQ):
             _outputs(

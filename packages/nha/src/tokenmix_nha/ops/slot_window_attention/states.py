@@ -106,7 +106,8 @@ def slot_gates_kernel(
         b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
         if tl.max(b_count, 0) == 0:
             return
-    for i in range(HEADS):
+    # what heads have in common is found anew for each, for want of registers
+    for i in tl.range(HEADS, disable_licm=True):
         if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
             p_f = f + (begin * H + i_h + i) * SLOTS
             _gates(

@@ -34,7 +34,7 @@ _NARROWEST_OWN_KEYS = 64
 _SLOT_TILE = 64
 # programs that fill the device twice over
 _PROGRAMS = 264
-_MAX_SEGMENTS = 16
+_MAX_SEGMENTS = 32
 # the widest window for which the forward kernel on Hopper, which takes 32 keys of it at a time, is the faster one
 HOPPER_WINDOW = 256
 
