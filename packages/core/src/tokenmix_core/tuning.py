@@ -160,8 +160,8 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
         forward = forward._replace(lookback=next(spans, 0))
 
-    # a walk takes four fifths of the time of a chunk a program, rounds that do not fill the device apart
-    if B == N and gradients.hopper is not None and K == V == 128 and _fills(N * cdiv(T, segment or T) * HV):
+    # where whole sequences of wide heads fill the device, a walk is faster: elsewhere it was not timed
+    if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
         gradients = gradients._replace(walks=True)
     return SSDPlan(segment, forward, states, gradients)
 
