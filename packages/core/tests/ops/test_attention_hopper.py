@@ -74,6 +74,13 @@ def test_gradients_answer_to_the_reference(hopper, case):
     backward.backward_keys(q, k, v, do, lse, delta, *grads[1:], cu, mask, 0.125, selected)
     for grad, exact in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
+    if selected is not None:
+        # tiles that nobody chose a query of are left as they were
+        left = torch.full_like(q, float("nan"))
+        backward.backward_queries(q, k, v, o.contiguous(), do, lse, dlse, delta, left, cu, mask, 0.125, selected, False)
+        written = ~left.isnan()
+        assert written[selected].all()
+        assert torch.equal(left[written], grads[0][written])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not {"chosen", "cu_seqlens"} & CASES[case].keys()])

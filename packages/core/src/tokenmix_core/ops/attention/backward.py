@@ -47,7 +47,7 @@ def _attention_backward_queries(
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    THROUGH_LSE: tl.constexpr,
+    THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     i_t = tiles - 1 - pid % tiles
@@ -66,10 +66,9 @@ def _attention_backward_queries(
     if selected is not None:
         m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
         if tl.max(m_s.to(tl.int32)) == 0:
-            p_dq = dq + (i_b * TQ + start) * HQ * K + i_h * K
-            store_tile(p_dq, tl.zeros([BM, BK], tl.float32), i_t * BM, queries, HQ * K, K, BM, BK)
-            p_delta = delta + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
-            tl.store(p_delta, tl.zeros([BM], tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
+            if FILL:
+                p_dq = dq + (i_b * TQ + start) * HQ * K + i_h * K
+                store_tile(p_dq, tl.zeros([BM, BK], tl.float32), i_t * BM, queries, HQ * K, K, BM, BK)
             return
     log2e: tl.constexpr = 1.4426950408889634
     p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
@@ -200,8 +199,8 @@ def _hopper(q, k, v, do):
     return backward
 
 
-def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None):
-    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` as it was forward."""
+def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True):
+    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` and `fill` as forward."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     dlse = None if dlse is None else dlse.contiguous()
@@ -215,14 +214,15 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
 
     if hopper is not None and K == 128:
-        hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected)
+        hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill)
     else:
         BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
         tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
         _attention_backward_queries[(tiles * HQ * B,)](
             q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
             TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-            K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, num_warps=warps, num_stages=stages,
+            K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, fill,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if hopper is not None:
         hopper.backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)

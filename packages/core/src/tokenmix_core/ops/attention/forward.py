@@ -44,7 +44,7 @@ def _attention_forward(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     # tiles of one head run together, to share its keys in the cache; the last, which see most keys, start first
     pid = tl.program_id(0)
@@ -64,10 +64,11 @@ def _attention_forward(
     if selected is not None:
         m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
         if tl.max(m_s.to(tl.int32)) == 0:
-            p_o = o + (i_b * TQ + start) * HQ * V + i_h * V
-            store_tile(p_o, tl.zeros([BM, BV], tl.float32), i_t * BM, queries, HQ * V, V, BM, BV)
-            p_lse = lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
-            tl.store(p_lse, tl.full([BM], float("inf"), tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
+            if FILL:
+                p_o = o + (i_b * TQ + start) * HQ * V + i_h * V
+                store_tile(p_o, tl.zeros([BM, BV], tl.float32), i_t * BM, queries, HQ * V, V, BM, BV)
+                p_lse = lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
+                tl.store(p_lse, tl.full([BM], float("inf"), tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
             return
     p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
     p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
@@ -102,10 +103,11 @@ def _attention_forward(
     tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
 
 
-def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None):
+def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True):
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
 
-    `selected [B, TQ]` names the queries that are wanted: tiles without one are skipped, the others get 0 and +∞.
+    `selected [B, TQ]` names the queries that are wanted: tiles without one are skipped, the others get 0 and +∞, or
+    unless `fill` are not written where a whole tile has none that is wanted.
     """
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
@@ -126,7 +128,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None):
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale * math.log2(math.e),
         K, V, BM, BN, block_size(K), block_size(V), mask.causal, mask.window is not None, cu_seqlens is not None,
-        precision(q.dtype), num_warps=warps, num_stages=stages,
+        precision(q.dtype), fill, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, lse
 

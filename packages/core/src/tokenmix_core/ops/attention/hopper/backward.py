@@ -52,7 +52,7 @@ def _backward_queries(
     q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     i_t = tiles - 1 - pid % tiles
@@ -70,7 +70,7 @@ def _backward_queries(
     wanted = i_t * BT < queries
     if selected is not None:
         wanted = holds_selected(selected + i_b * TQ + start, i_t * BT, queries, BT)
-        if not wanted:
+        if FILL and not wanted:
             store_zeros(dq + o_head, i_t * BT, queries, HQ * D, BT, D)
     if wanted:
         rows: gl.constexpr = row_layout(D, gl.num_warps())
@@ -264,7 +264,7 @@ def _backward_keys(
         store_rows(dv + o_x, sh_v, H * D, keys - first, gl.num_warps())
 
 
-def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected) -> None:
+def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
     """Write dq, and delta for `backward_keys`."""
     (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
@@ -272,7 +272,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, sca
     _backward_queries[(tiles * HQ * B,)](
         q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *_strides(q, k, v, do),
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
-        D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, dlse is not None, num_warps=WARPS,
+        D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, dlse is not None, fill, num_warps=WARPS,
     )  # fmt: skip
 
 
