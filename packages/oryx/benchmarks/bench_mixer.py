@@ -1,8 +1,9 @@
 """The Oryx mixer by length and share of attention, forward and backward, beside the FLOPs of appendix E.
 
-"mixer" is the layer of the 1.4B model, its projections included; "mixing" leaves the six large ones out. Both are
-compiled, as training with `torch_compile` runs them. Share 1 is attention alone, which advances no linear state; other
-shares spread chunks of 128 evenly. The order of tokens, which a model makes once for all layers, is given.
+"mixer" is the layer of the 1.4B model, its projections included; "mixing" leaves the six large ones out, at the price
+of a copy in mixed modes, which read what one product of them gives. Both are compiled, as training with `torch_compile`
+runs them. Share 1 is attention alone, which advances no linear state; other shares spread chunks of 128 evenly. The
+order of tokens, which a model makes once for all layers, is given.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
@@ -27,10 +27,10 @@ from tokenmix_core.ops import (
     gated_delta_rule_step,
     ssd_step,
 )
-from tokenmix_core.ops.common import Impl, ScanOutput
+from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
-from tokenmix_oryx.ops import selected_attention
-from tokenmix_oryx.projection import can_group, project_by_mode
+from tokenmix_oryx.ops import MixOptions, mix, selected_attention
+from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
 from tokenmix_oryx.state import DroppableKV
 
 # fields of the configuration that the layer is made of
@@ -144,6 +144,9 @@ class OryxMixer(Mixer):
         mode: Modes,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
+        if state is None and mode.attention is not None and self._fuses(hidden_states):
+            assert rotary is not None, "the model turns every call's positions"
+            return self.o_proj(self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)), None
         q = self._query(hidden_states, mode)
         k = self._shared(hidden_states, "k", state, cu_seqlens, step)
         v = self._shared(hidden_states, "v", state, cu_seqlens, step)
@@ -163,6 +166,67 @@ class OryxMixer(Mixer):
         assert o is not None, "a mode has one mixer at least"
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
         return self.o_proj(self.norm(o.flatten(-2), gate)), None
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether what lies between the projections is one operation: kernels, and none of some ablations."""
+        parts = (self.k_conv, self.v_conv, self.g_proj)
+        kernels = resolve_impl("OryxMixer", self.impl, x) == "triton"
+        return kernels and None not in parts and self.attention_l2_norm == "none"
+
+    def _mix(
+        self,
+        x: Tensor,
+        attends: Bool[Tensor, "B T"],
+        order: TokenOrder | None,
+        rotary: Rotation,
+        cu_seqlens: Tensor | None,
+    ) -> Float[Tensor, "B T E"]:
+        """What the output projection reads in a call of mixed modes without a cache."""
+        k_conv, v_conv, linear_q, attention_q = self.k_conv, self.v_conv, self.linear_q_proj, self.attention_q_proj
+        assert k_conv is not None, "asked for beforehand"
+        assert v_conv is not None, "asked for beforehand"
+        if linear_q is None:
+            rows, order = attention_q(x), None
+        elif order is not None and can_group(x, linear_q, attention_q):
+            rows = project_in_order(x, linear_q.weight, attention_q.weight, order)
+        else:
+            rows, order = torch.where(attends[..., None], attention_q(x), linear_q(x)), None
+        silu = [activation == "silu" for activation in (self.kv_activation, *self.activations.values())]
+        options = MixOptions(
+            self.num_heads, *silu, self.rope_both, self.norm.gate == "before", self.norm.groups, self.norm.eps
+        )
+        return mix(
+            rows.reshape(-1, rows.shape[-1]), self._project_shared(x), A_log=self.A_log, dt_bias=self.dt_bias, D=self.D,
+            k_weight=k_conv.weight, v_weight=v_conv.weight, norm_weight=self.norm.weight, attends=attends,
+            rotation=rotary, options=options, places=None if order is None else order.places, cu_seqlens=cu_seqlens,
+            impl="triton",
+        )  # fmt: skip
+
+    def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
+        """What both modes project alike side by side, one product where layers are plain.
+
+        Rows are padded to whole lines of 128 bytes, as torch.compile would else do behind a copy.
+        """
+        layers = (self.k_proj, self.v_proj, self.g_proj, self.dt_proj, self.beta_proj)
+        layers = [layer for layer in layers if layer is not None]
+        if all(type(layer) is nn.Linear for layer in layers):
+            weight = torch.cat([layer.weight for layer in layers])
+            return F.linear(x, F.pad(weight, (0, 0, 0, -len(weight) % 64)))
+        y = torch.cat([layer(x) for layer in layers], -1)
+        return F.pad(y, (0, -y.shape[-1] % 64))
+
+    def _rates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """g, Δ and β (None without a delta rule), float32 `[B, T, H]`."""
+        beta = None
+        layers = (self.dt_proj,) if self.beta_proj is None else (self.dt_proj, self.beta_proj)
+        if len(layers) == 2 and all(type(layer) is nn.Linear for layer in layers):
+            # few columns: one product reads x once
+            rates, beta = F.linear(x, torch.cat([layer.weight for layer in layers])).chunk(2, -1)
+        else:
+            rates, *more = (layer(x) for layer in layers)
+            beta = more[0] if more else None
+        dt = F.softplus(at_least_float32(rates) + self.dt_bias)
+        return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 
     def _query(self, x: Tensor, mode: Modes) -> Float[Tensor, "B T H K"]:
         """Each token's query for the mixer of its mode: the other mixer's output of that token is never used."""
@@ -263,17 +327,20 @@ class OryxMixer(Mixer):
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
         """The linear mixer's outputs of all tokens, whose state advances over all of them."""
-        dt = F.softplus(at_least_float32(self.dt_proj(x)) + self.dt_bias)
-        g = -self.A_log.exp() * dt
+        g, dt, beta = self._rates(x)
         options: dict[str, Any] = {"impl": self.impl}
         chunked: Callable[..., ScanOutput] = chunk_ssd
         stepped: Callable[..., Tensor] = ssd_step
-        inputs: tuple[Tensor, ...] = (q, k, (v * dt.unsqueeze(-1)).to(v.dtype), g)
-        if self.beta_proj is not None:
+        inputs: tuple[Tensor, ...] = (q, k, v, g)
+        if beta is None:
+            options |= {"dt": dt, "D": self.D}
+        else:
             chunked, stepped, options["qk_l2norm"] = chunk_gated_delta_rule, gated_delta_rule_step, True
-            inputs = (q, k, v, g, at_least_float32(self.beta_proj(x)).sigmoid())
+            inputs = (q, k, v, g, beta)
         if state is not None and step:
             recurrent = state.recurrent.get(x.shape[0], x)
+            if beta is None:
+                options["dt"] = dt.squeeze(1)
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
@@ -281,10 +348,7 @@ class OryxMixer(Mixer):
             o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
             if state is not None:
                 state.recurrent.set(after)
-        if self.D is None:
-            return o
-        # a D for each token: its gradient is then summed over channels first, in one pass with that of Δ
-        return (o + v * self.D.expand(v.shape[:3]).unsqueeze(-1)).to(v.dtype)
+        return o
 
     def mixing_flops(self, seq_len: int) -> float:
         # as trained: the state for every token (the delta rule also reads it with k), then the read-out or the visible

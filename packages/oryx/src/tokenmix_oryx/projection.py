@@ -58,13 +58,20 @@ def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
-def project_by_mode(
+def project_in_order(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
-) -> Float[Tensor, "B T E"]:
-    """y = W x with the weights of each token's mode, each token multiplied once."""
+) -> Float[Tensor, "N E"]:
+    """y = W x with the weights of each token's mode, each token multiplied once, in order of their modes."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = torch.stack([linear, attention]).to(x.dtype).transpose(1, 2)
     rows = _Permuted.apply(x.flatten(0, 1), order.order, order.places)
-    y = F.grouped_mm(rows, weights, offs=order.ends)
+    return F.grouped_mm(rows, weights, offs=order.ends)
+
+
+def project_by_mode(
+    x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
+) -> Float[Tensor, "B T E"]:
+    """The same, each token in its own place."""
+    y = project_in_order(x, linear, attention, order)
     return _Permuted.apply(y, order.places, order.order).unflatten(0, x.shape[:2])

@@ -1,5 +1,6 @@
-"""Operations of this package: attention for chosen queries."""
+"""Operations of this package: attention for chosen queries, and a mixed call of the layer as a whole."""
 
+from tokenmix_oryx.ops.mixing.api import MixOptions, mix
 from tokenmix_oryx.ops.selected_attention.api import selected_attention
 
-__all__ = ["selected_attention"]
+__all__ = ["MixOptions", "mix", "selected_attention"]

@@ -1,0 +1,135 @@
+"""A mixed call of the layer between its projections: shapes, validation and the choice of an implementation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.ops.common import (
+    Impl,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    resolve_impl,
+)
+from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_RULE_SIZES
+from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+from tokenmix_oryx.ops.mixing.reference import mix_reference
+
+
+class MixOptions(NamedTuple):
+    """What kind of layer it is.
+
+    Attributes:
+        heads: H.
+        silu_shared: SiLU after the convolutions.
+        silu_attention_query, silu_linear_query: SiLU on the queries of a mode.
+        turn_linear: whether the linear mixer reads turned queries and keys, as attention always does.
+        gate_before: the gate acts before the norm, or after it.
+        groups: the norm is over E / groups channels.
+        eps: of the norm.
+    """
+
+    heads: int
+    silu_shared: bool
+    silu_attention_query: bool
+    silu_linear_query: bool
+    turn_linear: bool
+    gate_before: bool
+    groups: int
+    eps: float
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def mix(
+    rows: Float[Tensor, "N E"],
+    shared: Float[Tensor, "B T C"],
+    *,
+    A_log: Float[Tensor, "H"],
+    dt_bias: Float[Tensor, "H"],
+    D: Float[Tensor, "H"] | None = None,
+    k_weight: Float[Tensor, "E W"],
+    v_weight: Float[Tensor, "E W"],
+    norm_weight: Float[Tensor, "E"],
+    attends: Bool[Tensor, "B T"],
+    rotation: Rotation,
+    options: MixOptions,
+    places: Int[Tensor, "N"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T E"]:
+    r"""All that lies between a layer's projections in a call of mixed modes, each token answered by its own mixer.
+
+    With a ∗ w a causal convolution along time, σ SiLU where the options have it (else the identity), R a rotation and
+    `shared` = [k, v, z, δ, b] by columns, E each of the first three and H each of the others:
+
+    .. math:: K = \sigma(k ∗ w_k), \quad V = \sigma(v ∗ w_v), \quad q_t = \sigma(\text{rows}_{\text{places}_t}), \quad
+        \Delta = \text{softplus}(\delta + \text{bias}), \quad g = -e^{A_\log} \Delta
+
+    .. math:: o_t = \text{attention}(R q, R K, V)_t \;\text{where `attends`, else}\; \text{linear}(q, K, V)_t
+
+    and y is o normalised and gated by silu(z). With D linear is SSD, o = SSD(q, K, Δ V, g) + D V; without it the gated
+    delta rule with g, β = sigmoid(b), and q and k of unit length. Differentiable in all float tensors but the rotation.
+
+    Args:
+        rows: each token's query by the projection of its mode, N = B · T.
+        shared: what both modes project alike, in the dtype of `rows`; columns beyond those named are not read.
+        A_log, dt_bias: of the rates.
+        D: of SSD; None for the delta rule.
+        k_weight, v_weight: of the convolutions, W taps.
+        norm_weight: of the norm.
+        attends: True for tokens in attention mode.
+        rotation: angles of each token, of all channels of a head.
+        places: the row of each token's query; None: rows are in the order of tokens.
+        cu_seqlens: borders of packed sequences, for B = 1.
+        impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options do not fit; it says what was got and expected.
+    """
+    op = "mix"
+    chosen = resolve_impl(op, impl, rows)
+    dims = bind_shapes(
+        op, {}, shared=(shared, "B T C"), rows=(rows, "N E"), A_log=(A_log, "H"), dt_bias=(dt_bias, "H"), D=(D, "H"),
+        k_weight=(k_weight, "E W"), v_weight=(v_weight, "E W"), norm_weight=(norm_weight, "E"),
+        attends=(attends, "B T"), places=(places, "N"), cu_seqlens=(cu_seqlens, "N_plus_1"),
+        cos=(rotation.cos, "BR T HALF"), sin=(rotation.sin, "BR T HALF"),
+    )  # fmt: skip
+    B, T, E, H, C = (dims[name] for name in "BTEHC")
+    if dims["N"] < 1:
+        raise ValueError(f"{op}: B and T must be at least 1, got B={B} and T={T}")
+    if options.heads != H or 2 * H * dims["HALF"] != E or dims["N"] != B * T or dims["BR"] not in (1, B):
+        raise ValueError(
+            f"{op}: expected {options.heads} heads, E = H · K, N = B · T, and 1 or B rows of K / 2 angles, got H={H}, "
+            f"E={E}, N={dims['N']}, B={B}, T={T} and a rotation of shape {list(rotation.cos.shape)}"
+        )
+    columns = 3 * E + (H if D is not None else 2 * H)
+    if columns > C:
+        raise ValueError(f"{op}: shared must have at least {columns} columns, got {C}")
+    check_dtype(op, FLOATS if chosen == "triton" else (*FLOATS, torch.float64), rows=rows)
+    check_same_dtype(op, rows=rows, shared=shared)
+    check_dtype(op, (torch.bool,), attends=attends)
+    check_multiple(op, "E", E, "groups", options.groups)
+    check_cu_seqlens(op, cu_seqlens, B, T)
+    tensors = (rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, places, attends)
+    if chosen == "reference":
+        return mix_reference(*tensors, rotation, cu_seqlens, options)
+    sizes = DELTA_RULE_SIZES if D is None else SSD_SIZES
+    if E // H not in sizes:
+        raise ValueError(
+            f"{op}: impl='triton' takes head sizes of {', '.join(map(str, sizes))}, got {E // H}; pad the heads, or "
+            "pass impl='reference'"
+        )
+    from tokenmix_oryx.ops.mixing import autograd
+
+    # angles that all sequences have in common are kept once
+    cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
+    return autograd.mix(*tensors, cos, sin, cu_seqlens, *options[1:])[0]

@@ -1,0 +1,136 @@
+"""Each token's output by its mode, gated and normalised, in one pass; and the way back in one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.tile.launch import cached_launch
+from tokenmix_oryx.ops.mixing.queries import silu_gradient
+
+# tokens of a program, forward
+TOKENS = 1
+# attention's tiles hold at most so many queries: gradients of a tile's other rows must be numbers
+REACH = 127
+
+
+@triton.jit
+def load_output(o_attention, o_linear, o_x, m_a, m_x):
+    """The output of the token's mode, float32."""
+    b_o = tl.load(o_attention + o_x, mask=m_x & m_a, other=0.0).to(tl.float32)
+    return b_o + tl.load(o_linear + o_x, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
+
+
+@cached_launch
+@triton.jit
+def _output_forward(
+    o_attention, o_linear, gate, weight, attends, y, stride_gate, N, G, S, eps,
+    BG: tl.constexpr, BS: tl.constexpr, TOKENS: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    o_g, o_s = tl.arange(0, BG)[:, None], tl.arange(0, BS)[None, :]
+    o_d = o_g * S + o_s
+    m_d = (o_g < G) & (o_s < S)
+    b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    for i in tl.static_range(TOKENS):
+        i_t = tl.program_id(0).to(tl.int64) * TOKENS + i
+        m_x = m_d & (i_t < N)
+        m_a = tl.load(attends + i_t, mask=i_t < N, other=0) != 0
+        b_u = load_output(o_attention, o_linear, i_t * (G * S) + o_d, m_a, m_x)
+        b_gate = tl.load(gate + i_t * stride_gate + o_d, mask=m_x, other=0.0).to(tl.float32)
+        b_gate *= tl.sigmoid(b_gate)
+        if BEFORE:
+            b_u *= b_gate
+        b_y = b_u * tl.rsqrt(tl.sum(b_u * b_u, 1) / S + eps)[:, None] * b_w
+        if not BEFORE:
+            b_y *= b_gate
+        tl.store(y + i_t * (G * S) + o_d, b_y.to(y.dtype.element_ty), mask=m_x)
+
+
+@cached_launch
+@triton.jit
+def _output_backward(
+    o_attention, o_linear, gate, weight, attends, dy, do_attention, do_linear, dgate, dweights,
+    stride_gate, stride_dy, stride_dgate, N, tokens, G, S, eps,
+    BG: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    o_g, o_s = tl.arange(0, BG)[:, None], tl.arange(0, BS)[None, :]
+    o_d = o_g * S + o_s
+    m_d = (o_g < G) & (o_s < S)
+    b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_dw = tl.zeros([BG, BS], tl.float32)
+    first = tl.program_id(0) * tokens
+    # rows beside a query in attention mode may be read with it
+    o_near = first - REACH + tl.arange(0, BN)
+    m_near = (o_near >= 0) & (o_near < tl.minimum(first + tokens + REACH, N))
+    near = tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0) != 0
+    for i in range(first, tl.minimum(first + tokens, N)):
+        i_t = tl.cast(i, tl.int64)
+        o_x = i_t * (G * S) + o_d
+        m_a = tl.load(attends + i_t) != 0
+        b_dy = tl.load(dy + i_t * stride_dy + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_o = load_output(o_attention, o_linear, o_x, m_a, m_d)
+        b_gate = b_z * tl.sigmoid(b_z)
+        # y = c û for the normalised û of u: c is the gate, or u holds it
+        b_c = b_dy
+        b_u = b_o
+        if BEFORE:
+            b_u *= b_gate
+        else:
+            b_c *= b_gate
+        b_norm = tl.rsqrt(tl.sum(b_u * b_u, 1) / S + eps)[:, None]
+        b_mean = (tl.sum(b_c * b_w * b_u, 1) / S)[:, None] * b_norm * b_norm
+        b_du = b_norm * (b_c * b_w - b_u * b_mean)
+        b_dw += b_c * b_u * b_norm
+        if BEFORE:
+            b_dgate = b_du * b_o
+            b_du *= b_gate
+        else:
+            b_dgate = b_dy * b_w * b_u * b_norm
+        tl.store(dgate + i_t * stride_dgate + o_d, (b_dgate * silu_gradient(b_z)).to(dgate.dtype.element_ty), mask=m_d)
+        tl.store(do_linear + o_x, tl.where(m_a, 0.0, b_du).to(do_linear.dtype.element_ty), mask=m_d)
+        b_do = tl.where(m_a, b_du, 0.0).to(do_attention.dtype.element_ty)
+        tl.store(do_attention + o_x, b_do, mask=m_d & near)
+    tl.store(dweights + tl.program_id(0).to(tl.int64) * (G * S) + o_d, b_dw, mask=m_d)
+
+
+def output_forward(o_attention, o_linear, gate, weight, attends, groups: int, eps: float, before: bool) -> Tensor:
+    """y `[N, E]` of tokens whose rows are `o_attention`'s or `o_linear`'s.
+
+    `gate [N, E]` is that before its SiLU, which acts `before` the norm over E / groups channels or after it.
+    """
+    N, E = gate.shape
+    y = gate.new_empty(N, E)
+    _output_forward[(cdiv(N, TOKENS),)](
+        o_attention, o_linear, gate, weight, attends, y, gate.stride(0), N, groups, E // groups,
+        eps, *_tile(E, groups), TOKENS, before, num_warps=8,
+    )  # fmt: skip
+    return y
+
+
+def output_backward(
+    o_attention, o_linear, gate, weight, attends, dy, dgate, groups: int, eps: float, before: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention's outputs (in its tokens' rows alone), of linear's (0 in the others), and of weight.
+
+    That of the gate goes to `dgate`.
+    """
+    N, E = gate.shape
+    do_attention, do_linear = (dy.new_empty(N, E) for _ in range(2))
+    tokens = max(8, cdiv(N, 16 * tuning.multiprocessors(gate.device)))
+    programs = cdiv(N, tokens)
+    dweights = gate.new_empty(programs, E, dtype=torch.float32)
+    _output_backward[(programs,)](
+        o_attention, o_linear, gate, weight, attends, dy, do_attention, do_linear, dgate, dweights,
+        gate.stride(0), dy.stride(0), dgate.stride(0), N, tokens, groups, E // groups, eps,
+        *_tile(E, groups), next_power_of_2(tokens + 2 * REACH), REACH, before, num_warps=8,
+    )  # fmt: skip
+    return do_attention, do_linear, dweights.sum(0).to(weight.dtype)
+
+
+def _tile(E: int, groups: int) -> tuple[int, int]:
+    return next_power_of_2(groups), next_power_of_2(E // groups)

@@ -1,0 +1,136 @@
+"""Queries of either mode: put in their places, activated and turned, in one pass; and the way back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.tile.launch import cached_launch
+
+# tokens and heads of a program
+BT, HEADS = 16, 2
+
+
+@triton.jit
+def silu_gradient(b_x):
+    b_sigmoid = tl.sigmoid(b_x)
+    return b_sigmoid * (1.0 + b_x * (1.0 - b_sigmoid))
+
+
+@triton.jit
+def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.constexpr):
+    """Rows of the one where their mode has it, else of the other: `ATTENTION`, `LINEAR` say which modes have it."""
+    if ATTENTION and LINEAR:
+        return b_attention
+    elif ATTENTION:
+        return tl.where(m_a, b_attention, b_linear)
+    elif LINEAR:
+        return tl.where(m_a, b_linear, b_attention)
+    else:
+        return b_linear
+
+
+@triton.jit
+def load_angles(cos, sin, o_t, m_t, angles, HALF: tl.constexpr):
+    o_angle = (o_t % angles)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    return tl.load(cos + o_angle, mask=m_t[:, None], other=1.0), tl.load(sin + o_angle, mask=m_t[:, None], other=0.0)
+
+
+@cached_launch
+@triton.jit
+def _queries_forward(
+    rows, places, attends, cos, sin, q, N, H, angles,
+    K: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr,
+    SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, TURN_LINEAR: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = K // 2
+    groups = tl.cdiv(H, HEADS)
+    o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
+    m_t = o_t < N
+    o_row = o_t.to(tl.int64)
+    o_from = o_row
+    if places is not None:
+        o_from = tl.load(places + o_t, mask=m_t, other=0)
+    m_a = (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+    b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
+    for i in tl.static_range(HEADS):
+        i_h = tl.program_id(0) % groups * HEADS + i
+        m_x = m_t[:, None] & (i_h < H)
+        o_d = i_h * K + tl.arange(0, HALF)[None, :]
+        p_x = rows + o_from[:, None] * (H * K) + o_d
+        b_lo = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+        b_hi = tl.load(p_x + HALF, mask=m_x, other=0.0).to(tl.float32)
+        if SILU_ATTENTION or SILU_LINEAR:
+            b_lo = by_mode(m_a, b_lo * tl.sigmoid(b_lo), b_lo, SILU_ATTENTION, SILU_LINEAR)
+            b_hi = by_mode(m_a, b_hi * tl.sigmoid(b_hi), b_hi, SILU_ATTENTION, SILU_LINEAR)
+        b_first = by_mode(m_a, b_lo * b_cos - b_hi * b_sin, b_lo, True, TURN_LINEAR)
+        b_second = by_mode(m_a, b_hi * b_cos + b_lo * b_sin, b_hi, True, TURN_LINEAR)
+        p_q = q + o_row[:, None] * (H * K) + o_d
+        tl.store(p_q, b_first.to(q.dtype.element_ty), mask=m_x)
+        tl.store(p_q + HALF, b_second.to(q.dtype.element_ty), mask=m_x)
+
+
+@cached_launch
+@triton.jit
+def _queries_backward(
+    rows, places, attends, cos, sin, dq_attention, dq_linear, drows, N, H, angles,
+    K: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr,
+    SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, TURN_LINEAR: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = K // 2
+    groups = tl.cdiv(H, HEADS)
+    o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
+    m_t = o_t < N
+    o_row = o_t.to(tl.int64)
+    o_to = o_row
+    if places is not None:
+        o_to = tl.load(places + o_t, mask=m_t, other=0)
+    m_a = (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+    b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
+    for i in tl.static_range(HEADS):
+        i_h = tl.program_id(0) % groups * HEADS + i
+        m_x = m_t[:, None] & (i_h < H)
+        o_d = i_h * K + tl.arange(0, HALF)[None, :]
+        # each row has the gradient of its own mode alone
+        o_q = o_row[:, None] * (H * K) + o_d
+        b_first = tl.load(dq_attention + o_q, mask=m_x & m_a, other=0.0).to(tl.float32)
+        b_first += tl.load(dq_linear + o_q, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
+        b_second = tl.load(dq_attention + o_q + HALF, mask=m_x & m_a, other=0.0).to(tl.float32)
+        b_second += tl.load(dq_linear + o_q + HALF, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
+        b_lo = by_mode(m_a, b_first * b_cos + b_second * b_sin, b_first, True, TURN_LINEAR)
+        b_hi = by_mode(m_a, b_second * b_cos - b_first * b_sin, b_second, True, TURN_LINEAR)
+        o_x = o_to[:, None] * (H * K) + o_d
+        if SILU_ATTENTION or SILU_LINEAR:
+            b_x = tl.load(rows + o_x, mask=m_x, other=0.0).to(tl.float32)
+            b_lo = by_mode(m_a, b_lo * silu_gradient(b_x), b_lo, SILU_ATTENTION, SILU_LINEAR)
+            b_x = tl.load(rows + o_x + HALF, mask=m_x, other=0.0).to(tl.float32)
+            b_hi = by_mode(m_a, b_hi * silu_gradient(b_x), b_hi, SILU_ATTENTION, SILU_LINEAR)
+        tl.store(drows + o_x, b_lo.to(drows.dtype.element_ty), mask=m_x)
+        tl.store(drows + o_x + HALF, b_hi.to(drows.dtype.element_ty), mask=m_x)
+
+
+def queries_forward(rows: Tensor, places: Tensor | None, attends: Tensor, cos, sin, H: int, flags) -> Tensor:
+    """q `[N, H, K]` from `rows [N, H K]`, that of token t at `places[t]` (None: at t).
+
+    `flags`: whether SiLU acts in attention mode, in linear mode, and whether queries in linear mode are turned too.
+    """
+    N, E = rows.shape
+    q = torch.empty_like(rows)
+    _queries_forward[(cdiv(N, BT) * cdiv(H, HEADS),)](
+        rows, places, attends, cos, sin, q, N, H, cos.shape[0], E // H, BT, HEADS, *flags, num_warps=4
+    )
+    return q
+
+
+def queries_backward(rows, places, attends, cos, sin, dq_attention, dq_linear, H: int, flags) -> Tensor:
+    """The gradient of `rows`, from gradients of q that count in the rows of their mode alone."""
+    N, E = rows.shape
+    drows = torch.empty_like(rows)
+    _queries_backward[(cdiv(N, BT) * cdiv(H, HEADS),)](
+        rows, places, attends, cos, sin, dq_attention, dq_linear, drows, N, H, cos.shape[0],
+        E // H, BT, HEADS, *flags, num_warps=4,
+    )  # fmt: skip
+    return drows
