@@ -34,6 +34,65 @@ def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, sc
     return gl.exp2(gl.where(m_s, b_s, float("-inf"))), b_d
 
 
+@gluon.jit
+def _add_deltas(
+    delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
+):
+    """Add what keys of the window from `shift_0` to `shift_1` give to δ, from the probabilities themselves: where slots
+    are nearly the same, the rounding of o would not cancel. The first of them is in its tiles again at the end."""
+    BN: gl.constexpr = s_kn.shape[0]
+    K: gl.constexpr = s_kn.shape[1]
+    V: gl.constexpr = s_vn.shape[1]
+    for shift in range(shift_0, shift_1, BN):
+        await_copies(0)
+        b_s, b_d = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        delta_i += gl.convert_layout(gl.sum(b_s * b_d, 1), gl.SliceLayout(1, product_layout(64, 4)))
+        if window > BN:
+            barrier()
+            after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
+            fetch(s_kn, p_k, first + after, oldest, keys, H * K)
+            fetch(s_vn, p_v, first + after, oldest, keys, H * V)
+            async_copy.commit_group()
+    return delta_i
+
+
+@gluon.jit
+def _of_outputs(s_do, o, begin_q, o_q, length, HQ):
+    """δ as do · o, with o as it was rounded."""
+    lines: gl.constexpr = row_layout(s_do.shape[1], 4)
+    o_t = gl.arange(0, s_do.shape[0], gl.SliceLayout(1, lines))
+    o_d = gl.arange(0, s_do.shape[1], gl.SliceLayout(0, lines))
+    m_o = (o_q + o_t >= 0) & (o_q + o_t < length)
+    p_o = o + ((begin_q + (o_q + o_t).to(gl.int64) * HQ) * s_do.shape[1])[:, None] + o_d[None, :]
+    b_o = gl.load(p_o, mask=m_o[:, None], other=0.0).to(gl.float32) * s_do.load(lines).to(gl.float32)
+    return gl.sum(b_o, 1)
+
+
+@gluon.jit
+def _add_window(
+    b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
+    scale_2,
+):  # fmt: skip
+    """Add what keys of the window from `shift_0` to `shift_1` give to dq; copies of the first are under way."""
+    BN: gl.constexpr = s_kn.shape[0]
+    K: gl.constexpr = s_kn.shape[1]
+    V: gl.constexpr = s_vn.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(BN, 4))
+    for shift in range(shift_0, shift_1, BN):
+        await_copies(0)
+        b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
+        b_ds = as_left(b_ds.to(s_kn.dtype), K)
+        b_dq = warpgroup_mma(b_ds, s_kn, b_dq, is_async=True)
+        b_dq, b_ds = warpgroup_mma_wait(0, deps=[b_dq, b_ds])
+        if shift + BN < shift_1:
+            barrier()
+            fetch(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
+            fetch(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
+            async_copy.commit_group()
+    return b_dq
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=["N", "chunks", "entries", "extra", "lead"])
 def hopper_backward_queries_kernel(
@@ -147,25 +206,12 @@ def hopper_backward_queries_kernel(
         b_w = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kw.permute((1, 0)), BT)])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:
-        # from the probabilities themselves: where slots are nearly the same, the rounding of o would not cancel
         delta_i = gl.sum(b_w * b_dp, 1)
-        for shift in range(shift_0, shift_1, BN):
-            await_copies(0)
-            b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
-            delta_i += gl.convert_layout(gl.sum(b_s * b_ds, 1), row)
-            if window > BN:
-                barrier()
-                after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
-                fetch(s_kn, p_k, first + after, oldest, keys, H * K)
-                fetch(s_vn, p_v, first + after, oldest, keys, H * V)
-                async_copy.commit_group()
+        delta_i = _add_deltas(
+            delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
+        )
     else:
-        lines: gl.constexpr = row_layout(V, 4)
-        o_t, o_d = gl.arange(0, BT, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
-        m_o = (o_q + o_t >= 0) & (o_q + o_t < length)
-        p_o = o + ((begin_q + (o_q + o_t).to(gl.int64) * HQ) * V)[:, None] + o_d[None, :]
-        b_o = gl.load(p_o, mask=m_o[:, None], other=0.0).to(gl.float32) * s_do.load(lines).to(gl.float32)
-        delta_i = gl.convert_layout(gl.sum(b_o, 1), row)
+        delta_i = gl.convert_layout(_of_outputs(s_do, o, begin_q, o_q, length, HQ), row)
 
     b_row = gl.exp2(b_g)
     # a tile may be wider than the slots that exist
@@ -218,18 +264,10 @@ def hopper_backward_queries_kernel(
         b_right = as_left(b_w, K)
         b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
-    for shift in range(shift_0, shift_1, BN):
-        await_copies(0)
-        b_sn, b_dsn = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
-        b_dsn = b_sn * (b_dsn - gl.convert_layout(delta_i, gl.SliceLayout(1, product_layout(BN, 4)))[:, None]) * scale
-        b_dsn = as_left(b_dsn.to(dtype), K)
-        b_dq = warpgroup_mma(b_dsn, s_kn, b_dq, is_async=True)
-        b_dq, b_dsn = warpgroup_mma_wait(0, deps=[b_dq, b_dsn])
-        if shift + BN < shift_1:
-            barrier()
-            fetch(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
-            fetch(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
-            async_copy.commit_group()
+    b_dq = _add_window(
+        b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
+        scale_2,
+    )  # fmt: skip
     barrier()
     s_q.store(b_dq.to(dtype))
     barrier()
