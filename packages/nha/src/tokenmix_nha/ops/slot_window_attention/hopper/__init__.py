@@ -1,1 +1,1 @@
-"""Gluon kernels for Hopper: chunks whose gates are weak, in bfloat16; keys' gradients for one query head a slot head."""
+"""Gluon kernels for Hopper: weak chunks in bfloat16; gradients of keys and gates for one query head a slot head."""
