@@ -19,6 +19,12 @@ REACH = 127
 
 
 @triton.jit
+def column(b_x, BG: tl.constexpr):
+    """A number as a column: Triton 3.9's interpreter takes no number in a mask."""
+    return tl.zeros([BG, 1], tl.int32) + b_x
+
+
+@triton.jit
 def load_output(o_attention, o_linear, o_x, m_a, m_x):
     """The output of the token's mode, float32."""
     b_o = tl.load(o_attention + o_x, mask=m_x & m_a, other=0.0).to(tl.float32)
@@ -37,8 +43,8 @@ def _output_forward(
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     for i in tl.static_range(TOKENS):
         i_t = tl.program_id(0).to(tl.int64) * TOKENS + i
-        m_x = m_d & (i_t < N)
-        m_a = tl.load(attends + i_t, mask=i_t < N, other=0) != 0
+        m_x = m_d & (column(i_t, BG) < N)
+        m_a = column(tl.load(attends + i_t, mask=i_t < N, other=0).to(tl.int32), BG) != 0
         b_u = load_output(o_attention, o_linear, i_t * (G * S) + o_d, m_a, m_x)
         b_gate = tl.load(gate + i_t * stride_gate + o_d, mask=m_x, other=0.0).to(tl.float32)
         b_gate *= tl.sigmoid(b_gate)
@@ -66,11 +72,11 @@ def _output_backward(
     # rows beside a query in attention mode may be read with it
     o_near = first - REACH + tl.arange(0, BN)
     m_near = (o_near >= 0) & (o_near < tl.minimum(first + tokens + REACH, N))
-    near = tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0) != 0
+    near = column(tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0), BG) != 0
     for i in range(first, tl.minimum(first + tokens, N)):
         i_t = tl.cast(i, tl.int64)
         o_x = i_t * (G * S) + o_d
-        m_a = tl.load(attends + i_t) != 0
+        m_a = column(tl.load(attends + i_t).to(tl.int32), BG) != 0
         b_dy = tl.load(dy + i_t * stride_dy + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_o = load_output(o_attention, o_linear, o_x, m_a, m_d)

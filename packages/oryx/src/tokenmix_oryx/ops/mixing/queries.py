@@ -58,8 +58,8 @@ def _queries_forward(
     b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
     for i in tl.static_range(HEADS):
         i_h = tl.program_id(0) % groups * HEADS + i
-        m_x = m_t[:, None] & (i_h < H)
         o_d = i_h * K + tl.arange(0, HALF)[None, :]
+        m_x = m_t[:, None] & (o_d < H * K)
         p_x = rows + o_from[:, None] * (H * K) + o_d
         b_lo = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
         b_hi = tl.load(p_x + HALF, mask=m_x, other=0.0).to(tl.float32)
@@ -92,8 +92,8 @@ def _queries_backward(
     b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
     for i in tl.static_range(HEADS):
         i_h = tl.program_id(0) % groups * HEADS + i
-        m_x = m_t[:, None] & (i_h < H)
         o_d = i_h * K + tl.arange(0, HALF)[None, :]
+        m_x = m_t[:, None] & (o_d < H * K)
         # each row has the gradient of its own mode alone
         o_q = o_row[:, None] * (H * K) + o_d
         b_first = tl.load(dq_attention + o_q, mask=m_x & m_a, other=0.0).to(tl.float32)
