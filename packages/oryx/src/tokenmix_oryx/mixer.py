@@ -191,9 +191,15 @@ class OryxMixer(Mixer):
             rows = project_in_order(x, linear_q.weight, attention_q.weight, order)
         else:
             rows, order = torch.where(attends[..., None], attention_q(x), linear_q(x)), None
-        silu = [activation == "silu" for activation in (self.kv_activation, *self.activations.values())]
         options = MixOptions(
-            self.num_heads, *silu, self.rope_both, self.norm.gate == "before", self.norm.groups, self.norm.eps
+            heads=self.num_heads,
+            silu_shared=self.kv_activation == "silu",
+            silu_attention_query=self.activations[ATTENTION] == "silu",
+            silu_linear_query=self.activations[LINEAR] == "silu",
+            turn_linear=self.rope_both,
+            gate_before=self.norm.gate == "before",
+            groups=self.norm.groups,
+            eps=self.norm.eps,
         )
         return mix(
             rows.reshape(-1, rows.shape[-1]), self._project_shared(x), A_log=self.A_log, dt_bias=self.dt_bias, D=self.D,

@@ -75,8 +75,8 @@ def _forward(
         o.view(-1, E), o_linear.view(-1, E), gate.view(-1, E), norm_weight, attends, groups, eps, gate_before
     )
     beta = rows.new_empty(0) if beta is None else beta
-    rest = (*saved, *(rows.new_empty(0) for _ in range(4 - len(saved))))
-    return y.view(B, T, E), q, k_turned, k_plain, values, o, lse, o_linear, g, dt, beta, *rest
+    s0, s1, s2, s3 = (*saved, *(rows.new_empty(0) for _ in range(4 - len(saved))))
+    return y.view(B, T, E), q, k_turned, k_plain, values, o, lse, o_linear, g, dt, beta, s0, s1, s2, s3
 
 
 mix_op = torch.library.custom_op("tokenmix_oryx::mix", _forward, mutates_args=())
