@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, is_plain
+from tokenmix_core.ops.common import differentiable, direct_when_eager
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward
@@ -11,7 +11,7 @@ from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_slots, segment_states
-from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.ops.replay import Replayed, is_plain
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule", mutates_args=())
@@ -27,7 +27,7 @@ def chunk_op(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs, final states, and what the backward pass needs: Ã and the gates, states that enter segments, their M."""
-    return _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
+    return run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule_backward", mutates_args=())
@@ -50,7 +50,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
     inputs = (q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens)
-    return _chunk_backward(do, dfinal_state, *inputs, scale, qk_l2norm)
+    return run_backward(do, dfinal_state, *inputs, scale, qk_l2norm)
 
 
 @torch.library.custom_op("tokenmix::gated_delta_rule_recurrent", mutates_args=())
@@ -77,7 +77,8 @@ def step_op(
     return _step(q, k, v, g, beta, state, scale, qk_l2norm)
 
 
-def _chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
+def run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
+    """o, the final states, and what `run_backward` takes back: Ã, the gates, states that enter segments and their M."""
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = None if initial_state is None else initial_state.contiguous()
     terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm)
@@ -91,10 +92,11 @@ def _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm):
     return *terms, *segment_states(k, v, *terms, initial_state, cu_seqlens, qk_l2norm)
 
 
-def _chunk_backward(
+def run_backward(
     do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens, scale,
     qk_l2norm,
 ):  # fmt: skip
+    """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
     terms, options = (inverse, gates), (cu_seqlens, scale, qk_l2norm)
@@ -105,7 +107,7 @@ def _chunk_backward(
     return backward(*inputs, do, dfinal_state, *options, initial_state is not None)
 
 
-_replayed_backward = Replayed(_chunk_backward)
+_replayed_backward = Replayed(run_backward)
 
 
 def _step(q, k, v, g, beta, state, scale, qk_l2norm):
@@ -146,7 +148,7 @@ def _backward_of_recurrent(ctx, do, dfinal_state):
     return _gradients(ctx, do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens)
 
 
-chunk = differentiable(chunk_op, _chunk_forward, _save_chunk, _backward_of_chunk, outputs=2)
+chunk = differentiable(chunk_op, run_forward, _save_chunk, _backward_of_chunk, outputs=2)
 recurrent = differentiable(recurrent_op, recurrent_forward, _save_recurrent, _backward_of_recurrent)
 step = direct_when_eager(step_op, _step)
 

@@ -17,7 +17,7 @@ def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens) -> tuple[Tensor, tuple[
     if beta is None:
         o, _, *saved = ssd.run_forward(q, k, v, g, 1.0, None, cu_seqlens, dt, D)
     else:
-        o, _, *saved = delta_rule._chunk_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True)
+        o, _, *saved = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True)
     return o, tuple(saved)
 
 
@@ -27,7 +27,7 @@ def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do) -> tuple[Te
         dq, dk, dv, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, saved[0], do, None, dt, D)
         return dq, dk, dv, dg, ddt, dD, None
     scale = q.shape[-1] ** -0.5
-    dq, dk, dv, dg, dbeta, _ = delta_rule._chunk_backward(
+    dq, dk, dv, dg, dbeta, _ = delta_rule.run_backward(
         do, None, q, k, v, g, beta, *saved, None, cu_seqlens, scale, True
     )
     return dq, dk, dv, dg, None, None, dbeta

@@ -197,7 +197,7 @@ def walk_gradients_kernel(
         if dt is not None:
             p_ddt = ddt + o_h + (token + o_1).to(gl.int64) * HV
             gl.store(p_ddt, b_column + b_later + gather(own_h), mask=o_1 < rows)
-            b_delta = as_matrix(dt_h.index(here), 1, BT).load(by_head)
+            b_delta = as_matrix(dt_h.index(here), 1, BT).load(by_head)  # type: ignore[union-attr]
             b_column, b_later = b_column * b_delta, b_later * b_delta
         # what crosses the whole chunk crosses its last decay, as all others
         b_end = gl.exp2(total) * gl.sum(as_matrix(end_h, 1, K).load(by_head), 1)
@@ -208,7 +208,7 @@ def walk_gradients_kernel(
             skipped += gather(skip_h)
         total, b_to = store_decays(b_h.index(then), from_h.index(then), to_h.index(then), b_g, scale)
         if dt is not None:
-            as_matrix(dt_h.index(then), 1, BT).store(b_dt)
+            as_matrix(dt_h.index(then), 1, BT).store(b_dt)  # type: ignore[union-attr]
             as_matrix(enter_h.index(then), 1, BT).store(b_dt * b_to)
     await_copies(0)
     last = (gl.cdiv(length, BT) + 1) % 2
