@@ -28,6 +28,7 @@ from tokenmix_core.ops import (
     ssd_step,
 )
 from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl
+from tokenmix_core.ops.ssd.autograd import needs_widening
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
@@ -171,9 +172,9 @@ class OryxMixer(Mixer):
         """Whether what lies between the projections is one operation: kernels, and none of some ablations."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x) == "triton"
-        # SSD widens these heads on a GPU before its kernels, which get some of them wrong
-        narrow = x.is_cuda and x.dtype == torch.float32 and self.head_dim < 64
-        return kernels and None not in parts and self.attention_l2_norm == "none" and not narrow
+        # the fused operation hands heads to SSD's kernels as they are
+        widened = self.D is not None and needs_widening(x, self.head_dim)
+        return kernels and None not in parts and self.attention_l2_norm == "none" and not widened
 
     def _mix(
         self,

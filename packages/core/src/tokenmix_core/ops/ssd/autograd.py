@@ -226,15 +226,18 @@ recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
 step = direct_when_eager(ssd_step_op, run_step)
 
 
-def _assembled_wrong(v: Tensor, K: int) -> bool:
-    """Whether gradients of such heads may be wrong on a GPU: dv and dg of K 16, V 32 are in float32, Triton 3.6."""
-    return v.is_cuda and v.dtype == torch.float32 and min(K, v.shape[3]) < 64
+def needs_widening(x: Tensor, *sizes: int) -> bool:
+    """Whether gradients of heads of such sizes, and of x's dtype and device, may be wrong as they are.
+
+    dv and dg of K 16, V 32 are in float32 on a GPU, Triton 3.6.
+    """
+    return x.is_cuda and x.dtype == torch.float32 and min(sizes) < 64
 
 
 def _widened(form, q, k, v, g, scale, initial_state, cu_seqlens, dt, D) -> ScanOutput:
     """`form`, of heads widened by zeros, which add nothing to any product, where its gradients might be wrong."""
     K, V = q.shape[3], v.shape[3]
-    if not _assembled_wrong(v, K):
+    if not needs_widening(v, K, V):
         return ScanOutput(*form(q, k, v, g, scale, initial_state, cu_seqlens, dt, D))
     keys, values = max(64 - K, 0), max(64 - V, 0)
     q, k, v = F.pad(q, (0, keys)), F.pad(k, (0, keys)), F.pad(v, (0, values))
