@@ -30,8 +30,3 @@ def assert_within(
         floor = torch.finfo(x.dtype).eps
     error, bar = relative_error(x, exact), max(factor * relative_error(baseline, exact), floor)
     assert error <= bar, f"{name}: relative error {error:.3e} exceeds {bar:.3e} ({factor} x the eager reference's)"
-
-
-def poison_(x: Tensor) -> Tensor:
-    """Fill with NaN, in place, so that an element a kernel forgets to write is seen."""
-    return x.fill_(float("nan")) if x.is_floating_point() else x

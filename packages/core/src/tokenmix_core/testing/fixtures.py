@@ -1,0 +1,59 @@
+"""What every package's conftest imports: kernels run on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmix_core.ops.replay import Replayed
+
+if not torch.cuda.is_available():
+    # before any test module imports triton
+    os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tests that run on any device put their tensors."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def calls_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget recorded calls before a test and with every attribute that it changes, which may choose other tiles."""
+    change = monkeypatch.setattr
+
+    def setattr_and_forget(*args: Any, **options: Any) -> None:
+        change(*args, **options)
+        Replayed.forget()
+
+    Replayed.forget()
+    monkeypatch.setattr = setattr_and_forget  # type: ignore[method-assign]
+    yield
+    del monkeypatch.setattr
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the interpreter tests operations, `torch.empty` gives NaN: an element that a kernel leaves out is seen."""
+    poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
+    if poisoned:
+        # it fills what is allocated; nothing here is wanted for being deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    if poisoned:
+        torch.use_deterministic_algorithms(False)
