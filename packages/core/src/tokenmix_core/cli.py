@@ -44,8 +44,9 @@ def main(
     Returns:
         The exit code: 0, 2 for a wrong call or wrong input, 130 when stopped by Ctrl-C.
     """
-    # quieter libraries, unless the user says otherwise
+    # quieter libraries, and no progress bars for what takes less than a second, unless the user says otherwise
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DELAY", "1")
     parser = _parser(prog, commands)
     try:
         args, args_rest = parser.parse_known_args(argv)

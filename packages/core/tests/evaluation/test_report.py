@@ -10,7 +10,6 @@ from tokenmix_core.evaluation.report import (
     format_rows,
     format_table,
     training_result,
-    write_atomically,
     write_report,
     write_result,
 )
@@ -103,20 +102,6 @@ def test_report_holds_every_result_of_the_folder_and_nothing_else(tmp_path):
     text = write_report(tmp_path).read_text()
     assert [line for line in text.splitlines() if line.startswith("#")] == ["# Evaluation", "## first", "## second"]
     assert "seed: 0" in text
-
-
-def test_a_failing_writer_leaves_the_old_file_and_no_other(tmp_path):
-    path = tmp_path / "file.txt"
-    write_atomically(path, lambda p: p.write_text("old"))
-
-    def fail(p):
-        p.write_text("half")
-        raise RuntimeError("disk full")
-
-    with pytest.raises(RuntimeError, match="disk full"):
-        write_atomically(path, fail)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_training_log_becomes_a_curve_over_tokens():

@@ -12,8 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
-from tokenmix_core.evaluation.report import format_rows, write_atomically, write_result
+from tokenmix_core.evaluation.report import format_rows, write_result
 from tokenmix_core.evaluation.suites import COMMONSENSE, RECALL, check_suites
+from tokenmix_core.files import write_atomically
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, nha_mixers, using_windows, windows_of
 
 CHOSEN = "chosen"
@@ -210,7 +211,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     config = model.config.to_dict() | {"window": list(chosen.windows)}
     text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"
     # where from_pretrained(..., config=...) and AutoConfig find it
-    write_atomically(out / CHOSEN / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    write_atomically(out / CHOSEN / "config.json", text)
     files.append(out / CHOSEN / "config.json")
     print(f"chosen: full layers {chosen.full or 'none'}, {args.task} {chosen.score:.4g}")
     print(f"written: {', '.join(map(str, files))}")

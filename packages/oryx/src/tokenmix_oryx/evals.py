@@ -255,6 +255,7 @@ def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
         "title": title,
         "x": f"{x} (tokens)" if x == "length" else x,
         "y": "accuracy",
+        "shares": True,
         "log_x": True,
         "log_y": False,
         "series": series,

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from tokenmix_core.files import write_atomically
+
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 _STAMP = ".verified"
@@ -160,19 +162,6 @@ def file_sha256(path: str | Path) -> str:
     """The sha256 of a file's content, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old content or the new, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class TokenFileWriter:

@@ -237,4 +237,4 @@ def _bars_by_length(rows: list[dict[str, Any]]) -> Plot:
         x, y = series.setdefault(row["task"], ([], []))
         x.append(int(row["metric"]))
         y.append(row["value"])
-    return {"title": "RULER", "x": "context (tokens)", "y": "score", "log_x": True, "series": series}
+    return {"title": "RULER", "x": "context (tokens)", "y": "score", "log_x": True, "shares": True, "series": series}

@@ -76,6 +76,7 @@ class Plot(TypedDict):
     Attributes:
         title, x, y: what the plot and its axes are called, units included.
         log_x, log_y: whether an axis is logarithmic; not by default.
+        shares: whether y is a share, shown from 0 to 1; not by default.
         series: the curves.
         heatmap: rows of values from 0 to 1 in their place, all equally long; the first row is at the bottom.
     """
@@ -85,6 +86,7 @@ class Plot(TypedDict):
     y: str
     log_x: NotRequired[bool]
     log_y: NotRequired[bool]
+    shares: NotRequired[bool]
     series: Series
     heatmap: NotRequired[list[list[float]]]
 

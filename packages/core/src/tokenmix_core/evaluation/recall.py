@@ -81,7 +81,7 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         x.append(pairs)
         y.append(accuracy)
     title = "Multi-query associative recall"
-    plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "series": series}
+    plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "shares": True, "series": series}
     settings = {"vocab_size": size, "chance": 1 / (size - size // 2), "seed": options.seed}
     return {"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]}
 
@@ -164,8 +164,8 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         by_depth[task] = (((present + 0.5) / 10).tolist(), [float(found[tenth == t].mean()) for t in present])
     title = "Needle in a haystack"
     plots: list[Plot] = [
-        {"title": title, "x": "context (tokens)", "y": "accuracy", "log_x": True, "series": by_length},
-        {"title": title, "x": "depth", "y": "accuracy", "series": by_depth},
+        {"title": title, "x": "context (tokens)", "y": "accuracy", "log_x": True, "shares": True, "series": by_length},
+        {"title": title, "x": "depth", "y": "accuracy", "shares": True, "series": by_depth},
     ]
     settings: dict[str, Any] = {"seed": options.seed}
     if haystack:

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenmix_core.evaluation.options import Plot, SuiteResult
 from tokenmix_core.extras import require
+from tokenmix_core.files import write_atomically
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
 # what stands for characters that would break a table
 _SHOWN = {"\n": "⏎", "\t": "⇥", "\r": ""}
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then move it there in one step; errors leave nothing behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        # mkstemp makes it private; a result is as readable as any new file
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -88,6 +70,7 @@ def draw(plot: Plot, path: Path) -> None:
     # the object interface: it chooses no window system and keeps no global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -104,8 +87,13 @@ def draw(plot: Plot, path: Path) -> None:
     if plot.get("log_x"):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
+    elif max((abs(value) for x, _ in plot["series"].values() for value in x), default=0) >= 10_000:
+        # 1.2M rather than a factor of 1e6 in a corner
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if plot.get("log_y"):
         axes.set_yscale("log")
+    if plot.get("shares"):
+        axes.set_ylim(-0.03, 1.03)
     axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
     if plot["series"]:
         axes.legend(frameon=False)
@@ -124,7 +112,7 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     suite = result["suite"]
     written = [folder / f"{suite}.json"]
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
-    write_atomically(written[0], lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(written[0], text)
     for path, plot in zip(_plot_paths(suite, len(result["plots"]), folder), result["plots"], strict=True):
         try:
             draw(plot, path)
@@ -182,5 +170,5 @@ def write_report(folder: Path) -> Path:
                 parts.append(f"![{plot['title']}]({image.name})")
     path = folder / REPORT
     text = "\n\n".join(parts) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(path, text)
     return path

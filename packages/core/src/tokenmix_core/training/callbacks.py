@@ -1,4 +1,4 @@
-"""Callbacks of a training run: the JSONL log, a stop that leaves a checkpoint, and per-head weights that adapt."""
+"""Callbacks of a training run: progress, the JSONL log, a stop with a checkpoint, and per-head weights that adapt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,40 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from tokenmix_core.corpora.token_file import write_atomically
+from tokenmix_core.files import write_atomically
 from tokenmix_core.nn.head_weights import HeadWeights
+
+
+class Progress(TrainerCallback):
+    """A progress bar, with a line above it for each line of the log."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if self.bar is not None and logs and "loss" in logs:
+            # an epoch of the Trainer's is the whole run
+            shown = [f"{name} {_rounded(value)}" for name, value in logs.items() if name != "epoch"]
+            self.bar.write(f"step {state.global_step}: {', '.join(shown)}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 class MetricsFile(TrainerCallback):

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tokenmix_core.corpora.token_file import file_sha256, write_atomically
+from tokenmix_core.corpora.token_file import file_sha256
+from tokenmix_core.files import write_atomically
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
 from tokenmix_core.corpora.prepare import built_in_corpus
 from tokenmix_core.corpora.sources import STDLIB
-from tokenmix_core.corpora.token_file import TokenFile, write_atomically
+from tokenmix_core.corpora.token_file import TokenFile
 from tokenmix_core.corpora.tokenizer import load_tokenizer, tokenizer_fingerprint
+from tokenmix_core.files import write_atomically
 from tokenmix_core.synthetic import NIAH_TASKS
 from tokenmix_core.training import checkpoint
-from tokenmix_core.training.callbacks import MetricsFile, StopOnSignal
+from tokenmix_core.training.callbacks import MetricsFile, Progress, StopOnSignal
 from tokenmix_core.training.data import (
     ChunkRows,
     MixedRows,
@@ -92,7 +93,7 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
     return MixedRows(datasets, weights, length, data.data_seed, inputs), names
 
 
-def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> TrainingArguments:
+def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
     """The recipe in the Trainer's terms, for this process and its device."""
     run, optimizer = recipe.run, recipe.optimizer
     cuda = torch.cuda.is_available()
@@ -131,7 +132,7 @@ def training_arguments(recipe: Recipe, output_dir: Path, *, progress: bool = Tru
         save_steps=run.save_steps,
         save_total_limit=run.save_total_limit,
         report_to=run.report_to or "none",
-        disable_tqdm=not progress,
+        disable_tqdm=True,
     )
     # one process drives one device: several GPUs take several processes, never torch's DataParallel
     args._n_gpu = min(1, args.n_gpu)
@@ -172,7 +173,7 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
 def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> RecipeTrainer:
     """Everything of a run put together, ready for its `train`."""
     # the arguments set up the processes
-    args = training_arguments(recipe, output_dir, progress=progress)
+    args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):
         rows, fingerprints = training_rows(recipe, tokenizer)
@@ -180,17 +181,21 @@ def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) ->
     identity = {k: v for k, v in recipe.identity().items() if k != "sources"}
     identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32", "fsdp": recipe.run.fsdp}
     callbacks = [make(recipe) for make in recipe.callbacks]
-    return RecipeTrainer(
+    callbacks += [MetricsFile(output_dir / METRICS), StopOnSignal()]
+    trainer = RecipeTrainer(
         model=model,
         args=args,
         train_dataset=rows,
         data_collator=collate_separate if recipe.data.documents == "separate" else collate_joined,
         processing_class=tokenizer,
-        callbacks=[*callbacks, MetricsFile(output_dir / METRICS), StopOnSignal()],
+        callbacks=[*callbacks, Progress()] if progress else callbacks,
         schedule=recipe.optimizer,
         seq_len=recipe.data.seq_len,
         identity=identity,
     )
+    # the Trainer's own, which writes dictionaries
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:

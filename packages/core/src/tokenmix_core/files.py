@@ -1,0 +1,34 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
+    """Write a file so that a reader, and whoever comes after a kill, sees the old content or the new, never a part.
+
+    Args:
+        path: the file; its folder is made where there is none.
+        content: its text, or a function that fills the temporary file beside `path` whose name it is given.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "r+b") as file:
+            if isinstance(content, str):
+                temporary.write_text(content, encoding="utf-8")
+            else:
+                content(temporary)
+            os.fsync(file.fileno())
+        # mkstemp makes it private; this one is as readable as any new file
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
