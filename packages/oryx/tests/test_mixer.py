@@ -331,11 +331,3 @@ def test_tokens_of_a_span_have_their_modes():
     assert resolve([(0, "linear"), (2, "attention")], Span(1, 4, torch.device("cpu"))).attention.tolist() == [
         [False, False, True, True]
     ]
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_heads_that_ssd_has_to_widen_are_left_to_single_operations(family, x, monkeypatch):
-    mixer = make(family, impl="triton").float()
-    assert mixer._fuses(x.float())
-    monkeypatch.setattr("tokenmix_oryx.mixer.needs_widening", lambda x, *sizes: True)
-    assert mixer._fuses(x.float()) == (mixer.D is None)

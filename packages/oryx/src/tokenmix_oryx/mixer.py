@@ -28,7 +28,6 @@ from tokenmix_core.ops import (
     ssd_step,
 )
 from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl
-from tokenmix_core.ops.ssd.autograd import needs_widening
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
@@ -172,9 +171,7 @@ class OryxMixer(Mixer):
         """Whether what lies between the projections is one operation: kernels, and none of some ablations."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x) == "triton"
-        # the fused operation hands heads to SSD's kernels as they are
-        widened = self.D is not None and needs_widening(x, self.head_dim)
-        return kernels and None not in parts and self.attention_l2_norm == "none" and not widened
+        return kernels and None not in parts and self.attention_l2_norm == "none"
 
     def _mix(
         self,

@@ -113,6 +113,24 @@ def test_every_option_is_right(change, device):
     agree(functions(options._replace(**CHANGES[change]), attends, 16), x)
 
 
+def test_heads_that_ssd_has_to_widen_are_widened(device, monkeypatch):
+    # as they are in float32 on a GPU
+    monkeypatch.setattr("tokenmix_core.ops.ssd.autograd.needs_widening", lambda x, *sizes: min(sizes) < 64)
+    attends = modes("runs", 2, 24, device)
+    x = made(MAMBA2, 2, 24, 32, device=device)
+    agree(functions(MAMBA2, attends, 32, places=token_order(attends).places), x)
+
+
+def test_tensors_in_any_layout_are_read_right(device):
+    attends = modes("runs", 1, 24, device)
+    places = token_order(attends).places
+    x = made(DELTA, 1, 24, 64, device=device)
+    plain, *_ = functions(DELTA, attends, 64, places=places)
+    strided, *_ = functions(DELTA, attends.repeat_interleave(2, 1)[:, ::2], 64, places=places.repeat_interleave(2)[::2])
+    apart = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in x.items()}
+    assert torch.equal(plain(**x).y, strided(**apart).y)
+
+
 @pytest.mark.parametrize("family", ["mamba2", "delta rule"])
 def test_memory_that_nobody_wrote_is_never_read(family, device, monkeypatch):
     options, K = (MAMBA2, 16) if family == "mamba2" else (DELTA, 64)

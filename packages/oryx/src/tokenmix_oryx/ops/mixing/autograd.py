@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.ops.common import differentiable, direct_when_eager
@@ -12,10 +15,17 @@ from tokenmix_core.ops.ssd import autograd as ssd
 from tokenmix_oryx.ops.selected_attention.autograd import CAUSAL
 
 
+def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Heads as SSD's gradients are right for them: zeros add nothing to any product."""
+    K = heads[0].shape[-1]
+    return tuple(F.pad(x, (0, 64 - K)) for x in heads) if ssd.needs_widening(heads[0], K) else heads
+
+
 def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs of the linear mixer for all tokens, and what its backward pass needs."""
     if beta is None:
-        o, _, *saved = ssd.run_forward(q, k, v, g, 1.0, None, cu_seqlens, dt, D)
+        o, _, *saved = ssd.run_forward(*_widened(q, k, v), g, 1.0, None, cu_seqlens, dt, D)
+        o = o[..., : q.shape[-1]].contiguous()
     else:
         o, _, *saved = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True)
     return o, tuple(saved)
@@ -24,13 +34,19 @@ def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens) -> tuple[Tensor, tuple[
 def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dg, dΔ, dD and dβ, of the last three those that there are."""
     if beta is None:
-        dq, dk, dv, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, saved[0], do, None, dt, D)
+        K, (q, k, v, do) = q.shape[-1], _widened(q, k, v, do)
+        *grads, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, saved[0], do, None, dt, D)
+        dq, dk, dv = (x[..., :K].contiguous() for x in grads)
         return dq, dk, dv, dg, ddt, dD, None
     scale = q.shape[-1] ** -0.5
     dq, dk, dv, dg, dbeta, _ = delta_rule.run_backward(
         do, None, q, k, v, g, beta, *saved, None, cu_seqlens, scale, True
     )
     return dq, dk, dv, dg, None, None, dbeta
+
+
+def _contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(x if x is None else x.contiguous() for x in tensors)
 
 
 def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
@@ -57,7 +73,8 @@ def _forward(
     from tokenmix_oryx.ops.mixing.shared import shared_forward
 
     (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
-    rows, attends = rows.contiguous(), attends.contiguous()
+    rows, attends, places = _contiguous(rows, attends, places)
+    A_log, dt_bias, k_weight, v_weight, norm_weight = _contiguous(A_log, dt_bias, k_weight, v_weight, norm_weight)
     k, v, gate, rates = _parts(shared, E)
     g, dt, beta = rates_forward(rates, A_log, dt_bias, D is None)
     q = queries_forward(rows, places, attends, cos, sin, H, (silu_attention, silu_linear, turn_linear))
@@ -92,7 +109,7 @@ def _(
     heads = rows.new_empty(B, T, H, E // H)
     g = rows.new_empty(B, T, H, dtype=torch.float32)
     if D is not None:
-        _, _, *saved = ssd.ssd_forward_op(heads, heads, heads, g, 1.0, None, cu_seqlens, g, D)
+        _, _, *saved = ssd.ssd_forward_op(*_widened(heads, heads, heads), g, 1.0, None, cu_seqlens, g, D)
     else:
         _, _, *saved = delta_rule.chunk_op(heads, heads, heads, g, g, None, cu_seqlens, 1.0, True)
     plain = none if turn_linear else rows.new_empty(rows.shape)
@@ -121,7 +138,8 @@ def _backward(
     from tokenmix_oryx.ops.mixing.shared import shared_backward
 
     (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
-    rows, attends = rows.contiguous(), attends.contiguous()
+    rows, attends, places = _contiguous(rows, attends, places)
+    A_log, dt_bias, k_weight, v_weight, norm_weight = _contiguous(A_log, dt_bias, k_weight, v_weight, norm_weight)
     k, v, gate, rates = _parts(shared, E)
     dshared = shared.new_empty(shared.shape)
     dk, dv, dgate, drates = _parts(dshared, E)

@@ -34,6 +34,17 @@ def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.cons
 
 
 @triton.jit
+def locate(places, attends, N, groups, BT: tl.constexpr):
+    """A program's tokens, which of them there are, the rows of their queries, and which are in attention mode."""
+    o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
+    m_t = o_t < N
+    o_row = o_t.to(tl.int64)
+    if places is not None:
+        o_row = tl.load(places + o_t, mask=m_t, other=0).to(tl.int64)
+    return o_t, m_t, o_row[:, None], (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+
+
+@triton.jit
 def load_angles(cos, sin, o_t, m_t, angles, HALF: tl.constexpr):
     o_angle = (o_t % angles)[:, None] * HALF + tl.arange(0, HALF)[None, :]
     return tl.load(cos + o_angle, mask=m_t[:, None], other=1.0), tl.load(sin + o_angle, mask=m_t[:, None], other=0.0)
@@ -48,19 +59,13 @@ def _queries_forward(
 ):  # fmt: skip
     HALF: tl.constexpr = K // 2
     groups = tl.cdiv(H, HEADS)
-    o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
-    m_t = o_t < N
-    o_row = o_t.to(tl.int64)
-    o_from = o_row
-    if places is not None:
-        o_from = tl.load(places + o_t, mask=m_t, other=0)
-    m_a = (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+    o_t, m_t, o_row, m_a = locate(places, attends, N, groups, BT)
     b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
     for i in tl.static_range(HEADS):
         i_h = tl.program_id(0) % groups * HEADS + i
         o_d = i_h * K + tl.arange(0, HALF)[None, :]
         m_x = m_t[:, None] & (o_d < H * K)
-        p_x = rows + o_from[:, None] * (H * K) + o_d
+        p_x = rows + o_row * (H * K) + o_d
         b_lo = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
         b_hi = tl.load(p_x + HALF, mask=m_x, other=0.0).to(tl.float32)
         if SILU_ATTENTION or SILU_LINEAR:
@@ -68,7 +73,7 @@ def _queries_forward(
             b_hi = by_mode(m_a, b_hi * tl.sigmoid(b_hi), b_hi, SILU_ATTENTION, SILU_LINEAR)
         b_first = by_mode(m_a, b_lo * b_cos - b_hi * b_sin, b_lo, True, TURN_LINEAR)
         b_second = by_mode(m_a, b_hi * b_cos + b_lo * b_sin, b_hi, True, TURN_LINEAR)
-        p_q = q + o_row[:, None] * (H * K) + o_d
+        p_q = q + o_t.to(tl.int64)[:, None] * (H * K) + o_d
         tl.store(p_q, b_first.to(q.dtype.element_ty), mask=m_x)
         tl.store(p_q + HALF, b_second.to(q.dtype.element_ty), mask=m_x)
 
@@ -82,27 +87,21 @@ def _queries_backward(
 ):  # fmt: skip
     HALF: tl.constexpr = K // 2
     groups = tl.cdiv(H, HEADS)
-    o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
-    m_t = o_t < N
-    o_row = o_t.to(tl.int64)
-    o_to = o_row
-    if places is not None:
-        o_to = tl.load(places + o_t, mask=m_t, other=0)
-    m_a = (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+    o_t, m_t, o_row, m_a = locate(places, attends, N, groups, BT)
     b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
     for i in tl.static_range(HEADS):
         i_h = tl.program_id(0) % groups * HEADS + i
         o_d = i_h * K + tl.arange(0, HALF)[None, :]
         m_x = m_t[:, None] & (o_d < H * K)
         # each row has the gradient of its own mode alone
-        o_q = o_row[:, None] * (H * K) + o_d
+        o_q = o_t.to(tl.int64)[:, None] * (H * K) + o_d
         b_first = tl.load(dq_attention + o_q, mask=m_x & m_a, other=0.0).to(tl.float32)
         b_first += tl.load(dq_linear + o_q, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
         b_second = tl.load(dq_attention + o_q + HALF, mask=m_x & m_a, other=0.0).to(tl.float32)
         b_second += tl.load(dq_linear + o_q + HALF, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
         b_lo = by_mode(m_a, b_first * b_cos + b_second * b_sin, b_first, True, TURN_LINEAR)
         b_hi = by_mode(m_a, b_second * b_cos - b_first * b_sin, b_second, True, TURN_LINEAR)
-        o_x = o_to[:, None] * (H * K) + o_d
+        o_x = o_row * (H * K) + o_d
         if SILU_ATTENTION or SILU_LINEAR:
             b_x = tl.load(rows + o_x, mask=m_x, other=0.0).to(tl.float32)
             b_lo = by_mode(m_a, b_lo * silu_gradient(b_x), b_lo, SILU_ATTENTION, SILU_LINEAR)
