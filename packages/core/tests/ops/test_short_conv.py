@@ -115,6 +115,23 @@ def test_weights_may_be_kept_in_float32(device):
     assert got["dweight"].dtype == torch.float32
 
 
+def test_tensors_in_any_layout_are_read_right(device):
+    conv = partial(short_conv, activation="silu", impl="triton")
+    x = inputs(N=2, dtype=torch.float32, device=device)
+    strided = {name: value.repeat_interleave(2, -1)[..., ::2] for name, value in x.items()}
+    results = []
+    for tensors in (x, strided):
+        # no copy of them, which would be contiguous
+        leaves = [value.requires_grad_() for value in tensors.values()]
+        o, final_state = conv(**tensors)
+        results.append((o, final_state, *torch.autograd.grad(o.sum() + final_state.sum(), leaves)))
+    state = x["initial_state"].detach()
+    results[0] += (short_conv_step(x["x"][:, 0], x["weight"], x["bias"], state.clone(), impl="triton"),)
+    token = strided["x"][:, 0], strided["weight"], strided["bias"]
+    results[1] += (short_conv_step(*token, state.clone(), impl="triton"),)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("used", ["o", "final_state"])
 def test_gradients_flow_through_either_result_alone(used, device):
     grads = {}
@@ -157,6 +174,7 @@ MALFORMED = {
     "integers": (lambda x: x | {"x": x["x"].long()}, "x must be"),
     "no tokens": (lambda x: x | {"x": x["x"][:, :0]}, "at least one token"),
     "packed rows": (lambda x: x | {"cu_seqlens": torch.tensor([0, 38])}, "B = 1"),
+    "borders apart": (lambda x: x | {"cu_seqlens": torch.tensor([0, 9, 38, 38])[::2]}, "contiguous, got stride 2"),
     "an unknown implementation": (lambda x: x | {"impl": "cuda"}, "impl must be"),
 }
 

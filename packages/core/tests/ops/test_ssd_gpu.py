@@ -227,6 +227,13 @@ def test_results_never_change_between_runs():
             assert torch.equal(first[name], again[name]), name
 
 
+def test_a_scale_may_be_an_integer():
+    x = inputs(1, 100, 1, 2, 64, 64)
+    # kernels are found by the values of numbers, and 2 equals 2.0
+    for form in (chunk_ssd, recurrent_ssd):
+        assert torch.equal(form(**x, scale=2).o, form(**x, scale=2.0).o)
+
+
 def train_step(x, upstream, **options):
     o, final_state = chunk_ssd(**x, impl="triton", **options)
     return (o, final_state, *torch.autograd.grad([o, final_state], list(x.values()), upstream))

@@ -215,6 +215,8 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int
         raise ValueError(f"{op}: cu_seqlens must have shape [N + 1] with N ≥ 1, got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {str(cu_seqlens.dtype).removeprefix('torch.')}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{op}: cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
     if batch != 1:
         raise ValueError(f"{op}: a packed batch has B = 1, got B = {batch} together with cu_seqlens")
     if not cu_seqlens.is_cuda and not torch.compiler.is_compiling():

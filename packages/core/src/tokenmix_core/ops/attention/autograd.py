@@ -84,7 +84,7 @@ def _decode(
         o, lse = _empty_decode_outputs(q, v_cache)
         return o.zero_(), lse.fill_(float("-inf"))
     decode = backends.load_decode(impl)
-    return decode(q, k_cache, v_cache, cache_seqlens, window=window, sinks=sinks, scale=scale)
+    return decode(q, k_cache, v_cache, cache_seqlens.contiguous(), window=window, sinks=sinks, scale=scale)
 
 
 attention_decode_op = torch.library.custom_op("tokenmix_core::attention_decode", _decode, mutates_args=())

@@ -29,8 +29,8 @@ def run_forward(x, weight, bias, activation, initial_state, cu_seqlens) -> tuple
     from tokenmix_core.ops.short_conv.forward import short_conv_forward
 
     config = tuning.short_conv()
-    state = _contiguous(initial_state)
-    return short_conv_forward(token_rows(x), weight.contiguous(), bias, activation, state, cu_seqlens, config)
+    weight, bias, state = _contiguous(weight), _contiguous(bias), _contiguous(initial_state)
+    return short_conv_forward(token_rows(x), weight, bias, activation, state, cu_seqlens, config)
 
 
 def run_backward(
@@ -41,7 +41,7 @@ def run_backward(
 
     B, T, D = x.shape
     return short_conv_backward(
-        token_rows(x), weight.contiguous(), bias, activation, _contiguous(initial_state), cu_seqlens,
+        token_rows(x), weight.contiguous(), _contiguous(bias), activation, _contiguous(initial_state), cu_seqlens,
         token_rows(do), _contiguous(final_gradient), tuning.short_conv_backward(B * T, D),
     )  # fmt: skip
 
@@ -50,7 +50,8 @@ def run_step(x, weight, bias, state, activation) -> Tensor:
     """o of one token; `state` is overwritten."""
     from tokenmix_core.ops.short_conv.forward import short_conv_step
 
-    return short_conv_step(x if x.stride(1) == 1 else x.contiguous(), weight.contiguous(), bias, state, activation)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation)
 
 
 @torch.library.custom_op("tokenmix_core::short_conv_forward", mutates_args=())

@@ -65,7 +65,7 @@ def chunk_ssd(
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import chunk_ssd_triton
 
-        return chunk_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+        return chunk_ssd_triton(q, k, v, g, dt, D, float(scale), initial_state, cu_seqlens)
     return chunk_ssd_reference(q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
@@ -90,7 +90,7 @@ def recurrent_ssd(
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import recurrent_ssd_triton
 
-        return recurrent_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+        return recurrent_ssd_triton(q, k, v, g, dt, D, float(scale), initial_state, cu_seqlens)
     return recurrent_ssd_reference(
         q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -131,7 +131,7 @@ def ssd_step(
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import ssd_step_triton
 
-        return ssd_step_triton(q, k, v, g, dt, D, state, scale)
+        return ssd_step_triton(q, k, v, g, dt, D, state, float(scale))
     return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
 
 
