@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tokenmix_core.ops import replay, replay_code
+from tokenmix_core.ops import gated_delta_rule_step, replay, replay_code, short_conv_step, ssd_step
 from tokenmix_core.ops.replay import Checked, Replayed
 from tokenmix_core.tile import launch
 
@@ -364,3 +364,18 @@ def test_an_error_leaves_nothing_behind(add):
     assert add.launches == 0
     add[(1,)](a, b, out, 6)
     assert out.tolist() == [2.0] * 6
+
+
+def test_autograd_is_told_of_what_a_step_writes(device):
+    x, rates, taps = (torch.ones(shape, device=device) for shape in ((1, 1, 64), (1, 1), (64, 4)))
+    state, last = torch.ones(1, 1, 64, 64, device=device), torch.ones(1, 64, 3, device=device)
+    steps = [
+        (state, lambda: gated_delta_rule_step(x, x, x, -rates, rates, state, impl="triton")),
+        (state, lambda: ssd_step(x, x, x, -rates, state, impl="triton")),
+        (last, lambda: short_conv_step(x[0], taps, None, last, impl="triton")),
+    ]
+    for written, step in steps:
+        y = (torch.ones_like(written, requires_grad=True) * written).sum()
+        step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from tokenmix_core.ops.replay import Replayed, is_plain
 
@@ -57,16 +58,20 @@ def on_hopper(device: torch.device) -> bool:
     return (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
-def direct_when_eager(op: Callable, run: Callable) -> Callable:
+def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None) -> Callable:
     """`op`, a torch custom op, where torch traces; `run`, the function behind it, in eager mode.
 
     A custom op's way through torch's dispatcher takes more host time than the launch of a kernel. The first argument of
-    both is a tensor.
+    both is a tensor, and the one at `writes` is written to: who saved it for a backward pass will be told.
     """
     run = Replayed(run)
 
     def call(*inputs):
-        return (run if is_plain(inputs[0]) else op)(*inputs)
+        if not is_plain(inputs[0]):
+            return op(*inputs)
+        if writes is not None:
+            increment_version(inputs[writes])
+        return run(*inputs)
 
     return call
 

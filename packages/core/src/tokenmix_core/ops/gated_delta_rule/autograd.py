@@ -150,7 +150,7 @@ def _backward_of_recurrent(ctx, do, dfinal_state):
 
 chunk = differentiable(chunk_op, run_forward, _save_chunk, _backward_of_chunk, outputs=2)
 recurrent = differentiable(recurrent_op, recurrent_forward, _save_recurrent, _backward_of_recurrent)
-step = direct_when_eager(step_op, _step)
+step = direct_when_eager(step_op, _step, writes=5)
 
 
 @recurrent_op.register_fake

@@ -112,7 +112,7 @@ def _gradients(ctx, do, final_gradient):
 
 
 convolution = differentiable(short_conv_forward_op, run_forward, _save, _gradients)
-step = direct_when_eager(short_conv_step_op, run_step)
+step = direct_when_eager(short_conv_step_op, run_step, writes=3)
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:

@@ -223,7 +223,7 @@ def _gradients(ctx, do, final_gradient, _before=None):
 
 chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
 recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
-step = direct_when_eager(ssd_step_op, run_step)
+step = direct_when_eager(ssd_step_op, run_step, writes=4)
 
 
 def needs_widening(x: Tensor, *sizes: int) -> bool:
