@@ -196,3 +196,12 @@ def test_bad_input_is_named(device):
     ):
         with pytest.raises(ValueError, match=message):
             mix(**right | changed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [16, 32])
+def test_narrow_heads_of_float32_on_a_gpu(K):
+    options = MAMBA2._replace(heads=16)
+    attends = modes("runs", 2, 300, "cuda")
+    x = made(options, 2, 300, K, torch.float32, "cuda")
+    agree(functions(options, attends, K, places=token_order(attends).places), x)
