@@ -130,6 +130,28 @@ def test_losses_of_single_tokens(data):
     assert token_losses(data[0][:0], data[1], data[2][:0]).shape == (0,)
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_labels_may_lie_apart(data, impl, device):
+    hidden, weight, labels = (x.to(device) for x in (data[0].float(), data[1].float(), data[2]))
+    got = value_and_gradients(linear_cross_entropy, hidden, weight, labels.repeat_interleave(3)[::3], impl=impl)
+    for x, y in zip(got, value_and_gradients(linear_cross_entropy, hidden, weight, labels, impl=impl), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("label", [-1, VOCAB])
+def test_a_label_that_is_no_word_shows(data, label, device):
+    hidden, weight, labels = (x.to(device) for x in (data[0].float(), data[1].float(), data[2].clone()))
+    labels[3] = label
+    assert linear_cross_entropy(hidden, weight, labels, impl="triton").isnan()
+
+
+def test_gradients_of_gradients_are_refused(data):
+    hidden = data[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, *data[1:]) ** 2, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,6 +159,7 @@ def test_losses_of_single_tokens(data):
         ({"weight": torch.zeros(VOCAB, 5)}, "fits neither"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, "fits neither"),
         ({"labels": torch.zeros(TOKENS)}, "must be int64"),
+        ({"labels": torch.zeros(TOKENS, dtype=torch.int64, device="meta")}, "labels are on meta, expected cpu"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"impl": "fast"}, "got 'fast'"),
         ({"impl": "liger"}, "needs CUDA tensors"),

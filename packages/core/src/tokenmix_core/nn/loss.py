@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tokenmix_core.nn.precision import at_least_float32
 
 IGNORE = -100
 # tokens a block: with 50,000 words their bfloat16 logits take 200 MB
 BLOCK = 2048
-LOSS_IMPLS = (None, "triton", "torch", "liger")
 LossImpl = Literal["triton", "torch", "liger"]
+LOSS_IMPLS = (None, *get_args(LossImpl))
 
 
 def linear_cross_entropy(
@@ -55,6 +56,8 @@ def linear_cross_entropy(
             f"linear_cross_entropy: hidden {list(hidden.shape)} fits neither weight {list(weight.shape)} in D "
             f"nor labels {list(labels.shape)} in tokens"
         )
+    if labels.device != hidden.device:
+        raise ValueError(f"linear_cross_entropy: labels are on {labels.device}, expected {hidden.device} like hidden")
     if labels.dtype != torch.int64:
         raise ValueError(f"linear_cross_entropy: labels must be int64, got {labels.dtype}")
     if block_size < 1:
@@ -102,6 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = (d_hidden * grad).to(d_hidden.dtype) if ctx.needs_input_grad[0] else None
@@ -157,7 +161,7 @@ def _fused_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: b
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    softmax_gradient_(logits, labels, losses, ignore_index, gradient=wanted)
+    softmax_gradient_(logits, labels.contiguous(), losses, ignore_index, gradient=wanted)
     return losses.sum(), logits
 
 

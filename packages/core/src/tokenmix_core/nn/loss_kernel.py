@@ -24,7 +24,8 @@ def softmax_gradient_kernel(
             for first in range(0, V, BV):
                 tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < V)
         return
-    target = tl.load(p_l + label).to(tl.float32)
+    # a label that is none of the words makes the loss NaN
+    target = tl.load(p_l + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
     # the largest logit so far, and the sum of exponentials relative to it
     top, total = target, 0.0
     for first in range(0, V, BV):
