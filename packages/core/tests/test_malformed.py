@@ -140,7 +140,7 @@ def test_merging(outputs, said):
 
 CONFIGS = [
     ({"hiden_size": 32}, "unknown key 'hiden_size'; known are .*hidden_size"),
-    ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
     ({"hidden_size": "32"}, "hidden_size .*got '32'"),
     ({"vocab_size": -1}, "vocab_size .*got -1"),
     ({"intermediate_size": -1}, "intermediate_size .*got -1"),
@@ -230,7 +230,7 @@ RECIPES = [
     (lambda: DataRecipe(sources=["stdlib", "mqar"], weights=[1.0]), r"one for each of the sources .*got \[1.0\]"),
     (lambda: DataRecipe(weights=[0.0]), r"weights must be positive numbers.*got \[0.0\]"),
     (lambda: DataRecipe(mqar_ramp=-0.1), "mqar_ramp must be from 0 to 1, got -0.1"),
-    (lambda: DataRecipe(documents="mixed"), "'separate' or 'joined', got 'mixed'"),
+    (lambda: DataRecipe(documents="mixed"), "one of 'separate', 'joined', got 'mixed'"),
     (lambda: DataRecipe(data_seed=-1), "data_seed .*got -1"),
     (lambda: Tokens("15X"), "a number of tokens such as .*got '15X'"),
     (lambda: Tokens("0.3"), "got '0.3'"),
@@ -279,7 +279,7 @@ def test_recipe_files(content, said, tmp_path):
 
 
 OPTIONS = [
-    ({"limit": 0}, "limit must be a positive integer, got 0"),
+    ({"limit": 0}, "limit must be at least 1, got 0"),
     ({"limit": 2.5}, "limit .*got 2.5"),
     ({"batch_size": True}, "batch_size .*got True"),
     ({"max_length": -5}, "max_length .*got -5"),
@@ -382,7 +382,7 @@ COMMANDS = [
     (("eval", "CHECKPOINT"), "--suite"),
     (("eval", "CHECKPOINT", "--suite", "foo"), "no suite 'foo'; choose from commonsense"),
     (("eval", "CHECKPOINT", "--suite", "mqar", "--tasks", "mqar-7"), "no task 'mqar-7'; it has mqar-64-4"),
-    (("eval", "CHECKPOINT", "--suite", "mqar", "--limit", "0"), "limit must be a positive integer, got 0"),
+    (("eval", "CHECKPOINT", "--suite", "mqar", "--limit", "0"), "limit must be at least 1, got 0"),
     (("eval", "CHECKPOINT", "--suite", "mqar", "--limit", "few"), "invalid int value: 'few'"),
     (("eval", "CHECKPOINT", "--suite", "mqar", "--lengths", "64,x"), "separated by commas, got '64,x'"),
     (("eval", "CHECKPOINT", "--suite", "mqar", "--lengths", "64,64"), "differ from each other"),
@@ -400,7 +400,7 @@ COMMANDS = [
     (("generate", "CHECKPOINT", "--prompt", "x", "--top-p", "0"), "--top-p in .*got 0 and 0.0"),
     (("generate", "CHECKPOINT", "--prompt", "x", "--max-new-tokens", "0"), "at least 1, got 0"),
     (("bench", "unknown"), "no recipe 'unknown'; choose from nano"),
-    (("bench", "CHECKPOINT", "--repeats", "0"), "limit must be a positive integer, got 0"),
+    (("bench", "CHECKPOINT", "--repeats", "0"), "limit must be at least 1, got 0"),
     (("bench", "nano", "--lengths", "0"), "positive numbers separated by commas, got '0'"),
     (("data",), "COMMAND"),
     (("data", "prepare", "stdlib"), "DIR"),

@@ -58,12 +58,12 @@ def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
         (["--model.hiden_size", "8"], "unknown field --model.hiden_size; the nearest is 'hidden_size'"),
         (["--modl.hidden_size", "8"], "unknown field --modl.hidden_size"),
         (["--model.hidden_size"], "needs a value"),
-        (["--model.hidden_size", "x"], "hidden_size must be a positive integer"),
+        (["--model.hidden_size", "x"], "hidden_size must be an integer, got 'x'"),
         (["--seq_len", "1.5"], "seq_len.*invalid int value: '1.5'"),
         (["--seq_len", "1"], "seq_len must be at least 2, got 1"),
         (["--seq_len"], "expected one argument"),
         (["--learning_rate", "-1"], "learning_rate must be at least 0"),
-        (["--learning_rate", "nan"], "learning_rate must be at least 0, got nan"),
+        (["--learning_rate", "nan"], "learning_rate must be a number, got nan"),
         (["--min_learning_rate", "1"], "min_learning_rate must be from 0 to 0.01"),
         (["--adam_beta2", "2"], "adam_beta2 must be from 0 to 1"),
         (["--documents", "apart"], "invalid choice: 'apart'"),
@@ -159,10 +159,10 @@ def test_a_step_is_split_over_processes_without_changing_its_tokens():
     ("group", "changes", "told"),
     [
         (DataRecipe, {"sources": []}, "sources must name at least one"),
-        (DataRecipe, {"documents": "x"}, "documents must be 'separate' or 'joined'"),
+        (DataRecipe, {"documents": "x"}, "documents must be one of 'separate', 'joined', got 'x'"),
         (RunRecipe, {"precision": "x"}, "precision must be"),
         (RunRecipe, {"logging_steps": 0}, "logging_steps must be at least 1"),
-        (RunRecipe, {"save_total_limit": True}, "save_total_limit must be at least 1, got True"),
+        (RunRecipe, {"save_total_limit": True}, "save_total_limit must be an integer, got True"),
     ],
 )
 def test_bad_fields_are_refused_in_python_too(group, changes, told):

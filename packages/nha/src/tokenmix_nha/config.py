@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tokenmix_core.modeling import HybridConfig
+from tokenmix_core.ops.common import Impl
 from tokenmix_nha.mixer import check_choices
-from tokenmix_nha.windows import check_windows
+from tokenmix_nha.windows import Window, check_windows
 
 
 class NhaConfig(HybridConfig):
@@ -34,7 +34,7 @@ class NhaConfig(HybridConfig):
 
     model_type = "tokenmix_nha"
 
-    window: Any = 32
+    window: Window | list[Window] = 32
     slots: int = 64
     num_heads: int = 8
     num_kv_heads: int | None = None
@@ -46,13 +46,13 @@ class NhaConfig(HybridConfig):
     gate_normalizer: float = 8.0
     qk_norm: bool = False
     qkv_bias: bool = False
-    random_windows: list[Any] | None = None
-    impl: str | None = None
+    random_windows: list[Window] | None = None
+    impl: Impl | None = None
 
     def __post_init__(self, **kwargs: Any):
-        layers = self.num_hidden_layers
-        if isinstance(layers, int) and layers > 0:
-            self.window = check_windows(self.window, layers, self.slots)
+        self.check_fields()
+        if self.num_hidden_layers > 0:
+            self.window = check_windows(self.window, self.num_hidden_layers, self.slots)
             for window in self.window:
                 check_choices(
                     self.slots,
@@ -64,8 +64,8 @@ class NhaConfig(HybridConfig):
                     self.gate_normalizer,
                 )
         if self.random_windows is not None:
-            if not isinstance(self.random_windows, Sequence) or not self.random_windows:
-                raise ValueError(f"random_windows must be None or a list of windows, got {self.random_windows!r}")
+            if not self.random_windows:
+                raise ValueError("random_windows must be None or name at least one window, got an empty list")
             check_windows(list(self.random_windows), len(self.random_windows), self.slots)
         if self.mixers is None:
             self.mixers = ["nha"]

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 # registers the mixer that configurations name
 import tokenmix_oryx.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
-from tokenmix_oryx.modes import check_mode
+from tokenmix_core.ops.common import Impl
+from tokenmix_oryx.modes import Assignment, check_mode
 
 MAMBA2, GDN = "mamba2", "gated_delta_net"
 # what a family chooses where a field is None (appendix C.2)
@@ -28,18 +29,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 Activation = Literal["silu", "none"]
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "linear_mixer": tuple(FAMILIES),
-    "rope": ("both", "attention"),
-    "attention_l2_norm": ("none", "key", "query_key"),
-    "kv_activation": ("silu", "none"),
-    "attention_query_activation": ("silu", "none"),
-    "linear_query_activation": ("silu", "none"),
-    "mode_assignment": ("chunk", "sequence"),
-    "grouped_norm": (True, False),
-    "output_gate": (True, False),
-    "shared_query": (True, False),
-}
 
 
 class OryxConfig(HybridConfig):
@@ -70,32 +59,29 @@ class OryxConfig(HybridConfig):
     model_type = "tokenmix_oryx"
     mixer_inputs: ClassVar[tuple[str, ...]] = ("mode",)
 
-    linear_mixer: str = MAMBA2
+    linear_mixer: Literal["mamba2", "gated_delta_net"] = MAMBA2
     head_dim: int = 128
     num_heads: int | None = None
     conv_size: int = 4
     output_gate: bool = True
     shared_query: bool = False
     grouped_norm: bool | None = None
-    rope: str | None = None
-    attention_l2_norm: str = "none"
-    kv_activation: str | None = None
-    attention_query_activation: str | None = None
-    linear_query_activation: str | None = None
+    rope: Literal["both", "attention"] | None = None
+    attention_l2_norm: Literal["none", "key", "query_key"] = "none"
+    kv_activation: Activation | None = None
+    attention_query_activation: Activation | None = None
+    linear_query_activation: Activation | None = None
     mode: str = "attention"
-    mode_assignment: str = "chunk"
+    mode_assignment: Assignment = "chunk"
     mode_chunk_size: int = 128
     attention_probability: float = 0.25
-    impl: str | None = None
+    impl: Impl | None = None
 
     def __post_init__(self, **kwargs: Any):
-        if self.linear_mixer in FAMILIES:
-            for name, value in FAMILIES[self.linear_mixer].items():
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        self.check_fields()
+        for name, value in FAMILIES[self.linear_mixer].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, for rotary positions, got {self.head_dim!r}")
         if self.num_heads is None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
+from tokenmix_core.fields import check_fields
+
 
 @dataclass(frozen=True)
 class EvalOptions:
@@ -39,14 +41,14 @@ class EvalOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self, EvalOptions)
         for name in ("limit", "batch_size", "max_length", "vocab_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed must be an integer from 0 on, got {self.seed!r}")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed!r}")
         if self.lengths is not None:
-            if not self.lengths or any(not isinstance(n, int) or n < 2 for n in self.lengths):
+            if not self.lengths or min(self.lengths) < 2:
                 raise ValueError(f"lengths must be integers from 2 on, got {self.lengths!r}")
             if len(set(self.lengths)) < len(self.lengths):
                 raise ValueError(f"lengths must differ from each other, got {self.lengths!r}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import dataclasses
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from tokenmix_core import fields
 from tokenmix_core.modeling.mixer import find_mixer
-from tokenmix_core.nn.loss import LOSS_IMPLS, LossImpl
+from tokenmix_core.nn.loss import LossImpl
 from tokenmix_core.nn.rotary import ROPE_TYPES
 
 # keys that transformers itself puts into a configuration, or takes from one, beside the fields of its class
@@ -82,6 +83,7 @@ class HybridConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any):
         self._check_keys(kwargs)
+        self.check_fields()
         self._check_sizes()
         pattern = ["attention"] if self.mixers is None else list(self.mixers)
         if not pattern or self.num_hidden_layers % len(pattern):
@@ -122,8 +124,12 @@ class HybridConfig(PreTrainedConfig):
         options = (self.mixer_options or {}).get(self.labels[layer_idx], {})
         return {name: value for name, value in options.items() if name != "type"}
 
+    def check_fields(self) -> None:
+        """Raise a ValueError for a field whose value is of another kind than its annotation says."""
+        fields.check_fields(self, HybridConfig)
+
     def _check_keys(self, kwargs: dict[str, Any]) -> None:
-        known = {field.name for field in fields(self)}
+        known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(kwargs) - known - _OF_TRANSFORMERS):
             raise ValueError(
                 f"{type(self).__name__}: unknown key {', '.join(map(repr, unknown))}; "
@@ -132,14 +138,13 @@ class HybridConfig(PreTrainedConfig):
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if not isinstance(self.intermediate_size, int) or self.intermediate_size < 0:
-            raise ValueError(f"intermediate_size must be an integer of at least 0, got {self.intermediate_size!r}")
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        for name in ("intermediate_size", "initializer_range"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps must be positive, got {self.norm_eps!r}")
-        if self.loss_impl not in LOSS_IMPLS:
-            raise ValueError(f"loss_impl must be one of {LOSS_IMPLS}, got {self.loss_impl!r}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
             for i in ids if isinstance(ids, list | tuple) else [ids]:

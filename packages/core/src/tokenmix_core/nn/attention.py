@@ -12,6 +12,7 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode
+from tokenmix_core.ops.attention.backends import AttentionImpl
 from tokenmix_core.ops.common import AttentionOutput
 
 
@@ -48,7 +49,7 @@ class Attention(Mixer):
         qk_norm: bool = False,
         qkv_bias: bool = False,
         norm_eps: float = 1e-6,
-        impl: str | None = None,
+        impl: AttentionImpl | None = None,
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.fields import check_arguments
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.state import LayerState
@@ -38,7 +39,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def check_options(cls, label: str, options: dict[str, Any]) -> None:
-        """Raise a ValueError for an option that the constructor does not know."""
+        """Raise a ValueError for an option that the constructor does not know, or a value of another kind than its."""
         known = [name for name in inspect.signature(cls.__init__).parameters if name not in _GIVEN]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -46,6 +47,7 @@ class Mixer(KeepsFloat32):
                 f"mixer_options[{label!r}]: unknown option {', '.join(map(repr, unknown))}; "
                 f"{cls.__name__} has {', '.join(known)}"
             )
+        check_arguments(cls.__init__, options, f"mixer_options[{label!r}]: ")
 
     def forward(
         self,

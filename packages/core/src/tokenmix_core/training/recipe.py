@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
+from tokenmix_core.fields import check_fields
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
@@ -49,9 +51,9 @@ class Tokens(int):
 
 
 def _check(owner: Any, **bounds: tuple[float, float]) -> None:
+    check_fields(owner, type(owner))
     for name, (low, high) in bounds.items():
-        value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        if not low <= (value := getattr(owner, name)) <= high:
             wanted = f"from {low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
@@ -86,15 +88,13 @@ class DataRecipe:
 
     def __post_init__(self) -> None:
         _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf), mqar_ramp=(0, 1))
+        _check(self, mqar_pairs=(1, math.inf), mqar_vocab_size=(4, math.inf))
         if not self.sources:
             raise ValueError("sources must name at least one source of data, got none")
-        positive = all(w > 0 and math.isfinite(w) for w in self.weights)
-        if self.weights and not (positive and len(self.weights) == len(self.sources)):
+        if self.weights and (min(self.weights) <= 0 or len(self.weights) != len(self.sources)):
             raise ValueError(
                 f"weights must be positive numbers, one for each of the sources {self.sources}, got {self.weights}"
             )
-        if self.documents not in ("separate", "joined"):
-            raise ValueError(f"documents must be 'separate' or 'joined', got {self.documents!r}")
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,6 @@ class RunRecipe:
     def __post_init__(self) -> None:
         _check(self, seed=(0, 2**32 - 1), dataloader_num_workers=(0, 1024), evaluation_limit=(1, math.inf))
         _check(self, logging_steps=(1, math.inf), save_steps=(1, math.inf), save_total_limit=(1, math.inf))
-        if self.precision not in ("auto", "bf16", "fp32"):
-            raise ValueError(f"precision must be 'auto', 'bf16' or 'fp32', got {self.precision!r}")
 
 
 @dataclass(frozen=True)

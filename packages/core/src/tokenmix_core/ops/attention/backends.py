@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from tokenmix_core.ops.common import interpreting
 
 _HALF = (torch.bfloat16, torch.float16)
 
-IMPLS = ("triton", "sdpa", "flash_attn", "reference")
+AttentionImpl = Literal["triton", "sdpa", "flash_attn", "reference"]
+IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 
 # below this many queries a row the libraries' plain causal kernels have no lead over ours
 _LONG = 128

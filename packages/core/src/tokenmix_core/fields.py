@@ -1,0 +1,77 @@
+"""Values checked against the annotations of the fields or arguments that they are meant for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+
+_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+
+
+def check_fields(owner: object, base: type) -> None:
+    """Check the fields that the classes of `owner` declare, from `base` on.
+
+    Raises:
+        ValueError: a value that its annotation does not allow, with both.
+    """
+    for cls in type(owner).__mro__:
+        if issubclass(cls, base):
+            for name, kind in inspect.get_annotations(cls, eval_str=True).items():
+                if get_origin(kind) is not ClassVar:
+                    check_value(name, getattr(owner, name), kind)
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], label: str) -> None:
+    """Check arguments of a function; `label` begins their names in an error.
+
+    Raises:
+        ValueError: a value that its annotation does not allow, with both.
+    """
+    kinds = inspect.get_annotations(function, eval_str=True)
+    for name, value in arguments.items():
+        check_value(label + name, value, kinds.get(name, Any))
+
+
+def check_value(name: str, value: Any, kind: Any) -> None:
+    """Raise a ValueError for a value of another kind than an annotation says; numbers must be finite."""
+    if not _fits(value, kind):
+        raise ValueError(f"{name} must be {_shown(kind)}, got {value!r}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, choice) for choice in args)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in args)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(_fits(x, args[0]) for x in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
+    if kind is None or kind is NoneType:
+        return value is None
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int if issubclass(kind, int) else kind)
+
+
+def _shown(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_shown, args))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin in (list, tuple):
+        return f"a list whose items are each {_shown(args[0])}"
+    if origin is dict:
+        return "a dictionary" if args[1] is Any else f"a dictionary whose values are each {_shown(args[1])}"
+    if kind is Any:
+        return "anything"
+    return _NAMES.get(kind) or next((_NAMES[known] for known in _NAMES if issubclass(kind, known)), kind.__name__)
