@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import attention, attention_decode
 from tokenmix_core.testing.benchmarking import (
-    captured,
     first_call_seconds,
-    interleaved_medians,
     measure,
+    measure_step,
     mixed_lengths,
 )
 
@@ -116,22 +115,17 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
         _random(B, S, H, K, device=device),
     )
     lengths = torch.full((B,), S, dtype=torch.int32, device=device)
-    runs: dict[str, Callable[[], object]] = {"tokenmix": lambda: attention_decode(q, k, v, lengths)}
+    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: attention_decode(q, k, v, lengths).o}
     if device != "cpu":
-        runs["FlashAttention-2 (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.FLASH_ATTENTION, causal=False)
+        forwards["FlashAttention-2 (SDPA)"] = functools.partial(
+            _sdpa, q, k, v, SDPBackend.FLASH_ATTENTION, causal=False
+        )
         if importlib.util.find_spec("flash_attn") is not None:
             from flash_attn import flash_attn_with_kvcache
 
-            runs["flash-attn, split KV"] = lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
-        runs = {name: captured(run) for name, run in runs.items()}
-    with torch.no_grad():
-        times = interleaved_medians(runs, device)
-    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
-    shape_name = f"B{B} S{S} H{HQ}/{H} K{K}" + (", CUDA graph" if device != "cpu" else "")
-    return [
-        {"op": "attention_decode", "shape": shape_name, "impl": name, "fwd_ms": ms} | empty
-        for name, ms in times.items()
-    ]
+            split = functools.partial(flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths, causal=True)
+            forwards["flash-attn, split KV"] = split
+    return measure_step("attention_decode", f"B{B} S{S} H{HQ}/{H} K{K}", device, forwards)
 
 
 def _random(*shape: int, device: str) -> Tensor:

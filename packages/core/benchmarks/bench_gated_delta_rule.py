@@ -12,10 +12,9 @@ from torch import Tensor
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.testing.benchmarking import (
-    captured,
     first_call_seconds,
-    interleaved_medians,
     measure,
+    measure_step,
     mixed_lengths,
 )
 
@@ -118,25 +117,18 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
 def _decode_rows(shape: tuple, device: str) -> list[dict]:
     B, H, K, V = shape
     q, k, v, g, beta = (x[:, 0].contiguous() for x in _inputs(B, 1, H, H, K, V, device))
-    state = torch.zeros(B, H, K, V, device=device)
-    runs: dict[str, Callable[[], object]] = {
+    state = torch.randn(B, H, K, V, device=device)
+    forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: gated_delta_rule_step(q, k, v, g, beta, state, qk_l2norm=True)
     }
-    if device != "cpu":
-        if importlib.util.find_spec("fla") is not None:
-            from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fla
+    if device != "cpu" and importlib.util.find_spec("fla") is not None:
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fla
 
-            tokens = tuple(x.unsqueeze(1) for x in (q, k, v, g, beta))
-            options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-            runs["flash-linear-attention"] = lambda: fla(*tokens, **options)
-        runs = {name: captured(run) for name, run in runs.items()}
-    with torch.no_grad():
-        times = interleaved_medians(runs, device)
-    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
-    name = f"B{B} H{H} K{K} V{V}" + (", CUDA graph" if device != "cpu" else "")
-    return [
-        {"op": "gated_delta_rule_step", "shape": name, "impl": impl, "fwd_ms": ms} | empty for impl, ms in times.items()
-    ]
+        # by name: its fifth argument is another gate, which is read as [B, T, H, K]
+        token = {name: x.unsqueeze(1) for name, x in zip(("q", "k", "v", "g", "beta"), (q, k, v, g, beta), strict=True)}
+        options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        forwards["flash-linear-attention"] = lambda: fla(**token, **options)[0][:, 0]
+    return measure_step("gated_delta_rule_step", f"B{B} H{H} K{K} V{V}", device, forwards)
 
 
 def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> list[Tensor]:

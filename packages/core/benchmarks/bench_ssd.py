@@ -12,10 +12,9 @@ from torch import Tensor
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_ssd, ssd_step
 from tokenmix_core.testing.benchmarking import (
-    captured,
     first_call_seconds,
-    interleaved_medians,
     measure,
+    measure_step,
     mixed_lengths,
 )
 
@@ -123,23 +122,16 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
     q, k = (_random(B, G, K, device=device) for _ in range(2))
     v, g = _random(B, HV, V, device=device), -torch.rand(B, HV, device=device)
     state = torch.randn(B, HV, K, V, device=device)
-    runs: dict[str, Callable[[], object]] = {"tokenmix": lambda: ssd_step(q, k, v, g, state)}
+    forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: ssd_step(q, k, v, g, state)}
     if device != "cpu" and importlib.util.find_spec("fla") is not None and G == HV:
         from fla.ops.simple_gla import fused_recurrent_simple_gla
 
         token = tuple(x.unsqueeze(1) for x in (q, k, v))
-        runs["FLA fused_recurrent_simple_gla"] = lambda: fused_recurrent_simple_gla(
-            *token, g=g.unsqueeze(1), scale=1.0, initial_state=state, output_final_state=True
-        )
-    if device != "cpu":
-        runs = {name: captured(run) for name, run in runs.items()}
-    with torch.no_grad():
-        times = interleaved_medians(runs, device)
-    shape_name = f"B{B} G{G} HV{HV} K{K} V{V}" + (", CUDA graph" if device != "cpu" else "")
-    none = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
-    return [
-        {"op": "SSD, one step", "shape": shape_name, "impl": name, "fwd_ms": ms, **none} for name, ms in times.items()
-    ]
+        options = {"scale": 1.0, "initial_state": state, "output_final_state": True}
+        forwards["FLA fused_recurrent_simple_gla"] = lambda: fused_recurrent_simple_gla(
+            *token, g=g.unsqueeze(1), **options
+        )[0][:, 0]
+    return measure_step("SSD, one step", f"B{B} G{G} HV{HV} K{K} V{V}", device, forwards)
 
 
 def _random(*shape: int, device: str) -> Tensor:

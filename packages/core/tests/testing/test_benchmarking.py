@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tokenmix_core.testing.benchmarking import measure, mixed_lengths
+from tokenmix_core.testing.benchmarking import measure, measure_step, mixed_lengths
 
 
 def test_mixed_lengths_fill_the_tokens_and_differ():
@@ -34,3 +34,17 @@ def test_a_peer_that_computes_something_else_is_left_out_where_all_should_be_ali
         rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2, alike=True)
     assert [row["impl"] for row in rows] == ["ours", "close"]
     assert len(measure("op", "B1", "cpu", forwards, (x,), repeats=2)) == 3
+
+
+def test_a_step_is_compared_with_peers_that_see_the_state_before_it_is_updated():
+    x, state = torch.randn(4), torch.randn(4)
+
+    def ours():
+        state.mul_(0.9)
+        return state + x
+
+    # the last one takes an argument for another, as calls by position may
+    forwards = {"ours": ours, "peer": lambda: 0.9 * state + x, "wrong": lambda: 0.9 * state * x}
+    with pytest.warns(UserWarning, match="wrong does not run here: .*differs"):
+        rows = measure_step("op", "B1", "cpu", forwards)
+    assert [(row["impl"], row["fwd_ms"] > 0) for row in rows] == [("ours", True), ("peer", True)]

@@ -138,7 +138,8 @@ def able(
     for name in peers:
         try:
             o = forwards[name]()
-            torch.autograd.grad(o, inputs, torch.ones_like(o))
+            if inputs:
+                torch.autograd.grad(o, inputs, torch.ones_like(o))
             if alike:
                 ours = forwards[first]().detach().float()
                 error = ((o.detach().float() - ours).norm() / ours.norm()).item()
@@ -195,6 +196,21 @@ def measure(
         }
         for name in forwards
     ]
+
+
+def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
+    """Rows of a decoding step: every implementation without gradients, on a GPU as a CUDA graph.
+
+    `forwards` are as in `measure`, but a state may be updated in place by the first. A peer that computes something
+    else is left out: it may not even have read what it was meant to.
+    """
+    with torch.no_grad():
+        runs: dict[str, Run] = {**able(forwards, (), alike=True)}
+        if device != "cpu":
+            runs, shape = {name: captured(run) for name, run in runs.items()}, f"{shape}, CUDA graph"
+        times = interleaved_medians(runs, device)
+    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    return [{"op": op, "shape": shape, "impl": name, "fwd_ms": ms} | empty for name, ms in times.items()]
 
 
 def table(rows: Sequence[dict]) -> str:
