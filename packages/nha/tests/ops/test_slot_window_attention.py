@@ -161,6 +161,22 @@ def test_a_full_window_is_attention_behind_zero_slots():
     assert relative_error(slot_window_attention(**x, window=19)[0], exact["o"]) > 1e-6
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_behind_a_full_window_agrees_with_the_equations(packed):
+    borders = torch.tensor([0, 30, 30, 65], dtype=torch.int32) if packed else None
+    x = inputs(B=1 if packed else 2, T=65, K=64, V=64, M=16, dtype=torch.float32)
+
+    def run(impl, **x):
+        o = slot_window_attention(**x, window=65, impl=impl, cu_seqlens=borders, output_final_state=False).o
+        return _Results(o=o + 0 * x["f"].sum())
+
+    got, upstream = values_and_gradients(partial(run, "triton"), x)
+    exact, _ = values_and_gradients(partial(run, "reference"), x, upstream, dtype=torch.float64)
+    eager, _ = values_and_gradients(partial(run, "reference"), x, upstream)
+    for name in exact:
+        assert_within(name, got[name], exact[name], eager[name])
+
+
 def test_open_gates_let_nothing_in_and_closed_ones_replace():
     x = inputs(T=30, gates="weak")
     _, state = slot_window_attention(**x | {"f": torch.zeros_like(x["f"])}, window=4)

@@ -28,6 +28,7 @@ def _forward(
 
 
 attention_op = torch.library.custom_op("tokenmix_core::attention", _forward, mutates_args=())
+attention_forward = direct_when_eager(attention_op, _forward)
 
 
 @attention_op.register_fake

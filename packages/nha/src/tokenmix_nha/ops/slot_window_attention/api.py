@@ -95,7 +95,7 @@ def slot_window_attention(
         from tokenmix_nha.ops.slot_window_attention.prefix import zero_prefix_attention
 
         o = zero_prefix_attention(q, k, v, cu_seqlens, dims["M"], factor, backend)
-        slots_k, slots_v = _zero_slots(dims, q)
+        slots_k, slots_v = _zero_slots(dims, q) if output_final_state else (None, None)
     elif backend == "triton":
         from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_triton
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.ops.common import differentiable, direct_when_eager, on_hopper
+from tokenmix_core.ops.common import aligned, differentiable, direct_when_eager, on_hopper
 from tokenmix_core.tile.launch import compiled_together
 from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_gates import slot_window_backward_gates_kernel
@@ -338,8 +338,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     tensors = ctx.saved_tensors
-    do = torch.zeros_like(tensors[8]) if do is None else do.contiguous()
-    dfinal_k, dfinal_v = (None if x is None else x.contiguous() for x in (dfinal_k, dfinal_v))
+    do, dfinal_k, dfinal_v = map(aligned, (torch.zeros_like(tensors[8]) if do is None else do, dfinal_k, dfinal_v))
     *grads, dinitial_k, dinitial_v = _backward(*tensors, do, dfinal_k, dfinal_v, *ctx.options, ctx.initial)
     slots = grads[4:] if tensors[4] is not None else (None, None)
     initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
@@ -353,5 +352,5 @@ def slot_window_attention_triton(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o and the final slots, by the kernels; keys are the window before the queries and theirs."""
-    tensors = (None if x is None else x.contiguous() for x in (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
+    tensors = map(aligned, (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
     return _attention(*tensors, start, cu_seqlens, before, window, scale)
