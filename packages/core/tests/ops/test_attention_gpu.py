@@ -138,6 +138,30 @@ def test_libraries_answer_to_float64(impl, case, through_lse):
     answers_to_float64(case, torch.bfloat16, impl, 128, through_lse=through_lse)
 
 
+LAYOUTS = {
+    "begins anywhere": lambda x: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x),
+    "elements apart": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "rows of odd length": lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
+    "one head repeated": lambda x: x[:, :, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("impl", ["sdpa", "flash_attn"])
+def test_libraries_read_any_layout(impl, window, layout):
+    if impl == "flash_attn":
+        pytest.importorskip("flash_attn")
+    *x, up = (layout(t.detach()) for t in (*inputs(TQ=200, K=128), inputs(TQ=200, K=128, seed=1)[0]))
+    results = []
+    for make in (lambda t: t, lambda t: t.contiguous().clone()):
+        leaves = [make(t).detach().requires_grad_() for t in x]
+        o = attention(*leaves, window=window, impl=impl).o
+        results.append((o, *torch.autograd.grad(o, leaves, make(up))))
+    for got, wanted in zip(*results, strict=True):
+        assert relative_error(got, wanted) < 8e-3
+
+
 @pytest.mark.parametrize("case", ["causal", "bidirectional, ragged"])
 @pytest.mark.parametrize(("K", "V"), [(256, 256), (128, 64), (64, 128), (256, 128), (96, 200)])
 def test_cudnn_answers_to_float64_with_large_and_unequal_heads(K, V, case):

@@ -5,6 +5,7 @@ import torch
 
 from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, replay, short_conv
 from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.testing.closeness import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +106,18 @@ def test_strides_are_followed(op):
     for seed in range(3):
         for make in (strided, lambda seed: inputs(seed=seed)):
             check_equal(results(op, make(seed)), run(op, make(seed)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_may_begin_anywhere(op):
+    tensors = inputs()
+    wanted = run(op, tensors)
+    # two or four bytes past a multiple of 16
+    beside = [x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x.detach()) for x in tensors]
+    for _ in range(2):
+        got = results(op, (*(x.requires_grad_() for x in beside[:3]), beside[3]))
+        for x, y in zip(got, wanted, strict=True):
+            assert x is None or relative_error(x, y) < 8e-3
 
 
 @pytest.mark.parametrize("op", OPS)

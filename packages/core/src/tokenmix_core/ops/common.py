@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +120,16 @@ def differentiable(
         return output if outputs is None else output[:outputs]
 
     return call
+
+
+def aligned(x: Tensor | None) -> Any:
+    """x where it is contiguous and begins at a multiple of 16 bytes, which a slice may not, else such a copy.
+
+    Copies into shared memory take 16 bytes at a time, and for other addresses kernels would be compiled anew.
+    """
+    if x is None or (x.is_contiguous() and (not is_plain(x) or x.data_ptr() % 16 == 0)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] = ("triton", "reference")) -> str:

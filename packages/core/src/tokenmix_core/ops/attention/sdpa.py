@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.attention.backends import Mask, takes_cudnn
-from tokenmix_core.ops.attention.flash import borders, window_sides
+from tokenmix_core.ops.attention.flash import borders, readable, window_sides
 from tokenmix_core.ops.attention.reference import visible
 
 _aten = torch.ops.aten
@@ -22,6 +22,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     if not q.is_cuda:
         return _cpu_forward(q, k, v, cu_seqlens, mask, scale)
+    q, k, v = (readable(x) for x in (q, k, v))
     if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal, scale=scale)
@@ -42,6 +43,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     assert dlse is None
     if not q.is_cuda:
         return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
+    q, k, v, do = (readable(x) for x in (q, k, v, do))
     # the state of a generator that only dropout would read
     seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
     if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):

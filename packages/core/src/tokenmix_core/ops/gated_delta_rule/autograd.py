@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager
+from tokenmix_core.ops.common import aligned, differentiable, direct_when_eager
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward
@@ -79,8 +79,7 @@ def step_op(
 
 def run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     """o, the final states, and what `run_backward` takes back: Ã, the gates, states that enter segments and their M."""
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    initial_state = None if initial_state is None else initial_state.contiguous()
+    q, k, v, g, beta, initial_state = map(aligned, (q, k, v, g, beta, initial_state))
     terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm)
     out = forward(q, k, v, *terms[:3], initial_state, cu_seqlens, scale, qk_l2norm)
     return out.o, out.final_state, *terms
@@ -97,8 +96,8 @@ def run_backward(
     qk_l2norm,
 ):  # fmt: skip
     """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    do, dfinal_state, initial_state = (None if x is None else x.contiguous() for x in (do, dfinal_state, initial_state))
+    q, k, v, g, beta = map(aligned, (q, k, v, g, beta))
+    do, dfinal_state, initial_state = map(aligned, (do, dfinal_state, initial_state))
     terms, options = (inverse, gates), (cu_seqlens, scale, qk_l2norm)
     # the steps on Hopper sum ⟨dS', S⟩ from what is stored in 16 bits alone
     parts = q.element_size() == 2 and not (do is not None and hopper.takes(q, k, do))
@@ -141,7 +140,7 @@ def _backward_of_chunk(ctx, do, dfinal_state, *_):
 def _backward_of_recurrent(ctx, do, dfinal_state):
     q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
     if is_plain(q):
-        k, v, g, beta = (x.contiguous() for x in (k, v, g, beta))
+        k, v, g, beta, initial_state = map(aligned, (k, v, g, beta, initial_state))
         terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, ctx.qk_l2norm)
     else:
         terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm)[2:]

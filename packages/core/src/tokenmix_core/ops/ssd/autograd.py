@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager, on_hopper
+from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, on_hopper
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -18,11 +16,7 @@ def token_rows(x: Tensor) -> Tensor:
     B, T, H, D = x.shape
     stride = x.stride()
     rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
-    return x if rows and stride[1] % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
-def _contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(x if x is None else x.contiguous() for x in tensors)
+    return x if rows and stride[1] % 8 == 0 and x.data_ptr() % 16 == 0 else aligned(x)
 
 
 def _plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuning.SSDPlan:
@@ -46,8 +40,8 @@ def run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None) -
     from tokenmix_core.ops.ssd.states import segment_states
 
     plan = _plan(q, v, cu_seqlens)
-    q, k, v, g = token_rows(q), token_rows(k), token_rows(v), g.contiguous()
-    initial_state, dt, D = _contiguous(initial_state, dt, D)
+    q, k, v, g = token_rows(q), token_rows(k), token_rows(v), aligned(g)
+    initial_state, dt, D = map(aligned, (initial_state, dt, D))
     if not _forward_segment(plan, v.device):
         o, final_state = ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, 0, plan.forward)
         assert final_state is not None, "whole sequences end in a state"
@@ -71,8 +65,8 @@ def run_backward(
     walks = fused and plan.gradients.walks
     if not fused and not (dt is None and D is None):
         return _composed_backward(q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt, D)
-    q, k, v, do, g = token_rows(q), token_rows(k), token_rows(v), token_rows(do), g.contiguous()
-    initial_state, final_gradient, dt, D = _contiguous(initial_state, final_gradient, dt, D)
+    q, k, v, do, g = token_rows(q), token_rows(k), token_rows(v), token_rows(do), aligned(g)
+    initial_state, final_gradient, dt, D = map(aligned, (initial_state, final_gradient, dt, D))
     initial_gradient, after = None, final_gradient
     if plan.segment:
         if before is None or not len(before):
@@ -116,8 +110,8 @@ def run_recurrent(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None)
     """o and the final states, token by token."""
     from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
 
-    q, k, v, g = token_rows(q), token_rows(k), token_rows(v), g.contiguous()
-    initial_state, dt, D = _contiguous(initial_state, dt, D)
+    q, k, v, g = token_rows(q), token_rows(k), token_rows(v), aligned(g)
+    initial_state, dt, D = map(aligned, (initial_state, dt, D))
     shape = (_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
     final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
     return ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens), final_state
@@ -128,7 +122,7 @@ def run_step(q, k, v, g, state, scale, dt=None, D=None) -> Tensor:
     from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
 
     q, k, v = (token_rows(x.unsqueeze(1)) for x in (q, k, v))
-    g, dt, D = _contiguous(g, dt, D)
+    g, dt, D = map(aligned, (g, dt, D))
     g, dt = (x if x is None else x.unsqueeze(1) for x in (g, dt))
     return ssd_recurrent(q, k, v, g, dt, D, scale, state, state, None).squeeze(1)
 
