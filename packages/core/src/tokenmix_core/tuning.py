@@ -246,6 +246,11 @@ def gated_delta_rule_segment(sequences: int, HV: int, tokens: int) -> int:
     return segment if segment < length else 0
 
 
+def gated_delta_rule_columns(programs: int, V: int) -> int:
+    """Columns of the state a program of the forward step on Hopper: half of them where that leaves one round."""
+    return V // 2 if 2 * programs <= _PROGRAMS else V
+
+
 def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, packed: bool) -> int:
     """The same for the reverse pass on Hopper, to which a segment costs only some chunks more.
 

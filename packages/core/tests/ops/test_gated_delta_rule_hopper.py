@@ -97,9 +97,11 @@ def test_segments(decay, then, borders, on_hopper, monkeypatch):
     check(x, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("decay", [0.5, 0.001])
-def test_segments_of_heads_that_groups_of_warps_share(decay, on_hopper, monkeypatch):
+def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    monkeypatch.setattr(tuning, "gated_delta_rule_columns", lambda *programs: columns)
     x = inputs(1, 300, 1, 2, 128, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
     assert on_hopper >= {"forward", "backward"}

@@ -106,3 +106,17 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.const
         length = T
         first = (i_c - i_n * chunks) * C
     return i_n, begin, length, first
+
+
+@gluon.jit
+def let_next_begin():
+    """From here on the next kernel may begin where there is room, if it is launched with `launch_pdl`."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_kernels_before():
+    """Wait until the kernel before has ended: what is launched with `launch_pdl` reads and writes nothing earlier."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -2,7 +2,8 @@
 
 One group brings what chunks read into shared memory, two run along the chunks with 64 columns of S each, and one turns
 the S and R that those hand on into outputs, or keeps them for the backward pass. They meet at barriers alone: what is
-not part of the chain from state to state is done beside it. Heads of 128.
+not part of the chain from state to state is done beside it. Heads of 128; where there are few of them, a program takes
+64 columns, with one group that runs along the chunks.
 """
 
 from torch import Tensor
@@ -16,10 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import add, load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
-from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, store_rows
+from tokenmix_core.tile.hopper import (
+    await_kernels_before,
+    causal_decay,
+    fetch_rows,
+    locate_chunk,
+    product_layout,
+    store_rows,
+)
 from tokenmix_core.tile.launch import cached_launch
 
 # chunks that are in shared memory or on their way there
@@ -45,7 +54,8 @@ def load_last(p_gates, rows):
 
 @gluon.jit
 def copy_chunks(
-    pointers, tiles, full, empty, rows, chunks, H: gl.constexpr, HV: gl.constexpr, QUERIES: gl.constexpr
+    pointers, tiles, full, empty, rows, chunks, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Bring what a chunk reads into one of the places, as soon as the chunk that was there has left it."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -53,7 +63,7 @@ def copy_chunks(
     q_s, k_s, v_s, a_s, gates_s = tiles
     # strides are known to the compiler: as numbers they would take the registers of this group, and more
     s_qk: gl.constexpr = H * k_s.shape[2]
-    s_vo: gl.constexpr = HV * v_s.shape[2]
+    s_vo: gl.constexpr = HV * V
     s_at: gl.constexpr = HV * a_s.shape[2]
     for i in range(chunks):
         here = i % PLACES
@@ -195,32 +205,31 @@ def write_outputs(
 
 
 @gluon.jit
-def keep_states(p_s, p_r, results, barriers, rows, early, chunks, stride_s, stride_r: gl.constexpr):
+def keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV: gl.constexpr, V: gl.constexpr):
     """Write S and R of each chunk."""
     s_s, s_r = results
     _, _, states, residuals = barriers
     for i in range(chunks):
         mbarrier.wait(states.index(0), i & 1)
-        store_rows(p_s, s_s, s_s.shape[1], gl.where(i < early, 0, s_s.shape[0]), 4)
+        store_rows(p_s, s_s, V, gl.where(i < early, 0, s_s.shape[0]), 4)
         mbarrier.arrive(states.index(1))
         mbarrier.wait(residuals.index(0), i & 1)
-        store_rows(p_r, s_r, stride_r, gl.where(i < early, 0, rows), 4)
+        store_rows(p_r, s_r, HV * V, gl.where(i < early, 0, rows), 4)
         mbarrier.arrive(residuals.index(1))
-        p_s += stride_s
-        p_r += 64 * stride_r
+        p_s += HV * s_s.shape[0] * V
+        p_r += 64 * HV * V
         rows -= 64
 
 
 @gluon.jit
 def write_results(
-    pointers, tiles, results, barriers, s_o, scale, rows, early, chunks, HV: gl.constexpr, L2NORM: gl.constexpr,
+    pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, L2NORM: gl.constexpr,
     SAVE: gl.constexpr,
 ):  # fmt: skip
     p_o, p_r, p_s = pointers
-    K: gl.constexpr = results[0].shape[0]
-    V: gl.constexpr = results[0].shape[1]
+    rows, early, chunks = span
     if SAVE:
-        keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV * K * V, HV * V)
+        keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV, V)
     else:
         write_outputs(p_o, tiles, results, barriers, s_o, scale, rows, early, chunks, HV * V, L2NORM)
 
@@ -230,10 +239,10 @@ def write_results(
 def forward_kernel(
     q, k, v, inverse, gates, entering, initial_state, cu_seqlens, order, o, final_state, residual, saved,
     scale, T, N, tokens, segment,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, SAVE: gl.constexpr,
-    INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
+    SAVE: gl.constexpr, INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states or, with SAVE, R and the state entering each chunk.
+    """Outputs and final states or, with SAVE, R and the state entering each chunk: of BV columns a program.
 
     With ORDERED programs take segments by `order`.
     """
@@ -241,7 +250,33 @@ def forward_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     places: gl.constexpr = PLACES
-    i_s, i_hv = gl.program_id(0) // HV, gl.program_id(0) % HV
+    q_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
+    k_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
+    v_s = gl.allocate_shared_memory(dtype, [places, BT, BV], shared)
+    a_s = gl.allocate_shared_memory(dtype, [places, BT, BT], shared)
+    # b, β r, −γ r and 2^(b_last − b) β r
+    gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
+    s_s = gl.allocate_shared_memory(dtype, [K, BV], shared)
+    s_r = gl.allocate_shared_memory(dtype, [BT, BV], shared)
+    s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
+    # S and R have a barrier for being there and one for having been read
+    full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    states = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    residuals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    groups: gl.constexpr = BV // 64
+    for i in gl.static_range(places):
+        # each of 128 threads tells of its copies, and one of the gates
+        mbarrier.init(full.index(i), 129)
+        mbarrier.init(empty.index(i), groups if SAVE else groups + 1)
+    mbarrier.init(states.index(0), groups)
+    mbarrier.init(states.index(1), 1)
+    mbarrier.init(residuals.index(0), groups)
+    mbarrier.init(residuals.index(1), 1)
+
+    await_kernels_before()
+    i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
+    i_s, i_hv = i_sh // HV, i_sh % HV
     if ORDERED:
         i_s = gl.load(order + i_s)
     i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, 4)
@@ -256,7 +291,7 @@ def forward_kernel(
         if skipped > 0:
             begun = first - segment + skipped * BT
     token = begin + begun
-    o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V
+    o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
     if PACKED:
@@ -264,33 +299,12 @@ def forward_kernel(
     else:
         slot = i_n.to(gl.int64) * gl.cdiv(T, BT) + begun // BT
 
-    q_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
-    k_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
-    v_s = gl.allocate_shared_memory(dtype, [places, BT, V], shared)
-    a_s = gl.allocate_shared_memory(dtype, [places, BT, BT], shared)
-    # b, β r, −γ r and 2^(b_last − b) β r
-    gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
-    s_s = gl.allocate_shared_memory(dtype, [K, V], shared)
-    s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    s_o = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    # S and R have a barrier for being there and one for having been read
-    full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
-    states = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    residuals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(places):
-        # each of 128 threads tells of its copies, and one of the gates
-        mbarrier.init(full.index(i), 129)
-        mbarrier.init(empty.index(i), 2 if SAVE else 3)
-    for i in gl.static_range(2):
-        mbarrier.init(states.index(i), 2 - i)
-        mbarrier.init(residuals.index(i), 2 - i)
-
     rows, end = length - begun, gl.minimum(first + segment, length)
     # the chunks before the segment come first, and nothing of them is stored
     chunks, early = gl.cdiv(end - begun, BT), (first - begun) // BT
-    o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V
-    p_initial, known = entering + (i_s.to(gl.int64) * HV + i_hv) * K * V, V
+    span = (rows, early, chunks)
+    o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
+    p_initial, known = entering + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
     if first == 0:
         p_initial = initial_state + o_state
         known = V if INITIAL else 0
@@ -302,17 +316,27 @@ def forward_kernel(
     tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states, residuals)
     inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates)
     ends = (p_initial, final_state + o_state, p_gates)
-    outputs = (o + o_vo, residual + o_vo, saved + (slot * HV + i_hv) * K * V)
-    # 16 warps of 128 registers; the first group takes those that the others leave
-    gl.warp_specialize(
-        [
-            (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
-            (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
-            (write_results, (outputs, tiles, results, barriers, s_o, scale, rows, early, chunks, HV, L2NORM, SAVE)),
-            (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, not SAVE)),
-        ],
-        [4, 4, 4], [160, 136, 56],
-    )  # fmt: skip
+    outputs = (o + o_vo, residual + o_vo, saved + (slot * HV + i_hv) * K * V + i_v * BV)
+    # the first group takes the registers that the others leave of 512, or 504, a thread of each
+    if groups == 2:
+        gl.warp_specialize(
+            [
+                (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
+                (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
+                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)),
+                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, not SAVE)),
+            ],
+            [4, 4, 4], [160, 136, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
+                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)),
+                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, not SAVE)),
+            ],
+            [4, 4], [200, 96],
+        )  # fmt: skip
 
 
 def forward(
@@ -339,9 +363,11 @@ def forward(
     HV, V = v.shape[2:]
     # one that no sequence exceeds
     segment = segment or (T // CHUNK + 1) * CHUNK
-    forward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
+    programs = chunk_slots(B, T, segment, cu_seqlens) * HV
+    BV = tuning.gated_delta_rule_columns(programs, V)
+    forward_kernel[(programs * (V // BV),)](
         q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
         scale, T, sequences(q, cu_seqlens), B * T, segment,
-        H, HV, K, V, CHUNK, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
-        num_warps=4,
+        H, HV, K, V, CHUNK, BV, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import add
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, sequences
-from tokenmix_core.tile.hopper import fetch_rows, locate_chunk, store_rows
+from tokenmix_core.tile.hopper import fetch_rows, let_next_begin, locate_chunk, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 # warps that share a multiprocessor: its registers are enough for no more without spills
@@ -176,6 +176,7 @@ def prepare_kernel(
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     group: gl.constexpr = HV // H
+    let_next_begin()
     s_k = gl.allocate_shared_memory(dtype, [K // 64, BT, 64], gl.NVMMASharedLayout(128, 16))
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
