@@ -137,7 +137,7 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         gradients = SSDGradients(64, min(V, 32), 8, 1)
     else:
         hopper = K in (64, 128) and V in (64, 128)
-        forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2, 64 if hopper else 0)
+        forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2, _ssd_columns(K, V))
         states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
         gradients = SSDGradients(
             64,
@@ -149,14 +149,15 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
 
     # sequences cut into segments read k and v once more, so only where they alone leave the device idle
     segment = 0
-    programs = N * HV * (V // forward.BV)
+    programs = N * HV * (V // (forward.hopper or forward.BV))
     if programs < _PROGRAMS:
-        pieces = next_power_of_2(cdiv(2 * _PROGRAMS, programs))
+        # wide programs have a multiprocessor for themselves
+        pieces = _PROGRAMS // programs if forward.hopper == 128 else next_power_of_2(cdiv(2 * _PROGRAMS, programs))
         segment = max(256, next_power_of_2(cdiv(T, pieces)))
         segment = 0 if segment >= T else segment
 
     # short sequences in one launch: twice as many programs fit as there are multiprocessors
-    if B == N and T <= 512 and forward.hopper:
+    if B == N and T <= 512 and forward.hopper == 64:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
         forward = forward._replace(lookback=next(spans, 0))
 
@@ -164,6 +165,13 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
     if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
         gradients = gradients._replace(walks=True)
     return SSDPlan(segment, forward, states, gradients)
+
+
+def _ssd_columns(K: int, V: int) -> int:
+    """Columns of the state a program for Hopper; 0 where Triton's form is taken."""
+    if K < 64 or V < 64 or (K, V) == (256, 64):
+        return 0
+    return 128 if K == 256 else 64
 
 
 def _fills(programs: int) -> bool:
@@ -267,25 +275,18 @@ def gated_delta_rule_tiles(step: str, K: int, element_size: int) -> tuple[ScanTi
     return _GATED_DELTA_RULE[step][element_size, K]
 
 
-class ShortConvTile(NamedTuple):
-    """BT tokens by BD channels."""
-
-    BT: int
-    BD: int
-    num_warps: int
-
-
-def short_conv() -> ShortConvTile:
-    """The tile of the short convolution, forward."""
-    return ShortConvTile(32, 128, 4)
-
-
 class ShortConvRun(NamedTuple):
     """BT tokens, BU a step, by BD channels a warp."""
 
     BT: int
     BU: int
     BD: int
+
+
+def short_conv(tokens: int, channels: int) -> ShortConvRun:
+    """The runs of the short convolution's forward pass."""
+    BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 2048))
+    return ShortConvRun(min(max(BT, 4), 64), 4, 128)
 
 
 def short_conv_backward(tokens: int, channels: int) -> ShortConvRun:

@@ -47,11 +47,12 @@ def test_every_length(T):
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
 
 
-@pytest.mark.parametrize("BT", [16, 32, 64, 128])
+@pytest.mark.parametrize("BT", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_length_of_a_run(packed, BT, monkeypatch):
-    run = tuning.short_conv_backward(1000, 260)._replace(BT=BT)
-    monkeypatch.setattr(tuning, "short_conv_backward", lambda tokens, channels: run)
+    for run in "short_conv", "short_conv_backward":
+        tile = getattr(tuning, run)(1000, 260)._replace(BT=BT)
+        monkeypatch.setattr(tuning, run, lambda tokens, channels, tile=tile: tile)
     conv = partial(short_conv, activation="silu", **({"cu_seqlens": borders()} if packed else {}))
     x = inputs(1, 1000, 260, 4, N=6 if packed else 1)
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)

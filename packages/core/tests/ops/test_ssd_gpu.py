@@ -84,7 +84,7 @@ def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128)])
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128), (128, 256)])
 @pytest.mark.parametrize("lookback", [64, 128])
 def test_segments_that_look_back(lookback, K, V, dtype, monkeypatch):
     forward = tuning.ssd(2, 450, 2, 1, 2, K, V, dtype).forward._replace(lookback=lookback)
@@ -122,12 +122,16 @@ def test_steps_and_a_skip(K, V, dtype, segment, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
-    ("K", "V", "columns"), [(128, 64, 64), (64, 128, 64), (64, 128, 128), (64, 64, 64), (128, 128, 64), (128, 128, 128)]
-)
+    ("K", "V", "columns"),
+    [
+        (128, 64, 64), (64, 128, 64), (64, 128, 128), (64, 64, 64), (128, 128, 64), (128, 128, 128),
+        (64, 256, 64), (128, 256, 64), (256, 64, 64), (256, 128, 128), (256, 256, 128),
+    ],
+)  # fmt: skip
 def test_outputs_of_some_columns_a_program(K, V, columns, dtype, packed, segment, monkeypatch):
     forward = tuning.ssd(1, 1000, 1, 1, 2, K, V, dtype).forward._replace(hopper=columns)
     plan_with(monkeypatch, forward=forward, segment=segment)
-    x = inputs(1, 1000, 1, 2, K, V, N=7 if packed else 1, dtype=dtype)
+    x = inputs(1, 1000, 1, 2, K, V, N=7 if packed else 1, dtype=dtype, steps=K == 256)
     check(x, **({"cu_seqlens": borders()} if packed else {}))
 
 

@@ -24,6 +24,7 @@ CASES = {
     "more keys than values": (dict(B=1, T=66, G=1, HV=4, K=128, N=1), 2, 64, {}),
     "more values than keys": (dict(B=1, T=66, G=1, HV=2, V=128), 1, 128, {}),
     "wide heads": (dict(B=1, T=66, G=1, HV=2, K=128, V=128), 1, 64, {}),
+    "keys in two parts": (dict(B=1, T=130, G=1, HV=2, K=256, V=128, N=1, steps=True), 1, 128, {}),
     "steps and a skip": (dict(B=2, T=130, G=1, HV=2, N=2, steps=True), 1, 64, {}),
     "heads of a group, steps and a skip": (dict(B=1, T=130, G=1, HV=4, N=1, steps=True), 4, 64, {}),
     "packed, steps and a skip": (

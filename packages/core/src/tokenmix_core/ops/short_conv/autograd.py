@@ -28,7 +28,7 @@ def run_forward(x, weight, bias, activation, initial_state, cu_seqlens) -> tuple
     """o and the last inputs of each sequence."""
     from tokenmix_core.ops.short_conv.forward import short_conv_forward
 
-    config = tuning.short_conv()
+    config = tuning.short_conv(x.shape[0] * x.shape[1], x.shape[2])
     weight, bias, state = _contiguous(weight), _contiguous(bias), _contiguous(initial_state)
     return short_conv_forward(token_rows(x), weight, bias, activation, state, cu_seqlens, config)
 

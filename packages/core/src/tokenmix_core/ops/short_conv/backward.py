@@ -8,26 +8,10 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots
+from tokenmix_core.ops.short_conv.forward import load_input, within
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
-
-
-@triton.jit
-def within(o_t, low, high, m_d):
-    """The mask of channels where a position lies in `low` … `high` − 1, else none."""
-    # Triton 3.9's interpreter takes no number in a mask
-    b_t = o_t + tl.zeros(m_d.shape, tl.int32)
-    return (b_t >= low) & (b_t < high) & m_d
-
-
-@triton.jit
-def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
-    """The input at position `o_t` of a sequence whose row 0 is at `p_x`, float32; before 0 lies the initial state."""
-    b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
-    if p_initial is not None:
-        b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
-    return b_x
 
 
 @cached_launch

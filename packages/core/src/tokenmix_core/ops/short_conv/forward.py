@@ -1,5 +1,8 @@
 """The convolution over whole sequences, and one step of decoding in place."""
 
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
 import torch
 import triton
 import triton.language as tl
@@ -8,71 +11,86 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_core.tuning import ShortConvTile
+from tokenmix_core.tuning import ShortConvRun
 
 
 @triton.jit
-def load_inputs(p_x, p_initial, first, o_r, length, o_d, m_d, stride_x, W: tl.constexpr):
-    """Inputs in float32 at the positions `first + o_r` of a sequence, where `p_x` is its row `first`.
+def within(o_t, low, high, m_d):
+    """The mask of channels where a position lies in `low` … `high` − 1, else none."""
+    # Triton 3.9's interpreter takes no number in a mask
+    b_t = o_t + tl.zeros(m_d.shape, tl.int32)
+    return (b_t >= low) & (b_t < high) & m_d
 
-    Positions before 0 come from the initial state at `p_initial` (None is zero), those from `length` on are zero.
-    """
-    o_t = first + o_r
-    m_x = ((o_t >= 0) & (o_t < length))[:, None] & m_d[None, :]
-    b_x = tl.load(p_x + o_r[:, None] * stride_x + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+
+@triton.jit
+def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
+    """The input at position `o_t` of a sequence whose row 0 is at `p_x`, float32; before 0 lies the initial state."""
+    b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
-        m_s = ((o_t < 0) & (o_t > -W))[:, None] & m_d[None, :]
-        p_s = p_initial + o_d[None, :] * (W - 1) + (o_t + (W - 1))[:, None]
-        b_x += tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+        b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
     return b_x
 
 
 @triton.jit
-def convolve(p_x, p_initial, weight, bias, first, o_r, length, o_d, m_d, stride_x, W: tl.constexpr):
-    """The sums before the activation, float32, at the positions `first + o_r`."""
-    b_z = tl.zeros([o_r.shape[0], o_d.shape[0]], tl.float32)
-    if bias is not None:
-        b_z += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
-    for w in tl.static_range(W):
-        b_w = tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32)
-        b_x = load_inputs(p_x, p_initial, first, o_r + (w - W + 1), length, o_d, m_d, stride_x, W)
-        b_z += b_x * b_w[None, :]
-    return b_z
+def sigmoid(b_x):
+    # of two instructions: a division takes ten
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
+    return b_r * b_r
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "BT"])
 def short_conv_forward_kernel(
-    x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, D,
-    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """One walk over BT tokens, BU a step; the last W inputs are registers, so that each is read once."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
     # an empty sequence has one chunk too, which hands its initial state on
     if first >= tl.maximum(length, 1):
         return
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    o_r = tl.arange(0, BT)
-    o_state = tl.cast(i_n, tl.int64) * D * (W - 1)
-    p_x = x + (begin + first) * stride_x
+    end = tl.minimum(first + BT, length)
+    o_state = (tl.cast(i_n, tl.int64) * D + o_d) * (W - 1)
+    p_x = x + begin * stride_x + o_d
+    p_o = o + begin * D + o_d
     p_initial = initial_state
     if initial_state is not None:
         p_initial += o_state
-    b_o = convolve(p_x, p_initial, weight, bias, first, o_r, length, o_d, m_d, stride_x, W)
-    if SILU:
-        b_o *= tl.sigmoid(b_o)
-    p_o = o + (begin + first) * D + o_r[:, None] * D + o_d[None, :]
-    tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(first + o_r < length)[:, None] & m_d[None, :])
+    b_bias = tl.zeros([BD], tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_w = ()
+    # the first of W inputs leaves before it is used
+    b_x = (b_bias,)
+    for w in tl.static_range(W):
+        b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
+    for w in tl.static_range(W - 1):
+        b_x = b_x + (load_input(p_x, p_initial, first - (W - 1) + w, length, m_d, stride_x, W),)
 
+    for i in range(0, end - first, BU):
+        o_t = first + i
+        b_xs = ()
+        for u in tl.static_range(BU):
+            m_t = within(o_t + u, 0, end, m_d)
+            b_xs = b_xs + (tl.load(p_x + (o_t + u).to(tl.int64) * stride_x, mask=m_t, other=0.0),)
+        for u in tl.static_range(BU):
+            b_x = b_x[1:] + (b_xs[u].to(tl.float32),)
+            b_o = b_bias
+            for w in tl.static_range(W):
+                b_o += b_w[w] * b_x[w]
+            if SILU:
+                b_o *= sigmoid(b_o)
+            p_t = p_o + (o_t + u).to(tl.int64) * D
+            tl.store(p_t, b_o.to(o.dtype.element_ty), mask=within(o_t + u, 0, end, m_d))
     if first + BT >= length:
-        o_w = tl.arange(0, 8)
-        o_last = length - first - (W - 1) + o_w
-        b_x = load_inputs(p_x, p_initial, first, o_last, length, o_d, m_d, stride_x, W)
-        p_s = final_state + o_state + o_d[None, :] * (W - 1) + o_w[:, None]
-        tl.store(p_s, b_x.to(final_state.dtype.element_ty), mask=(o_w < W - 1)[:, None] & m_d[None, :])
+        for w in tl.static_range(W - 1):
+            b_last = load_input(p_x, p_initial, length - (W - 1) + w, length, m_d, stride_x, W)
+            tl.store(final_state + o_state + w, b_last.to(final_state.dtype.element_ty), mask=m_d)
 
 
-def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: ShortConvTile):
+def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: ShortConvRun):
     """o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x lie at one stride."""
     B, T, D = x.shape
     W = weight.shape[1]
@@ -80,8 +98,8 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
     o = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
     final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
     short_conv_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), cdiv(D, config.BD))](
-        x, weight, bias, initial_state, o, final_state, cu_seqlens, x.stride(1), T, N, D,
-        W, config.BT, config.BD, activation == "silu", cu_seqlens is not None, num_warps=config.num_warps,
+        x, weight, bias, initial_state, o, final_state, cu_seqlens, x.stride(1), T, N, config.BT, D,
+        W, config.BD, config.BU, activation == "silu", cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     return o, final_state
 
@@ -107,7 +125,7 @@ def short_conv_step_kernel(
     b_o += b_x.to(tl.float32) * tl.load(weight + o_d * W + W - 1, mask=m_d, other=0.0).to(tl.float32)
     tl.store(p_s + W - 2, b_x, mask=m_d)
     if SILU:
-        b_o *= tl.sigmoid(b_o)
+        b_o *= sigmoid(b_o)
     tl.store(o + i_b * D + o_d, b_o.to(o.dtype.element_ty), mask=m_d)
 
 

@@ -1,5 +1,8 @@
 """`forward` on Hopper: a sequence or segment, a head and BV columns of the state a program."""
 
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -47,14 +50,46 @@ def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED:
 
 
 @gluon.jit
+def fetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexpr = False):
+    """Begin to copy a chunk's rows, in parts of as many columns as a tile has, to place i of two."""
+    PARTS: gl.constexpr = x_2.shape[0] // 2
+    for p in gl.static_range(PARTS):
+        fetch_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, ANEW)
+
+
+@gluon.jit
+def enter_state(b_s, b_v, k_2, i, decay):
+    """Begin Sᵀ ← decay Sᵀ + Vᵀ K, part by part."""
+    PARTS: gl.constexpr = k_2.shape[0] // 2
+    b_new = ()
+    for p in gl.static_range(PARTS):
+        b_new = b_new + (warpgroup_mma(b_v, k_2.index(i * PARTS + p), b_s[p] * decay, is_async=True),)
+    return b_new
+
+
+@gluon.jit
+def store_state(p_s, b_s, stride: gl.constexpr):
+    """Store the parts of the state, which lie `stride` elements apart."""
+    for p in gl.static_range(len(b_s)):
+        gl.store(p_s + p * stride, b_s[p])
+
+
+@gluon.jit
+def await_state(b_s, b_v):
+    """Wait until V, which products read from registers, has entered all parts of the state."""
+    done = warpgroup_mma_wait(0, deps=(b_v,) + b_s)
+    return done[1:]
+
+
+@gluon.jit
 def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2, from_2, to_2):
-    """The state, transposed, after `chunks` whole chunks that begin at these addresses."""
+    """The parts of the state, transposed, after `chunks` whole chunks that begin at these addresses."""
     BT: gl.constexpr = k_2.shape[1]
     W: gl.constexpr = gl.num_warps()
     tile: gl.constexpr = product_layout(k_2.shape[2], W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     rows = gl.where(chunks > 0, BT, 0)
-    fetch_rows(k_2.index(0), k, stride_k, rows, W)
+    fetch_parts(k_2, 0, k, stride_k, rows, W)
     fetch_rows(v_2.index(0), v, stride_v, rows, W)
     async_copy.commit_group()
     b_g = load_numbers(g, HV, rows, 1)
@@ -66,14 +101,14 @@ def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2,
             as_matrix(to_2.index(here), 1, BT).store(b_dt * b_to)
         await_copies(0)
         o_t, rows = ((i + 1) * BT).to(gl.int64), gl.where(i + 1 < chunks, BT, 0)
-        fetch_rows(k_2.index(then), k + o_t * stride_k, stride_k, rows, W, True)
+        fetch_parts(k_2, then, k + o_t * stride_k, stride_k, rows, W, True)
         fetch_rows(v_2.index(then), v + o_t * stride_v, stride_v, rows, W, True)
         async_copy.commit_group()
         b_g = load_numbers(g + o_t * HV, HV, rows, 1)
         to_j = to_2.index(here).load(gl.SliceLayout(0, left))
         b_v = (v_2.index(here).permute((1, 0)).load(left).to(gl.float32) * to_j[None, :]).to(v_2.dtype)
-        b_s = warpgroup_mma(b_v, k_2.index(here), b_s * gl.exp2(gl.sum(total, 0)), is_async=True)
-        b_s, b_v = warpgroup_mma_wait(0, deps=[b_s, b_v])
+        b_s = enter_state(b_s, b_v, k_2, here, gl.exp2(gl.sum(total, 0)))
+        b_s = await_state(b_s, b_v)
     await_copies(0)
     return b_s
 
@@ -88,14 +123,18 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """With `LOOKBACK` a segment's program makes the state before it by itself, from the sequence's initial one.
 
-    The state is held transposed, `[BV, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
+    The state is held transposed, `[BV, K]`, 16 rows a warp: what depends on it is a left operand, from registers. Of
+    256 keys it has two parts, which are left operands one after the other, as registers would not hold both.
 
     Vectors by row are `x_i`, by column `x_j`, two chunks of them in shared memory `x_2`; strides count 16 bytes.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    tile: gl.constexpr = product_layout(K, W)
+    # wide keys in parts of 128
+    KP: gl.constexpr = min(K, 128)
+    PARTS: gl.constexpr = K // KP
+    tile: gl.constexpr = product_layout(KP, W)
     flat: gl.constexpr = product_layout(BT, W)
     # P is shared out among all warps: a warp group for each part of its columns
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BT * 4 // W, 16])
@@ -121,17 +160,20 @@ def hopper_forward_kernel(
     p_v, p_o = (v + begin * stride_v + i_h * V + i_v * BV, o + (begin * HV + i_h) * V + i_v * BV)
     o_h = begin * HV + i_h
 
-    q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
-    k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+    q_2 = gl.allocate_shared_memory(dtype, [2 * PARTS, BT, KP], shared)
+    k_2 = gl.allocate_shared_memory(dtype, [2 * PARTS, BT, KP], shared)
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
     # sums of decays b, scale e^b and e^(b_C − b)
     b_2, from_2, to_2 = (allocate_vectors(2, BT), allocate_vectors(2, BT), allocate_vectors(2, BT))
-    o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile)))
+    o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, KP, gl.SliceLayout(0, tile)))
     o_state = (i_n.to(gl.int64) * HV + i_h) * K * V + i_v * BV
     o_state = o_state + o_k[None, :] * V + o_v[:, None]
-    b_s = gl.load(initial_state + o_state) if INITIAL else gl.zeros([BV, K], gl.float32, tile)
+    b_s = ()
+    for p in gl.static_range(PARTS):
+        p_s = initial_state + (o_state + p * KP * V) if INITIAL else None
+        b_s = b_s + (gl.load(p_s) if INITIAL else gl.zeros([BV, KP], gl.float32, tile),)
     if LOOKBACK:
         back = -past.to(gl.int64)
         b_s = pass_tokens(
@@ -139,8 +181,8 @@ def hopper_forward_kernel(
             dt if dt is None else dt + o_h + back * HV,
             stride_k, stride_v, HV, past // BT, k_2, v_2, b_2, from_2, to_2,
         )  # fmt: skip
-    fetch_rows(q_2.index(0), p_q, stride_q, length, W)
-    fetch_rows(k_2.index(0), p_k, stride_k, length, W)
+    fetch_parts(q_2, 0, p_q, stride_q, length, W)
+    fetch_parts(k_2, 0, p_k, stride_k, length, W)
     fetch_rows(v_2.index(0), p_v, stride_v, length, W)
     async_copy.commit_group()
     b_g = load_numbers(g + o_h, HV, length, 1)
@@ -160,16 +202,19 @@ def hopper_forward_kernel(
     zero_o = gl.zeros([BV, BT], gl.float32, flat)
     for i_t in range(gl.cdiv(length, BT)):
         here, then = i_t % 2, (i_t + 1) % 2
-        s_q, s_k, s_v = q_2.index(here), k_2.index(here), v_2.index(here)
+        s_v = v_2.index(here)
         await_copies(0)
-        b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero_p, use_acc=False, is_async=True)
-        b_sh = gl.convert_layout(b_s.to(dtype), left)
-        b_o = warpgroup_mma(b_sh, s_q.permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_p = zero_p
+        for p in gl.static_range(PARTS):
+            s_q, s_k = q_2.index(here * PARTS + p), k_2.index(here * PARTS + p)
+            b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), b_p, use_acc=p > 0, is_async=True)
+        b_sh = gl.convert_layout(b_s[0].to(dtype), left)
+        b_o = warpgroup_mma(b_sh, q_2.index(here * PARTS).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         token = (i_t + 1) * BT
         o_t = token.to(gl.int64)
         if token < length:
-            fetch_rows(q_2.index(then), p_q + o_t * stride_q, stride_q, length - token, W, True)
-            fetch_rows(k_2.index(then), p_k + o_t * stride_k, stride_k, length - token, W, True)
+            fetch_parts(q_2, then, p_q + o_t * stride_q, stride_q, length - token, W, True)
+            fetch_parts(k_2, then, p_k + o_t * stride_k, stride_k, length - token, W, True)
             fetch_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
             async_copy.commit_group()
         b_g = load_numbers(g + o_h + o_t * HV, HV, length - token, 1)
@@ -189,12 +234,16 @@ def hopper_forward_kernel(
         barrier()
         from_j = from_2.index(here).load(gl.SliceLayout(0, flat))
         b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
+        for p in gl.static_range(1, PARTS):
+            b_sh = gl.convert_layout(b_s[p].to(dtype), left)
+            b_o = warpgroup_mma(b_sh, q_2.index(here * PARTS + p).permute((1, 0)), b_o, is_async=True)
+            b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
         b_o = warpgroup_mma(s_v.permute((1, 0)), s_p.permute((1, 0)), b_o * from_j[None, :], is_async=True)
         # Sᵀ ← e^b_C Sᵀ + (e^(b_C − b) Δ ⊙ V)ᵀ K
         to_j = enter_2.index(here).load(gl.SliceLayout(0, left_k))
         b_v = (s_v.permute((1, 0)).load(left_k).to(gl.float32) * to_j[None, :]).to(dtype)
-        b_s = warpgroup_mma(b_v, s_k, b_s * gl.exp2(gl.sum(total, 0)), is_async=True)
-        b_o = warpgroup_mma_wait(1, deps=[b_o])
+        b_s = enter_state(b_s, b_v, k_2, here, gl.exp2(gl.sum(total, 0)))
+        b_o = warpgroup_mma_wait(PARTS, deps=[b_o])
         s_o.permute((1, 0)).store(b_o.to(dtype))
         barrier()
         store_rows(p_o + (i_t * BT).to(gl.int64) * HV * V, s_o, HV * V, length - i_t * BT, W, True)
@@ -202,12 +251,12 @@ def hopper_forward_kernel(
         if dt is not None:
             as_matrix(dt_2.index(then), 1, BT).store(b_dt)
             as_matrix(enter_2.index(then), 1, BT).store(b_dt * b_to)
-        b_s, b_v = warpgroup_mma_wait(0, deps=[b_s, b_v])
+        b_s = await_state(b_s, b_v)
     if LOOKBACK:
         if past + segment >= T:
-            gl.store(final_state + o_state, b_s)
+            store_state(final_state + o_state, b_s, KP * V)
     elif not SEGMENTED:
-        gl.store(final_state + o_state, b_s)
+        store_state(final_state + o_state, b_s, KP * V)
 
 
 def hopper_forward(q, k, v, g, dt, D, o, scale, initial_state, final_state, cu_seqlens, segment, spans, BV) -> None:
