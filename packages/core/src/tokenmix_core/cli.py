@@ -146,7 +146,7 @@ def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Par
     sub = command(commands, "bench", "measure a model's speed and memory on this machine", "tiny --lengths 512,2048")
     sub.add_argument("target", metavar="RECIPE|CHECKPOINT", help="a recipe's model gets random weights")
     sub.add_argument(
-        "--lengths", type=numbers, default=(512, 1024, 2048), metavar="T,T", help="context lengths in tokens"
+        "--lengths", type=numbers, default="512,1024,2048", metavar="T,T", help="context lengths in tokens"
     )
     sub.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time")
     sub.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that the median is taken of")
@@ -175,7 +175,7 @@ def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Par
     sub = command(commands, "info", "show versions, recipes and suites, or what a model is", "tiny")
     sub.add_argument("target", nargs="?", metavar="RECIPE|CHECKPOINT", help="the model to describe")
     sub.add_argument(
-        "--lengths", type=numbers, default=(2048, 32768), metavar="T,T", help="contexts to size the cache for"
+        "--lengths", type=numbers, default="2048,32768", metavar="T,T", help="contexts to size the cache for"
     )
     if more is not None:
         more(partial(command, commands))

@@ -188,8 +188,9 @@ def info(args: argparse.Namespace, context: Context) -> None:
         ("mixers", dict.fromkeys(known_mixers(), "")),
     ):
         print(f"\n{title}")
+        width = max(map(len, lines), default=0)
         for name, text in lines.items():
-            print(f"  {name:24} {text}".rstrip())
+            print(f"  {name:{width}}  {text}".rstrip())
 
 
 def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:

@@ -85,7 +85,11 @@ def test_mqar_suite_measures_every_size_that_fits():
         *("mqar-32-4", "mqar-32-8"),
     ]
     assert all(row["accuracy"] == 1 for row in result["rows"])
-    assert result["plots"][0]["series"] == {"64 tokens": ([4, 8, 16], [1, 1, 1]), "32 tokens": ([4, 8], [1, 1])}
+    assert result["plots"][0]["series"] == {
+        "64 tokens": ([4, 8, 16], [1, 1, 1]),
+        "32 tokens": ([4, 8], [1, 1]),
+        "chance": ([4, 16], [result["settings"]["chance"]] * 2),
+    }
     chosen = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=3, tasks=("mqar-64-8",), progress=False))
     assert chosen["rows"] == [row for row in result["rows"] if row["task"] == "mqar-64-8"]
 

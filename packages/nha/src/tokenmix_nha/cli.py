@@ -70,7 +70,7 @@ def _add_commands(add: cli.AddCommand) -> None:
     sub.add_argument(
         "--blocks",
         type=cli.numbers,
-        default=(8, 6, 4, 3, 2),
+        default="8,6,4,3,2",
         metavar="N,N",
         help="one full layer in every N, at each place",
     )

@@ -80,9 +80,13 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         x, y = series.setdefault(f"{length} tokens", ([], []))
         x.append(pairs)
         y.append(accuracy)
+    chance = 1 / (size - size // 2)
+    if rows:
+        ends = [end(row["pairs"] for row in rows) for end in (min, max)]
+        series["chance"] = (ends, [chance] * 2)
     title = "Multi-query associative recall"
     plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "shares": True, "series": series}
-    settings = {"vocab_size": size, "chance": 1 / (size - size // 2), "seed": options.seed}
+    settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
     return {"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]}
 
 

@@ -16,7 +16,7 @@ from tokenmix_core.evaluation.harness import run_tasks
 from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
 from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import generate_text, mqar_suite, niah_suite
-from tokenmix_core.evaluation.report import format_rows, write_result
+from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
 
 # lm-eval's names, and the metric that stands for each task in the average, as the papers report it
 COMMONSENSE = {
@@ -190,7 +190,7 @@ def evaluate(
             result = suites[name].run(model, tokenizer, chosen or EvalOptions())
             result["settings"]["seconds"] = round(time.perf_counter() - start, 1)
             results[name] = result
-            print(f"\n{name}\n{format_rows(result['rows'])}", flush=True)
+            print(f"\n{name}: {format_settings(result)}\n{format_rows(result['rows'])}", flush=True)
             if out is not None:
                 files = write_result(result, Path(out))
                 print(f"written: {', '.join(str(f) for f in files)}", flush=True)
