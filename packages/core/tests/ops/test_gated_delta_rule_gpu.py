@@ -11,6 +11,7 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.ops.replay import Replayed
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -49,6 +50,8 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
     function = partial(form, impl="triton", **options)
     reference = partial(chunk_gated_delta_rule, impl="reference", **options)
     dtype = x["q"].dtype
+    # a recorded call would be replayed with the tiles, segments and steps that an earlier test had chosen
+    Replayed.forget()
     got, upstream = values_and_gradients(function, x)
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
     with RoundedProducts(dtype) if dtype.itemsize == 2 else nullcontext():
