@@ -50,7 +50,7 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
     function = partial(form, impl="triton", **options)
     reference = partial(chunk_gated_delta_rule, impl="reference", **options)
     dtype = x["q"].dtype
-    # a recorded call would be replayed with the tiles, segments and steps that an earlier test had chosen
+    # a test may choose other tiles or segments between its calls: those recorded before would be replayed
     Replayed.forget()
     got, upstream = values_and_gradients(function, x)
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
