@@ -30,8 +30,8 @@ class HybridCache(Cache):
     def __init__(self, layers: Iterable[LayerState], *, max_length: int = 0, offload: bool = False):
         super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
-        # tokens seen, padding included; exact lengths where sequences differ
-        self.length = 0
+        # tokens seen, padding included; tokens that the states may hold; exact numbers of those where sequences differ
+        self.length, self.past = 0, 0
         self.lengths: Tensor | None = None
         # whether the last token seen by some sequence was padding
         self.padding_at_end = False
@@ -52,7 +52,7 @@ class HybridCache(Cache):
         if self._batch not in (None, batch):
             raise ValueError(f"the cache holds {self._batch} sequences, got a batch of {batch}")
         self._batch = batch
-        self.span = Span(batch, tokens, device, past=self.length, lengths=self.lengths, mask=mask)
+        self.span = Span(batch, tokens, device, past=self.past, lengths=self.lengths, mask=mask)
         for layer in self.layers:
             layer.span = self.span
         return self.span
@@ -61,8 +61,11 @@ class HybridCache(Cache):
         """Close the call: its tokens are now held."""
         span, self.span = self.span, None
         assert span is not None
-        self.lengths = None if span.uniform else span.after
         self.length += span.tokens
+        # padding alone, as at the beginning of a padded prompt in pieces, reaches no state
+        if span.mask is None or len(span.index):
+            self.lengths = None if span.uniform else span.after
+            self.past += span.tokens
 
     def fetch(self, layer_idx: int, device: torch.device) -> LayerState:
         """The state of a layer that begins its work, on its device."""
@@ -78,7 +81,7 @@ class HybridCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of everything the cache holds; spare room does not count."""
-        return sum(part.held(self.length) for part in self._parts())
+        return sum(part.held(self.past) for part in self._parts())
 
     @property
     def allocated_nbytes(self) -> int:
@@ -141,7 +144,7 @@ class HybridCache(Cache):
         """Forget all sequences."""
         for part in self._parts():
             part.clear()
-        self.length, self.lengths, self.padding_at_end, self._batch = 0, None, False, None
+        self.length, self.past, self.lengths, self.padding_at_end, self._batch = 0, 0, None, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a recurrent state cannot forget its last tokens.

@@ -76,9 +76,11 @@ class ModelContract:
         for pieces in ([1] * self.tokens, random_pieces(self.tokens, rng), random_pieces(self.tokens, rng)):
             assert relative_error(logits_in_pieces(model, ids, pieces, **self.inputs), whole) < 1e-4, pieces
 
+    # 4: pieces of padding alone come first
+    @pytest.mark.parametrize("padded_everywhere", [0, 4])
     @torch.no_grad()
-    def test_padding_changes_nothing_in_any_split(self, model, ids):
-        lengths, rng = [self.tokens, self.tokens - 7, 2], random.Random(1)
+    def test_padding_changes_nothing_in_any_split(self, model, ids, padded_everywhere):
+        lengths, rng = [self.tokens - padded_everywhere, self.tokens - 7, 2], random.Random(1)
         mask = left_padded(lengths, self.tokens)
         alone = [model(ids[i : i + 1, -n:], use_cache=False, **self.inputs).logits[0] for i, n in enumerate(lengths)]
         splits = [[self.tokens], [1] * self.tokens, random_pieces(self.tokens, rng), random_pieces(self.tokens, rng)]
