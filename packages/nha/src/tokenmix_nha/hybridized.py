@@ -94,6 +94,9 @@ class HybridizedAttention(NhaMixer):
         cu_seqlens: Tensor | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
+        if not hidden_states.shape[1]:
+            # a piece of a padded prompt that is padding alone
+            return hidden_states, None
         # transformers repeats the angles for both halves of a head
         cos, sin = (x[..., : self.head_dim // 2].float() for x in position_embeddings)
         state: LayerState | None = None
