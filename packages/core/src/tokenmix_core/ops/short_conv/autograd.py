@@ -13,7 +13,8 @@ def token_rows(x: Tensor) -> Tensor:
     """x `[B, T, D]` itself where its tokens lie at one stride with channels side by side, as in a slice."""
     B, T, _ = x.shape
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    return x if rows else x.contiguous()
+    # one token may lie at any stride in what is contiguous
+    return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
 @triton.jit(do_not_specialize=["T", "G", "HV"])
 def ssd_recurrent_kernel(
     q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-    stride_q, stride_k, stride_v, stride_g, stride_dt, scale, T, G, HV,
+    stride_q, stride_k, stride_v, scale, T, G, HV,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     i_p = tl.program_id(0)
@@ -33,10 +33,10 @@ def ssd_recurrent_kernel(
         b_q = tl.load(q + t * stride_q + i_g * K + o_k).to(tl.float32)
         b_k = tl.load(k + t * stride_k + i_g * K + o_k).to(tl.float32)
         b_v = tl.load(v + t * stride_v + i_h * V + o_v).to(tl.float32)
-        b_decay = tl.exp(tl.load(g + t * stride_g + i_h).to(tl.float32))
+        b_decay = tl.exp(tl.load(g + t * HV + i_h).to(tl.float32))
         b_x = b_v
         if dt is not None:
-            b_x = b_v * tl.load(dt + t * stride_dt + i_h).to(tl.float32)
+            b_x = b_v * tl.load(dt + t * HV + i_h).to(tl.float32)
         b_s = b_s * b_decay + b_k[:, None] * b_x[None, :]
         b_o = tl.sum(b_s * b_q[:, None], 0) * scale
         if D is not None:
@@ -54,7 +54,7 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
         q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-        q.stride(1), k.stride(1), v.stride(1), g.stride(1), 0 if dt is None else dt.stride(1), scale, T, G, HV,
+        q.stride(1), k.stride(1), v.stride(1), scale, T, G, HV,
         K, V, config.BV, cu_seqlens is not None, num_warps=config.num_warps,
     )  # fmt: skip
     return o
