@@ -147,19 +147,20 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
             _ssd_hopper(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
-    # sequences cut into segments read k and v once more, so only where they alone leave the device idle
-    segment = 0
+    # short sequences in one launch: twice as many programs fit as there are multiprocessors
     programs = N * HV * (V // (forward.hopper or forward.BV))
-    if programs < _PROGRAMS:
+    if B == N and T <= 512 and forward.hopper == 64:
+        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
+        forward = forward._replace(lookback=next(spans, 0))
+
+    # sequences cut into segments read k and v once more and take more launches, so only where they are long and alone
+    # leave the device idle
+    segment = 0
+    if programs < _PROGRAMS and not forward.lookback:
         # wide programs have a multiprocessor for themselves
         pieces = _PROGRAMS // programs if forward.hopper == 128 else next_power_of_2(cdiv(2 * _PROGRAMS, programs))
         segment = max(256, next_power_of_2(cdiv(T, pieces)))
         segment = 0 if segment >= T else segment
-
-    # short sequences in one launch: twice as many programs fit as there are multiprocessors
-    if B == N and T <= 512 and forward.hopper == 64:
-        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
-        forward = forward._replace(lookback=next(spans, 0))
 
     # where whole sequences of wide heads fill the device, a walk is faster: elsewhere it was not timed
     if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
@@ -193,6 +194,11 @@ def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     """The tile of the SSD kernel that goes token by token."""
     columns = 8 if sequence_heads < _PROGRAMS else 32
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
+
+
+def ssd_step(K: int, V: int) -> SSDRecurrent:
+    """The same for one token."""
+    return SSDRecurrent(min(V, 4096 // K), 4)
 
 
 class ScanTile(NamedTuple):
@@ -237,6 +243,8 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 256): (ScanTile(32, 8, 1, 64),),
     },
     "recurrent": {(size, K): (ScanTile(4096 // K, 1, 1),) for size in (2, 4) for K in (64, 128, 256)},
+    # one token
+    "step": {(size, K): (ScanTile(4096 // K, 4, 1),) for size in (2, 4) for K in (64, 128, 256)},
 }
 
 
@@ -286,7 +294,8 @@ class ShortConvRun(NamedTuple):
 def short_conv(tokens: int, channels: int) -> ShortConvRun:
     """The runs of the short convolution's forward pass."""
     BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 2048))
-    return ShortConvRun(min(max(BT, 4), 64), 4, 128)
+    BT = min(max(BT, 4), 32)
+    return ShortConvRun(BT, min(BT, 8), 128)
 
 
 def short_conv_backward(tokens: int, channels: int) -> ShortConvRun:

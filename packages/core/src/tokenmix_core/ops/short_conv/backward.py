@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots
-from tokenmix_core.ops.short_conv.forward import load_input, within
+from tokenmix_core.ops.short_conv.forward import load_input, sigmoid, within
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
@@ -67,7 +67,7 @@ def short_conv_backward_kernel(
                 b_z = b_bias
                 for w in tl.static_range(W):
                     b_z += b_w[w] * b_x[w]
-                b_sigmoid = tl.sigmoid(b_z)
+                b_sigmoid = sigmoid(b_z)
                 b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             b_dz = b_dz[1:] + (b_new,)
             # later tokens are the next run's

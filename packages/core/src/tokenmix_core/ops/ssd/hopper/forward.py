@@ -82,6 +82,17 @@ def await_state(b_s, b_v):
 
 
 @gluon.jit
+def meet_keys(q_2, k_2, i, zero):
+    """Begin Q Kᵀ of the chunk at place i of two."""
+    PARTS: gl.constexpr = k_2.shape[0] // 2
+    b_p = zero
+    for p in gl.static_range(PARTS):
+        s_q, s_k = q_2.index(i * PARTS + p), k_2.index(i * PARTS + p)
+        b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), b_p, use_acc=p > 0, is_async=True)
+    return b_p
+
+
+@gluon.jit
 def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2, from_2, to_2):
     """The parts of the state, transposed, after `chunks` whole chunks that begin at these addresses."""
     BT: gl.constexpr = k_2.shape[1]
@@ -200,23 +211,16 @@ def hopper_forward_kernel(
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero_p = gl.zeros([BT, BT], gl.float32, square)
     zero_o = gl.zeros([BV, BT], gl.float32, flat)
+    await_copies(0)
+    b_p = meet_keys(q_2, k_2, 0, zero_p)
+    b_p = warpgroup_mma_wait(0, deps=[b_p])
     for i_t in range(gl.cdiv(length, BT)):
         here, then = i_t % 2, (i_t + 1) % 2
         s_v = v_2.index(here)
-        await_copies(0)
-        b_p = zero_p
-        for p in gl.static_range(PARTS):
-            s_q, s_k = q_2.index(here * PARTS + p), k_2.index(here * PARTS + p)
-            b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), b_p, use_acc=p > 0, is_async=True)
         b_sh = gl.convert_layout(b_s[0].to(dtype), left)
         b_o = warpgroup_mma(b_sh, q_2.index(here * PARTS).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         token = (i_t + 1) * BT
         o_t = token.to(gl.int64)
-        if token < length:
-            fetch_parts(q_2, then, p_q + o_t * stride_q, stride_q, length - token, W, True)
-            fetch_parts(k_2, then, p_k + o_t * stride_k, stride_k, length - token, W, True)
-            fetch_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
-            async_copy.commit_group()
         b_g = load_numbers(g + o_h + o_t * HV, HV, length - token, 1)
         if dt is not None:
             b_dt = load_numbers(dt + o_h + o_t * HV, HV, length - token, 1)
@@ -225,13 +229,18 @@ def hopper_forward_kernel(
         b_decay = causal_decay(b_2.index(here).load(row), b_2.index(here).load(col), o_i, o_j) * scale
         if dt is not None:
             b_decay *= dt_2.index(here).load(col)[None, :]
-        b_p = warpgroup_mma_wait(1, deps=[b_p])
         b_p *= b_decay
         if skip is not None:
             b_p = gl.where(o_i[:, None] == o_j[None, :], b_p + b_skip, b_p)
         s_p.store(b_p.to(dtype))
         fence_async_shared()
         barrier()
+        # every warp has left the products of the chunk before, whose place this is
+        if token < length:
+            fetch_parts(q_2, then, p_q + o_t * stride_q, stride_q, length - token, W, True)
+            fetch_parts(k_2, then, p_k + o_t * stride_k, stride_k, length - token, W, True)
+            fetch_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
+            async_copy.commit_group()
         from_j = from_2.index(here).load(gl.SliceLayout(0, flat))
         b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
         for p in gl.static_range(1, PARTS):
@@ -251,7 +260,11 @@ def hopper_forward_kernel(
         if dt is not None:
             as_matrix(dt_2.index(then), 1, BT).store(b_dt)
             as_matrix(enter_2.index(then), 1, BT).store(b_dt * b_to)
-        b_s = await_state(b_s, b_v)
+        # the next chunk's Q Kᵀ, beside the state's products; after the last chunk of nothing
+        await_copies(0)
+        b_p = meet_keys(q_2, k_2, then, zero_p)
+        done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)
+        b_p, b_s = done[0], done[2:]
     if LOOKBACK:
         if past + segment >= T:
             store_state(final_state + o_state, b_s, KP * V)
