@@ -187,3 +187,16 @@ def test_liger_is_asked_for_by_name_when_it_is_absent(data, monkeypatch):
     hidden, weight, labels = (x.to("cuda") for x in data)
     with pytest.raises(ValueError, match="extra 'fast'"):
         linear_cross_entropy(hidden, weight, labels, impl="liger")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_it_runs_on_the_device_of_its_tensors(data):
+    exact = value_and_gradients(plain, *data)
+    hidden, weight, labels = (x.to("cuda:1") for x in (data[0].float(), data[1].float(), data[2]))
+    for _ in range(2):
+        got = value_and_gradients(linear_cross_entropy, hidden, weight, labels)
+        for x, y in zip(got, exact, strict=True):
+            assert relative_error(x, y) < 1e-5
+        # a kernel of the first device would come too late
+        torch.cuda._sleep(500_000_000)

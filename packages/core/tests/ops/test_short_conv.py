@@ -132,6 +132,17 @@ def test_tensors_in_any_layout_are_read_right(device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_one_token_may_lie_at_any_stride(device):
+    x = inputs(T=1, dtype=torch.float32, device=device)
+    results = []
+    # contiguous as torch counts it, with a stride of 1 along time
+    for lay in (lambda t: t, lambda t: t.mT.clone(memory_format=torch.contiguous_format).mT):
+        leaves = {name: value.detach().requires_grad_() for name, value in (x | {"x": lay(x["x"])}).items()}
+        o = short_conv(**leaves, activation="silu", impl="triton").o
+        results.append((o, *torch.autograd.grad(o, list(leaves.values()), lay(torch.ones_like(o)))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("used", ["o", "final_state"])
 def test_gradients_flow_through_either_result_alone(used, device):
     grads = {}

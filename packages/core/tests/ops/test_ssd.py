@@ -177,6 +177,20 @@ def test_extreme_decays_give_what_the_reference_gives(decay, device):
         assert not got["dinitial_state"].any()
 
 
+@pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])
+def test_one_token_may_lie_at_any_stride(form, device):
+    x = inputs(B=3, T=1, G=2, HV=2, dtype=torch.float32, device=device, steps=True)
+    results = []
+    # contiguous as torch counts it, with a head's stride along time
+    for lay in (lambda t: t, lambda t: t.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)):
+        leaves = {name: (lay(t) if t.dim() > 2 else t).detach().requires_grad_() for name, t in x.items()}
+        o = form(**leaves, impl="triton").o
+        results.append((o, *torch.autograd.grad(o, list(leaves.values()), lay(torch.ones_like(o)))))
+        D, token = leaves.pop("D").detach(), {name: t.detach()[:, 0] for name, t in leaves.items()}
+        results[-1] += (ssd_step(**token, D=D, state=torch.ones(3, 2, 16, 16, device=device), impl="triton"),)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("used", ["o", "final_state"])
 def test_gradients_flow_through_either_result_alone(used, device):
     grads = {}

@@ -195,5 +195,19 @@ def test_training_is_captured_in_a_graph():
     with torch.cuda.graph(graph):
         captured = train()
     graph.replay()
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_steps_run_on_the_device_of_their_tensors():
+    x = inputs(3, 8, 4, 2, 128, 128, 32, False, "mixed", torch.bfloat16)
+    outputs = {}
+    for device in ("cuda:0", "cuda:1"):
+        state = SlotWindowState.zeros(3, 2, 32, 128, 128, 4, dtype=torch.bfloat16, device=device)
+        tokens = [{name: value[:, t].to(device) for name, value in x.items()} for t in range(8)]
+        # a kernel of the first device would come too late for the second
+        torch.cuda._sleep(500_000_000)
+        o = [slot_window_attention_step(**token, state=state) for token in tokens]
+        outputs[device] = torch.stack(o).cpu()
+    assert torch.equal(*outputs.values())
+
+
     for a, b in zip(captured, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -161,7 +161,9 @@ def _fused_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: b
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    softmax_gradient_(logits, labels.contiguous(), losses, ignore_index, gradient=wanted)
+    # kernels are launched on the current device, which need not be that of the tensors
+    with torch.cuda.device_of(logits):
+        softmax_gradient_(logits, labels.contiguous(), losses, ignore_index, gradient=wanted)
     return losses.sum(), logits
 
 

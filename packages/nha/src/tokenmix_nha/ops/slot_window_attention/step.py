@@ -115,11 +115,13 @@ def _step_op(
     )
     batch, window, heads, _ = ring_k.shape
     M = slots_k.shape[2]
-    slot_window_step_kernel[(batch * heads,)](
-        q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
-        scale, window, heads, M=M, K=k.shape[2], V=v.shape[2], BN=32, GROUP=q.shape[1] // heads,
-        OWN_SLOT_KEYS=k_slots is not None, HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
-    )  # fmt: skip
+    # kernels are launched on the current device, which need not be that of the tensors
+    with torch.cuda.device_of(q):
+        slot_window_step_kernel[(batch * heads,)](
+            q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
+            scale, window, heads, M=M, K=k.shape[2], V=v.shape[2], BN=32, GROUP=q.shape[1] // heads,
+            OWN_SLOT_KEYS=k_slots is not None, HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
+        )  # fmt: skip
     return o, lse
 
 
