@@ -11,14 +11,34 @@ from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 
 
+@triton.jit
+def pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr):
+    """Write a token's output and return the state after it; norms scale sums, so that nothing waits for them."""
+    b_q, b_k, b_v = tl.load(p_q).to(tl.float32), tl.load(p_k).to(tl.float32), tl.load(p_v).to(tl.float32)
+    decay, beta_t = tl.exp(tl.load(p_g).to(tl.float32)), tl.load(p_beta).to(tl.float32)
+    r_q, r_k = scale, 1.0
+    if L2NORM:
+        r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
+        r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+    # both read-outs of the old state at once; the output's part of the update is (k · q) u
+    b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
+    b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
+    b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
+    tl.store(p_o, b_o.to(p_o.dtype.element_ty))
+    return b_s * decay + b_k[:, None] * b_u[None, :]
+
+
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def recurrent_kernel(
     q, k, v, g, beta, cu_seqlens, o, state_in, state_out, scale, T, H, group,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`."""
+    """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`.
+
+    A STEP is one token, without a loop, which costs the compiler registers.
+    """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV
@@ -30,22 +50,20 @@ def recurrent_kernel(
     else:
         b_s = tl.zeros([K, BV], tl.float32)
 
-    o_qk, o_vo, o_g = (begin * H + i_hv // group) * K, (begin * HV + i_hv) * V, begin * HV + i_hv
-    for _ in range(length):
-        b_q, b_k = tl.load(q + o_qk + o_k).to(tl.float32), tl.load(k + o_qk + o_k).to(tl.float32)
-        if L2NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        decay, beta_t = tl.exp(tl.load(g + o_g).to(tl.float32)), tl.load(beta + o_g).to(tl.float32)
-        # both read-outs of the old state at once; the output's part of the update is (k · q) u
-        b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
-        b_u = (tl.load(v + o_vo + o_v).to(tl.float32) - decay * b_sk) * beta_t
-        b_s = b_s * decay + b_k[:, None] * b_u[None, :]
-        b_o = scale * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
-        tl.store(o + o_vo + o_v, b_o.to(o.dtype.element_ty))
-        o_qk += H * K
-        o_vo += HV * V
-        o_g += HV
+    o_g = begin * HV + i_hv
+    p_q, p_k = q + (begin * H + i_hv // group) * K + o_k, k + (begin * H + i_hv // group) * K + o_k
+    p_v, p_o, p_g, p_beta = v + o_g * V + o_v, o + o_g * V + o_v, g + o_g, beta + o_g
+    if STEP:
+        b_s = pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
+    else:
+        for _ in range(length):
+            b_s = pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
+            p_q += H * K
+            p_k += H * K
+            p_v += HV * V
+            p_o += HV * V
+            p_g += HV
+            p_beta += HV
     tl.store(state_out + p_state, b_s)
 
 
@@ -70,10 +88,11 @@ def recurrent_forward(
     if state_out is None:
         state_out = q.new_empty(N, HV, K, V, dtype=torch.float32)
         initial_state = None if initial_state is None else initial_state.contiguous()
-    launch = tuning.gated_delta_rule("recurrent", K, V, q.element_size(), N * HV)
+    step = T == 1 and cu_seqlens is None
+    launch = tuning.gated_delta_rule("step" if step else "recurrent", K, V, q.element_size(), N * HV)
     recurrent_kernel[(N * HV * (V // launch.BV),)](
         q, k, v, g, beta, cu_seqlens, o, initial_state if initial_state is not None else state_out, state_out,
         scale, T, H, HV // H, K, V, launch.BV, initial_state is not None, qk_l2norm, cu_seqlens is not None,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        step, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return o, state_out

@@ -7,6 +7,23 @@ import triton.language as tl
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
+from tokenmix_core.tuning import ssd_step as ssd_step_config
+
+
+@triton.jit
+def pass_token(b_s, q, k, v, g, dt, D, o, t, stride_q, stride_k, stride_v, scale, HV, V: tl.constexpr):
+    """Write the output of token t and return the state after it."""
+    b_q, b_k = tl.load(q + t * stride_q).to(tl.float32), tl.load(k + t * stride_k).to(tl.float32)
+    b_v = tl.load(v + t * stride_v).to(tl.float32)
+    b_x = b_v
+    if dt is not None:
+        b_x = b_v * tl.load(dt + t * HV).to(tl.float32)
+    b_s = b_s * tl.exp(tl.load(g + t * HV).to(tl.float32)) + b_k[:, None] * b_x[None, :]
+    b_o = tl.sum(b_s * b_q[:, None], 0) * scale
+    if D is not None:
+        b_o += b_v * tl.load(D).to(tl.float32)
+    tl.store(o + t * HV * V, b_o.to(o.dtype.element_ty))
+    return b_s
 
 
 @cached_launch
@@ -14,8 +31,9 @@ from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
 def ssd_recurrent_kernel(
     q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
     stride_q, stride_k, stride_v, scale, T, G, HV,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """A sequence, head and tile of V a program; a STEP is one token, without a loop, which would cost registers."""
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV
@@ -28,20 +46,20 @@ def ssd_recurrent_kernel(
     b_s = tl.zeros([K, BV], tl.float32)
     if initial_state is not None:
         b_s += tl.load(initial_state + o_state)
-    for i_t in range(length):
-        t = begin + i_t
-        b_q = tl.load(q + t * stride_q + i_g * K + o_k).to(tl.float32)
-        b_k = tl.load(k + t * stride_k + i_g * K + o_k).to(tl.float32)
-        b_v = tl.load(v + t * stride_v + i_h * V + o_v).to(tl.float32)
-        b_decay = tl.exp(tl.load(g + t * HV + i_h).to(tl.float32))
-        b_x = b_v
-        if dt is not None:
-            b_x = b_v * tl.load(dt + t * HV + i_h).to(tl.float32)
-        b_s = b_s * b_decay + b_k[:, None] * b_x[None, :]
-        b_o = tl.sum(b_s * b_q[:, None], 0) * scale
-        if D is not None:
-            b_o += b_v * tl.load(D + i_h).to(tl.float32)
-        tl.store(o + (t * HV + i_h) * V + o_v, b_o.to(o.dtype.element_ty))
+    q += i_g * K + o_k
+    k += i_g * K + o_k
+    v += i_h * V + o_v
+    o += i_h * V + o_v
+    g += i_h
+    if dt is not None:
+        dt += i_h
+    if D is not None:
+        D += i_h
+    if STEP:
+        b_s = pass_token(b_s, q, k, v, g, dt, D, o, begin, stride_q, stride_k, stride_v, scale, HV, V)
+    else:
+        for i_t in range(length):
+            b_s = pass_token(b_s, q, k, v, g, dt, D, o, begin + i_t, stride_q, stride_k, stride_v, scale, HV, V)
     tl.store(final_state + o_state, b_s)
 
 
@@ -50,11 +68,12 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
     T, G, K = q.shape[1:]
     HV, V = v.shape[2:]
     N = len(final_state)
-    config = ssd_recurrent_config(N * HV, K, V)
+    step = T == 1 and cu_seqlens is None
+    config = ssd_step_config(K, V) if step else ssd_recurrent_config(N * HV, K, V)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
         q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), scale, T, G, HV,
-        K, V, config.BV, cu_seqlens is not None, num_warps=config.num_warps,
+        K, V, config.BV, cu_seqlens is not None, step, num_warps=config.num_warps,
     )  # fmt: skip
     return o
