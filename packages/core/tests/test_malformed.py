@@ -15,7 +15,14 @@ from tokenmix_core.corpora.sources import open_source
 from tokenmix_core.corpora.token_file import TokenFile
 from tokenmix_core.corpora.tokenizer import load_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, find_mixer, register_mixer
+from tokenmix_core.modeling import (
+    HybridConfig,
+    HybridForCausalLM,
+    HybridModel,
+    find_mixer,
+    register_mixer,
+    register_model,
+)
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens, overridden
 
@@ -189,6 +196,12 @@ def test_registering_no_mixer():
         register_mixer("x", torch.nn.Linear)
     with pytest.raises(ValueError, match="'attention' is already Attention"):
         register_mixer("attention", find_mixer("mamba2"))
+
+
+def test_registering_a_model_type_of_another_family():
+    config = type("OtherConfig", (HybridConfig,), {"model_type": "llama"})
+    with pytest.raises(ValueError, match="'llama' is already LlamaConfig"):
+        register_model(config, HybridModel, HybridForCausalLM)
 
 
 FORWARDS = [
@@ -371,7 +384,7 @@ COMMANDS = [
     ((), "COMMAND"),
     (("trian",), "invalid choice: 'trian'"),
     (("train",), "RECIPE"),
-    (("train", "huge"), "no recipe 'huge'; choose from nano"),
+    (("train", "huge"), "no recipe 'huge'; the nearest are .*nano"),
     (("train", "nano", "--total_token", "1M"), "unknown field --total_token; the nearest is 'total_tokens'"),
     (("train", "nano", "--learning_rate"), "learning_rate"),
     (("train", "nano", "--resume"), "holds no checkpoint to resume from"),
@@ -399,7 +412,7 @@ COMMANDS = [
     (("generate", "CHECKPOINT", "--prompt", "x", "--temperature", "-1"), "--temperature must be at least 0, got -1"),
     (("generate", "CHECKPOINT", "--prompt", "x", "--top-p", "0"), "--top-p in .*got 0 and 0.0"),
     (("generate", "CHECKPOINT", "--prompt", "x", "--max-new-tokens", "0"), "at least 1, got 0"),
-    (("bench", "unknown"), "no recipe 'unknown'; choose from nano"),
+    (("bench", "unknown"), "no recipe 'unknown'; the nearest are .*nano"),
     (("bench", "CHECKPOINT", "--repeats", "0"), "limit must be at least 1, got 0"),
     (("bench", "nano", "--lengths", "0"), "positive numbers separated by commas, got '0'"),
     (("data",), "COMMAND"),
@@ -407,7 +420,7 @@ COMMANDS = [
     (("data", "prepare", "no.jsonl", "out"), "'no.jsonl' does not exist"),
     (("data", "prepare", "stdlib", "out", "--held-out", "2"), "held_out must be a share .*got 2.0"),
     (("data", "prepare", "stdlib", "out", "--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
-    (("info", "nothing"), "no recipe 'nothing'; choose from nano"),
+    (("info", "nothing"), "no recipe 'nothing'; the nearest are .*nano"),
     (("info", "."), "holds no model: expected a folder with config.json"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import os
@@ -63,7 +64,8 @@ class Context:
             ValueError: there is none.
         """
         if name not in self.recipes:
-            raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(self.recipes)}")
+            near = difflib.get_close_matches(name, self.recipes, n=4, cutoff=0.0)
+            raise ValueError(f"there is no recipe {name!r}; the nearest are {', '.join(near)}; `info` lists all")
         return self.recipes[name]()
 
 

@@ -72,10 +72,9 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     except Exception as error:
         # the hub's client raises many kinds of errors for an unknown name, a missing network, a wrong subset or split
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        known = ", ".join([STDLIB, *HUB_ALIASES])
-        raise ValueError(
-            f"source {spec!r} is no file or folder here, none of {known}, and could not be opened on the hub: {reason}"
-        ) from error
+        known = f"none of {', '.join([STDLIB, *HUB_ALIASES])}"
+        tried = f"stands for {name}, which" if spec in HUB_ALIASES else f"is no file or folder here, {known}, and"
+        raise ValueError(f"source {spec!r} {tried} could not be opened on the hub: {reason}") from error
     return _datasets_source(dataset, text_field, {"hub": name, "subset": subset, "split": split})
 
 

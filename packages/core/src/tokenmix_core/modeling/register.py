@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tokenmix_core.modeling.backbone import HybridModel
 from tokenmix_core.modeling.causal_lm import HybridForCausalLM
@@ -15,7 +15,10 @@ def register_model(config: type[HybridConfig], model: type[HybridModel], causal_
     Raises:
         ValueError: a model type that another family has.
     """
-    AutoConfig.register(config.model_type, config, exist_ok=True)
+    kind = config.model_type
+    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] is not config:
+        raise ValueError(f"register_model: {kind!r} is already {CONFIG_MAPPING[kind].__qualname__}")
+    AutoConfig.register(kind, config, exist_ok=True)
     AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
 

@@ -30,7 +30,8 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+            begun = {"total": state.max_steps, "initial": state.global_step}
+            self.bar = tqdm(**begun, desc="training", unit="step", delay=0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.bar is not None:
@@ -44,6 +45,7 @@ class Progress(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.bar is not None:
+            self.bar.refresh()
             self.bar.close()
 
 
