@@ -54,7 +54,7 @@ def tiny() -> Recipe:
             save_total_limit=1,
             evaluations=["perplexity-by-position", "mqar"],
             evaluation_lengths=[256],
-            evaluation_limit=64,
+            evaluation_limit=128,
             sample_prompt="def ",
         ),
     )
