@@ -80,6 +80,50 @@ def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexp
 
 
 @gluon.jit
+def widen(b_x):
+    """A 16-bit tile in float32: two numbers in two instructions."""
+    if b_x.dtype == gl.bfloat16:
+        b_x = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x],
+            dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return b_x.to(gl.float32)
+
+
+@gluon.jit
+def parts(b_x, dtype: gl.constexpr):
+    """A float32 tile as the sum of two 16-bit ones."""
+    if dtype == gl.bfloat16:
+        # two numbers an instruction
+        b_hi = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        b_hi = b_x.to(dtype)
+    return b_hi, (b_x - widen(b_hi)).to(dtype)
+
+
+@gluon.jit
+def scale_tile(b_x, b_y):
+    """X ⊙ Y for a 16-bit tile and factors in float32, which are taken in two parts: two numbers in two instructions."""
+    if b_x.dtype == gl.bfloat16:
+        b_hi, b_lo = parts(b_y, gl.bfloat16)
+        b_x = gl.inline_asm_elementwise(
+            "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}", "=r,r,r,r", [b_x, b_hi, b_lo],
+            dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        b_x = (b_x.to(gl.float32) * b_y).to(b_x.dtype)
+    return b_x
+
+
+@gluon.jit
+def log2(x):
+    """The logarithm of a normal number, in one instruction."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def causal_decay(b_row, b_col, o_row, o_col):
     """`exp2(b_row − b_col)` where the row's token is at or after the column's, else 0."""
     return gl.exp2(gl.where(o_row[:, None] >= o_col[None, :], b_row[:, None] - b_col[None, :], float("-inf")))

@@ -6,9 +6,10 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk, sum_groups
+from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.forward import Forward
+from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 
 

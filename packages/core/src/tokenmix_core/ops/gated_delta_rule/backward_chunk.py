@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
@@ -146,15 +147,6 @@ def backward_chunk_kernel(
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
     b_g = load_vector(g + first * HV + i_hv, HV, rows, BT)
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
-
-
-def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k, from those for each value head."""
-    B, T, HV, K = dq.shape
-    if HV == H:
-        return dq, dk
-    # a sum of its own keeps the result the same from run to run, which atomic additions would not
-    return dq.view(B, T, H, HV // H, K).sum(3), dk.view(B, T, H, HV // H, K).sum(3)
 
 
 def backward_chunk(

@@ -26,7 +26,6 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     S_READ,
     S_THERE,
     SUMMED,
-    anew,
     announce,
     copy_chunks,
     load_last,
@@ -37,12 +36,10 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     LOWEST,
     accumulate,
     add,
-    dot_rows,
     multiply,
     nonzero,
     scale_rows,
     square,
-    unnormalise,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
     FORGOTTEN,
@@ -52,8 +49,51 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
 )
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
-from tokenmix_core.tile.hopper import causal_decay, locate_chunk, product_layout, store_rows
+from tokenmix_core.tile.hopper import (
+    anew,
+    causal_decay,
+    locate_chunk,
+    log2,
+    product_layout,
+    scale_tile,
+    store_rows,
+    widen,
+)
 from tokenmix_core.tile.launch import cached_launch
+
+
+@gluon.jit
+def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
+    """Σ x y of each row of X in registers and Y in shared memory."""
+    return gl.convert_layout(gl.sum(b_x * widen(s_y.load(product_layout(D, 4))), 1), row)
+
+
+@gluon.jit
+def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
+    """x̂ · dx̂ and, from r times the gradient of x̂ = r x with r = (Σ x² + ε)^−½, that of x: r dx̂ − r x̂ (x̂ · dx̂)."""
+    b_x = widen(b_x)
+    dot_i = gl.convert_layout(gl.sum(b_dx * b_x, 1), row)
+    return dot_i, b_dx - scale_rows(b_x, r_i * r_i * dot_i, D)
+
+
+@gluon.jit
+def columns(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr):
+    """β r or, where the dtype has no room for a small β, what gradients can be divided by in its place."""
+    w_j = g_w.load(col)
+    if dtype != gl.bfloat16:
+        w_j = nonzero(w_j, g_r.load(col))
+    return w_j
+
+
+@gluon.jit
+def keep(b_x, s_x, g_w, g_r, col: gl.constexpr):
+    """Store X, which has `columns` as a factor, and return it with β r in their place."""
+    dtype: gl.constexpr = s_x.dtype
+    s_x.store(b_x.to(dtype))
+    if dtype != gl.bfloat16:
+        w_j = g_w.load(col)
+        b_x *= (w_j / nonzero(w_j, g_r.load(col)))[None, :]
+    return b_x.to(dtype)
 
 
 @gluon.jit
@@ -98,20 +138,22 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         fence_async_shared()
         b_dq = multiply(s_do, s_s.permute((1, 0)), D)
         b_i, w_i, r_i = g_b.load(row), g_w.load(row), g_r.load(row)
-        d_i = nonzero(w_i, r_i)
+        d_i = w_i
+        if dtype != gl.bfloat16:
+            d_i = nonzero(w_i, r_i)
         mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
         rq_i = g_n.load(row)
+        b_c = causal_decay(b_i + log2(rq_i), g_b.load(col), o_i, o_j)
+        b_c *= (columns(g_w, g_r, col, dtype) * scale)[None, :]
         b_e = warpgroup_mma_wait(1, deps=[b_e])
-        b_e *= causal_decay(b_i, g_b.load(col), o_i, o_j) * (scale * rq_i)[:, None]
-        w_j = g_w.load(col)
-        s_e.store((b_e * nonzero(w_j, g_r.load(col))[None, :]).to(dtype))
-        b_e = (b_e * w_j[None, :]).to(dtype)
+        b_e = keep(b_e * b_c, s_e, g_w, g_r, col)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, D)
         b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
+        b_q = s_q.load(product_layout(D, 4))
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-        dot_i = dot_rows(b_dq, s_q, row, D)
-        b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D).to(dtype)
+        dot_i, b_dq = unnormalise(b_dq, b_q, rq_i, row, D)
+        b_dq = b_dq.to(dtype)
         b_first, b_second = gl.split(b_dq.reshape([BT, 2, D // 2]).permute((0, 2, 1)))
         s_f.store(b_first)
         store_rows(p_dq + o_0 * D, s_f, HV * D, rows, 4)
@@ -123,12 +165,11 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_f = multiply(s_dy, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(DS_THERE), i & 1)
         b_dk = multiply(s_r, s_ds.permute((1, 0)), D)
-        b_f = warpgroup_mma_wait(1, deps=[b_f])
         o_i, o_j = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col))
-        b_f *= -causal_decay(b_i, g_b.load(col), o_i, o_j + 1) * r_i[:, None]
-        w_j = g_w.load(col)
-        s_f.store((b_f * nonzero(w_j, g_r.load(col))[None, :]).to(dtype))
-        b_f = (b_f * w_j[None, :]).to(dtype)
+        b_c = causal_decay(b_i + log2(r_i), g_b.load(col), o_i, o_j + 1)
+        b_c *= -columns(g_w, g_r, col, dtype)[None, :]
+        b_f = warpgroup_mma_wait(1, deps=[b_f])
+        b_f = keep(b_f * b_c, s_f, g_w, g_r, col)
 
         # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
         fence_async_shared()
@@ -136,35 +177,30 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         mbarrier.arrive(barriers.index(DS_READ))
         mbarrier.arrive(barriers.index(R_READ))
         b_dk = scale_rows(b_dk, gl.exp2(last - b_i) * d_i, D)
-        out_i = dot_rows(b_dk, s_k, row, D)
         b_dk = accumulate(s_e.permute((1, 0)), s_q, b_dk)
         b_dk = accumulate(s_f.permute((1, 0)), s_k, b_dk)
+        b_y = scale_tile(s_dy.load(left), gl.convert_layout(-gl.exp2(b_i) * r_i, gl.SliceLayout(1, left))[:, None])
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
-        beta_i = w_i / r_i
         dbeta_i = dot_rows(b_dk, s_k, row, D) * (r_i / d_i)
 
         # dK̂ = β X − γ dY Sᵀ + F β K̂
-        b_dk = scale_rows(b_dk, beta_i * (r_i / d_i), D)
-        b_y = s_dy.load(left).to(gl.float32)
-        b_y *= gl.convert_layout(-gl.exp2(b_i) * r_i, gl.SliceLayout(1, left))[:, None]
-        b_dk = accumulate(b_y.to(dtype), s_s.permute((1, 0)), b_dk)
+        if dtype != gl.bfloat16:
+            b_dk = scale_rows(b_dk, w_i / d_i, D)
+        b_dk = accumulate(b_y, s_s.permute((1, 0)), b_dk)
         b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
+        gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
+        mbarrier.wait(barriers.index(SUMMED), parity)
+        end = gl.sum(s_ends.index(0).load(line) + s_ends.index(1).load(line), 0)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         mbarrier.arrive(barriers.index(DY_READ))
-        mbarrier.wait(barriers.index(SUMMED), parity)
-        end_t = s_ends.index(0).load(line) + s_ends.index(1).load(line)
         mbarrier.arrive(barriers.index(S_READ))
-        dot_k_i = dot_rows(b_dk, s_k, row, D)
-        b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i, D)
+        dot_k_i, b_dk = unnormalise(b_dk, s_k.load(product_layout(D, 4)), r_i, row, D)
         s_ef.store(b_dk.to(dtype))
         store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
 
         # dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none
-        gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
         lines = s_ef._reinterpret(gl.float32, [BT, D // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        lines.index(0).store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * beta_i * dbeta_i, 0.0))
-        lines.index(1).store(out_i * (w_i / d_i))
-        end = gl.sum(end_t * gl.exp2(last) + lines.index(1).load(line), 0)
+        lines.index(0).store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         dg_t = gl.associative_scan(lines.index(0).load(line), 0, add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
@@ -256,7 +292,7 @@ def backward_kernel(
             (run_back, (ends, read, chunk, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 64)),
             (copy_chunks, (inputs, read, chunk, barriers, rows, steps, warm, H, HV)),
         ],
-        [4, 4, 4], [144, 144, 48],
+        [4, 4, 4], [144, 144, 40],
     )  # fmt: skip
 
 

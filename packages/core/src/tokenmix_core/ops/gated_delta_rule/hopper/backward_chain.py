@@ -12,7 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.tile.hopper import causal_decay, fetch_rows, product_layout, store_rows
+from tokenmix_core.tile.hopper import (
+    anew,
+    causal_decay,
+    fetch_rows,
+    log2,
+    product_layout,
+    scale_tile,
+    store_rows,
+    widen,
+)
 
 # chunks of q, k and dO that are in shared memory or on their way there
 PLACES = gl.constexpr(2)
@@ -29,12 +38,6 @@ BARRIERS = gl.constexpr(18)
 
 
 @gluon.jit
-def anew(x):
-    """The same number or indices, unknown to the compiler: it keeps nothing made of them beside the loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def announce(barriers):
     """Tell barriers how many arrive: each of 128 threads of its copies and one of the gates, else one of each group."""
     for i in gl.static_range(2):
@@ -44,7 +47,7 @@ def announce(barriers):
     mbarrier.init(barriers.index(A_THERE), 128)
     mbarrier.init(barriers.index(A_READ), 2)
     mbarrier.init(barriers.index(R_THERE), 128)
-    mbarrier.init(barriers.index(R_READ), 1)
+    mbarrier.init(barriers.index(R_READ), 3)
     mbarrier.init(barriers.index(S_THERE), 128)
     mbarrier.init(barriers.index(S_READ), 3)
     mbarrier.init(barriers.index(DS_THERE), 2)
@@ -59,6 +62,14 @@ def announce(barriers):
 def load_last(p_gates, rows):
     """The b of a chunk's last token."""
     return gl.load(p_gates + (gl.minimum(rows, 64) - 1) * 4)
+
+
+@gluon.jit
+def divisible(b_w, b_r, dtype: gl.constexpr):
+    """β r, which gradients are divided by: where β is 0, what is nothing beside 1, if the dtype has room for it."""
+    if dtype == gl.bfloat16:
+        b_w = gl.where(gl.abs(b_w) < 2.0**-48 * b_r, 2.0**-48 * b_r, b_w)
+    return b_w
 
 
 @gluon.jit
@@ -81,7 +92,7 @@ def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.cons
         fetch_rows(do_s.index(here), p_do, HV * D, rows, 4)
         async_copy.mbarrier_arrive(barriers.index(FULL + here), increment_count=False)
         gates_s.index(here * 4).store(b_b)
-        gates_s.index(here * 4 + 1).store(b_w)
+        gates_s.index(here * 4 + 1).store(divisible(b_w, b_r, k_s.dtype))
         gates_s.index(here * 4 + 2).store(b_r)
         mbarrier.arrive(barriers.index(FULL + here))
         mbarrier.wait(barriers.index(A_READ), (i + 1) & 1)
@@ -115,8 +126,8 @@ def make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale):
     b_n = gl.rsqrt(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_n, 0.0), 1) + 1e-6)
     g_n.store(b_n)
     b_p = warpgroup_mma_wait(0, deps=[multiply(s_q, s_k.permute((1, 0)), BT)])
-    b_p *= causal_decay(g_b.load(row), g_b.load(col), o_i, o_j) * g_w.load(col)[None, :]
-    s_p.store((b_p * (b_n * scale)[:, None]).to(s_p.dtype))
+    b_p *= causal_decay(g_b.load(row) + log2(b_n), g_b.load(col), o_i, o_j) * (g_w.load(col) * scale)[None, :]
+    s_p.store(b_p.to(s_p.dtype))
 
 
 @gluon.jit
@@ -131,7 +142,7 @@ def run_back(
     """
     p_initial, p_final, p_gates, p_dv = pointers
     q_s, k_s, do_s, gates_s = places
-    s_a, s_1, _ = tiles
+    s_a, s_1, r_1 = tiles
     ds_1, dy_1, s_p, s_ends = results
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
@@ -145,7 +156,7 @@ def run_back(
     p_tile = o_k[None, :] * D + o_v[:, None]
     b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
     zero = gl.zeros([64, BT], gl.float32, flat)
-    last = 0.0
+    last, out_v = 0.0, gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
     if steps > 0:
         last = load_last(p_gates, rows)
     for i in range(steps):
@@ -174,6 +185,11 @@ def run_back(
             last = load_last(p_gates - BT * 4, BT)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         b_dr *= (g_w.load(col) * gl.exp2(end - g_b.load(col)))[None, :]
+        if i >= warm:
+            mbarrier.wait(barriers.index(R_THERE), (i - warm) & 1)
+            b_r = widen(r_1.index(at).slice(FIRST, 64, 1).permute((1, 0)).load(flat))
+            out_v = gl.convert_layout(gl.sum(b_r * b_dr, 1), gl.SliceLayout(1, tile))
+            mbarrier.arrive(barriers.index(R_READ))
         mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
         b_dr = warpgroup_mma(s_dot, s_p, b_dr, is_async=True)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
@@ -196,13 +212,13 @@ def run_back(
         if i >= warm:
             # its terms cancel, so that one of the two has to be as it was before it was rounded
             mbarrier.wait(barriers.index(S_THERE), (i - warm) & 1)
-            b_s = gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile).to(gl.float32)
-            s_ends.index(FIRST // 64).store(gl.sum(b_s * b_ds, 1))
+            b_s = widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
+            s_ends.index(FIRST // 64).store(gl.sum(b_s * b_ds, 1) * gl.exp2(end) + out_v)
             mbarrier.arrive(barriers.index(SUMMED))
             mbarrier.arrive(barriers.index(S_READ))
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
         b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale
-        b_do = (s_dot.load(left_k).to(gl.float32) * b_g[None, :]).to(dtype)
+        b_do = scale_tile(s_dot.load(left_k), b_g[None, :])
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(end), is_async=True)
         b_dy = gl.convert_layout(b_dy, left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)

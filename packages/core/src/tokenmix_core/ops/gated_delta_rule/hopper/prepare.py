@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import add
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, sequences
-from tokenmix_core.tile.hopper import fetch_rows, let_next_begin, locate_chunk, store_rows
+from tokenmix_core.tile.hopper import fetch_rows, let_next_begin, locate_chunk, parts, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 # warps that share a multiprocessor: its registers are enough for no more without spills
@@ -25,19 +25,6 @@ LOWEST = gl.constexpr(-160.0)
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
-
-
-@gluon.jit
-def parts(b_x, dtype: gl.constexpr):
-    """A float32 tile as the sum of two 16-bit ones."""
-    if dtype == gl.bfloat16:
-        # two numbers an instruction
-        b_hi = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        b_hi = b_x.to(dtype)
-    return b_hi, (b_x - b_hi.to(gl.float32)).to(dtype)
 
 
 @gluon.jit
