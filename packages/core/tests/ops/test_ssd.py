@@ -177,6 +177,13 @@ def test_extreme_decays_give_what_the_reference_gives(decay, device):
         assert not got["dinitial_state"].any()
 
 
+@pytest.mark.parametrize("T", [63, 64])
+def test_strong_decays_cancel_at_the_last_token(T, device):
+    x = inputs(B=1, T=T, G=1, HV=1, N=1, dtype=torch.float32, device=device)
+    x["g"] *= 100
+    assert_agrees(partial(chunk_ssd, impl="triton"), partial(chunk_ssd, impl="reference"), x)
+
+
 @pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])
 def test_one_token_may_lie_at_any_stride(form, device):
     x = inputs(B=3, T=1, G=2, HV=2, dtype=torch.float32, device=device, steps=True)

@@ -231,6 +231,13 @@ def test_results_never_change_between_runs():
             assert torch.equal(first[name], again[name]), name
 
 
+@pytest.mark.parametrize("T", [63, 64, 300])
+def test_strong_decays_cancel_at_the_last_token(T):
+    x = inputs(2, T, 2, 4, 64, 64, N=2, dtype=torch.float32)
+    x["g"] *= 100
+    assert_agrees(partial(chunk_ssd, impl="triton"), partial(chunk_ssd, impl="reference"), x)
+
+
 def test_a_scale_may_be_an_integer():
     x = inputs(1, 100, 1, 2, 64, 64)
     # kernels are found by the values of numbers, and 2 equals 2.0

@@ -8,6 +8,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
 from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDForward
 
@@ -65,7 +66,7 @@ def ssd_forward_kernel(
         m_t = i_t * BT + o_i < length - first
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
-        b_total = tl.sum(b_g, 0)
+        b_total = last_of(b_b, length - first - i_t * BT, BT)
         p_q = q + o_t * stride_q + o_i[:, None] * stride_q + o_k[None, :]
         p_k = k + o_t * stride_k + o_i[:, None] * stride_k + o_k[None, :]
         p_v = v + o_t * stride_v + o_i[:, None] * stride_v + o_v[None, :]

@@ -10,6 +10,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
 from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import SSDGradients
 
@@ -40,7 +41,7 @@ def head_gradients(
     o_v = tl.arange(0, BV)
     b_g = load_decay(g + begin * HV + i_h + o_i * HV, m_t)
     b_b = tl.cumsum(b_g, 0)
-    b_total = tl.sum(b_g, 0)
+    b_total = last_of(b_b, tl.sum(m_t.to(tl.int32), 0), BT)
     b_to_end = tl.exp2(b_total - b_b)
     p_v = v + begin * stride_v + i_h * V + o_i[:, None] * stride_v + o_v[None, :]
     p_do = do + begin * stride_do + i_h * V + o_i[:, None] * stride_do + o_v[None, :]

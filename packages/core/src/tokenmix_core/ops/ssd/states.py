@@ -7,6 +7,7 @@ import triton.language as tl
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.tile.decay import load_decay
 from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDStates
 
@@ -48,7 +49,8 @@ def walk_states(
         m_t = i_t * BT + o_i < length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
-        b_total = tl.sum(b_g, 0)
+        # the sum of another order would not cancel at the last token
+        b_total = last_of(b_b, length - i_t * BT, BT)
         b_x = tl.load(x + o_t * stride_x + o_i[:, None] * stride_x + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_y = tl.load(y + o_t * stride_y + o_i[:, None] * stride_y + o_v[None, :], mask=m_t[:, None], other=0.0)
         if REVERSE:
