@@ -103,6 +103,18 @@ def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
     check(x, cu_seqlens=borders())
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 128)])
+def test_kernels_of_other_devices(K, V, index, monkeypatch):
+    for name in ("takes", "takes_heads"):
+        monkeypatch.setattr(hopper, name, lambda *tensors: False)
+    use_tile(monkeypatch, index)
+    x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES)
+    check(x, cu_seqlens=borders())
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
+    check(x, cu_seqlens=borders())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_programs_take_two_steps(dtype, monkeypatch):
     monkeypatch.setattr(hopper, "_LEAST", 1000)

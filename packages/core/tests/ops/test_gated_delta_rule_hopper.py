@@ -18,43 +18,46 @@ from tokenmix_core.testing.closeness import assert_within
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
 STEPS = ("prepare", "forward", "backward_state", "backward_chunk", "backward")
+TILED = ("forward_tiled", "backward_state_tiled", "backward_chunk_tiled")
 
 
 @pytest.fixture(scope="module")
 def steps():
-    return gluon.load(hopper.__name__, *STEPS)
+    return gluon.load(hopper.__name__, *STEPS, *TILED)
 
 
 @pytest.fixture
 def on_hopper(steps, monkeypatch):
     """Let these steps run in place of Triton's, and return the names of those that have run."""
     ran = set()
-    for name, module in zip(STEPS, steps, strict=True):
+    for name, module in zip((*STEPS, *TILED), steps, strict=True):
         step = getattr(module, name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(hopper, name, module, raising=False)
         monkeypatch.setattr(module, name, lambda *args, name=name, step=step: (ran.add(name), step(*args)))
-    monkeypatch.setattr(hopper, "takes", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "takes", lambda *tensors: {x.shape[-1] for x in tensors} in ({64}, {128}))
+    monkeypatch.setattr(hopper, "takes_heads", lambda *tensors: True)
     monkeypatch.setattr(hopper, "_LEAST", 0)
     return ran
 
 
-def inputs(B, T, H, HV, D, N=None, decay=0.3):
+def inputs(B, T, H, HV, K, V=None, N=None, decay=0.3):
+    V = V or K
     generator = torch.Generator().manual_seed(0)
     randn, rand = partial(torch.randn, generator=generator), partial(torch.rand, generator=generator)
-    x = {"q": randn(B, T, H, D), "k": randn(B, T, H, D), "v": randn(B, T, HV, D)}
+    x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, HV, V)}
     x |= {"g": -decay * rand(B, T, HV), "beta": 2 * rand(B, T, HV)}
-    return x | ({"initial_state": randn(N, HV, D, D)} if N else {})
+    return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
 def check(x, **options):
     options = {"qk_l2norm": True} | options
     form = partial(chunk_gated_delta_rule, **options)
     function, reference = partial(form, impl="triton"), partial(form, impl="reference")
-    if x["q"].shape[-1] == 64:
+    if x["q"].shape[-1] == x["v"].shape[-1] == 64:
         assert_agrees(function, reference, x)
         return
-    # heads of 128 take k̂ · dk̂ as a difference of two sums: nothing to 16 bits, while float32 loses two of its own
+    # other heads take k̂ · dk̂ as a difference of two sums: nothing to 16 bits, while float32 loses two of its own
     x = x | {name: x[name].half() for name in "qkv"}
     got, upstream = values_and_gradients(function, x)
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
@@ -70,6 +73,31 @@ def test_packed_sequences_with_grouped_heads_and_states(D, on_hopper):
     check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32))
     # heads of 128 have steps of their own
     assert on_hopper == {"prepare"} | ({"forward", "backward"} if D == 128 else {"backward_state", "backward_chunk"})
+
+
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (64, 256), (256, 128)])
+def test_heads_whose_keys_and_values_differ_in_size(K, V, on_hopper):
+    x = inputs(1, 130, 1, 2, K, V, N=4)
+    check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32))
+    chunk = "backward_chunk" if max(K, V) == 128 else "backward_chunk_tiled"
+    state = "backward_state" if V == 128 and K == 64 else "backward_state_tiled"
+    assert on_hopper == {"prepare", state, chunk} | ({"forward_tiled"} if K > 64 else set())
+
+
+def test_heads_of_256_without_norm_or_states(on_hopper):
+    x = inputs(2, 70, 1, 1, 256)
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    check(x, qk_l2norm=False, scale=0.3)
+    # sums that cancel in dg are too coarse there for keys without the norm
+    assert on_hopper == {"prepare", "forward_tiled", "backward_state_tiled"}
+
+
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize("decay", [0.5, 0.001])
+def test_segments_of_heads_whose_keys_and_values_differ_in_size(decay, K, V, on_hopper, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    x = inputs(1, 300, 1, 2, K, V, N=3, decay=decay)
+    check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
 
 
 def test_few_programs_take_two_steps(on_hopper, monkeypatch):

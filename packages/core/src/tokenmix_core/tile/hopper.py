@@ -24,6 +24,12 @@ def product_layout(columns, warps):
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def group_layout(columns, warps):
+    """A product of 64 rows, whose columns are shared out among groups of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns * 4 // warps, 16])
+
+
 @gluon.jit
 def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr):
     """Begin to copy rows `first` … of a matrix into a shared tile; rows from `rows` on become 0."""

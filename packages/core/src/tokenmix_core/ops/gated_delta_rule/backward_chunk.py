@@ -171,12 +171,19 @@ def backward_chunk(
     group = HV // H
     dq, dg, dbeta = q.new_empty(B, T, HV, K), torch.empty_like(g), torch.empty_like(beta)
     # that step sums what cancels in dg from products of matrices rounded to 16 bits, too little where keys are long
-    if do is not None and qk_l2norm and hopper.takes(q, k, do):
+    if do is not None and qk_l2norm and hopper.takes(q, k) and hopper.takes(do):
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
         # a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
-        dk = residual
+        dk = residual if K == V else k.new_empty(B, T, HV, K)
         on_hopper.backward_chunk(
+            q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
+        )
+    elif do is not None and qk_l2norm and hopper.takes_heads(q, k, do):
+        from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk_tiled as by_tiles
+
+        dk = k.new_empty(B, T, HV, K)
+        by_tiles.backward_chunk_tiled(
             q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
         )
     else:

@@ -116,17 +116,22 @@ def backward_state(
     dv = torch.empty_like(like_v)
     dstates = dv.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
-    if do is not None and hopper.takes(q, k, do):
-        from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
-
+    if do is not None and (hopper.takes(q, k, do) or hopper.takes_heads(q, k, do)):
         # only norms of 1 bound what a segment may leave out
         segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, cu_seqlens is not None) if qk_l2norm else 0
         carry = transitions if segment else transitions[:0]
         ends = gates.new_empty(len(dstates), HV, V)
         out = (dv, dstates, ends, dinitial_state)
-        on_hopper.backward_state(
-            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, carry, out
-        )
+        options = (do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, carry, out)
+        # eight warps have all columns of V, where there are 128
+        if hopper.takes(q, k, do) or (hopper.takes(q, k) and V == 128):
+            from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
+
+            on_hopper.backward_state(q, k, inverse, gates, states, remainders, *options)
+        else:
+            from tokenmix_core.ops.gated_delta_rule.hopper import backward_state_tiled as by_tiles
+
+            by_tiles.backward_state_tiled(q, k, inverse, gates, states, remainders, *options)
         return out
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     ends = gates.new_empty(len(dstates), HV, V // launch.BV)

@@ -222,6 +222,12 @@ def forward(
         terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
         on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, save, results[:4])
         return results
+    if output != save and save == remainders and K > 64 and hopper.takes_heads(q, k, v):
+        from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles
+
+        terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
+        by_tiles.forward_tiled(q, k, v, *terms, scale, qk_l2norm, segment, save, results)
+        return results
     launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)

@@ -148,7 +148,7 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2
     HV = g.shape[2]
     inverse = k.new_empty(B, T, HV, CHUNK)
     gates = k.new_empty(HV, B * T, 4, dtype=torch.float32)
-    if hopper.takes(k):
+    if hopper.takes_heads(k):
         from tokenmix_core.ops.gated_delta_rule.hopper import prepare as on_hopper
 
         on_hopper.prepare(k, g, beta, cu_seqlens, qk_l2norm, (inverse, gates))

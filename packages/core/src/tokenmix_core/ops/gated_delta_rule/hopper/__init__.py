@@ -23,6 +23,12 @@ def takes(x: Tensor, *others: Tensor) -> bool:
     return sizes and on_hopper(x.device) and all(y.data_ptr() % 16 == 0 for y in (x, *others))
 
 
+def takes_heads(*tensors: Tensor) -> bool:
+    """Whether the steps for heads of any size exist, those of K and V alike or not."""
+    sizes = all(x.element_size() == 2 and x.shape[-1] in (64, 128, 256) for x in tensors)
+    return sizes and on_hopper(tensors[0].device) and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
 def gradients_at_once(q: Tensor, k: Tensor, do: Tensor, *, qk_l2norm: bool, programs: int) -> bool:
     """Whether one step makes all gradients: of normalised heads of 128, where its programs keep a GPU busy."""
     busy = programs >= _LEAST * cdiv(programs, _ROUND)

@@ -8,7 +8,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
-from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
+from tokenmix_core.tile.hopper import (
+    causal_decay,
+    fetch_rows,
+    group_layout,
+    locate_chunk,
+    product_layout,
+    row_layout,
+    store_rows,
+)
 from tokenmix_core.tile.launch import cached_launch
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -31,15 +39,15 @@ def accumulate(a, b, acc):
 
 
 @gluon.jit
-def scale_rows(b_x, x_i, D: gl.constexpr):
+def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """diag(x) X."""
-    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, product_layout(D, 4)))[:, None]
+    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, group_layout(D, WARPS)))[:, None]
 
 
 @gluon.jit
-def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
+def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(product_layout(D, 4)).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(group_layout(D, WARPS)).to(gl.float32), 1), row)
 
 
 @gluon.jit
@@ -69,10 +77,10 @@ def add(x, y):
 
 
 @gluon.jit
-def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr):
+def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """The gradient of x from r times that of x̂ = r x, with r = (Σ x² + ε)^−½: r dx̂ − r x̂ (x̂ · dx̂)."""
-    b_x = s_x.load(product_layout(D, 4)).to(gl.float32)
-    return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D)
+    b_x = s_x.load(group_layout(D, WARPS)).to(gl.float32)
+    return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D, WARPS)
 
 
 @gluon.jit
@@ -81,14 +89,33 @@ def nonzero(beta_r, r):
     return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
+@gluon.jit
+def store_gates(
+    p_g, p_dg, p_dbeta, p_end, stride, rows, last, beta_i, db_i, dbeta_i, out_i, V: gl.constexpr,
+    row: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Store dβ, and dg, which gathers all later decays of the chunk; a decay that was cut off has none."""
+    # each warp on its own
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    o_i = gl.arange(0, 64, row)
+    p_t, m_t = o_i * stride, o_i < rows
+    gl.store(p_dbeta + p_t, dbeta_i.to(p_dbeta.dtype.element_ty), mask=m_t)
+    end = gl.sum(gl.load(p_end + gl.arange(0, V, gl.BlockedLayout([4], [32], [WARPS], [0]))), 0) * gl.exp2(last)
+    end += gl.sum(gl.convert_layout(out_i * beta_i, line), 0)
+    db_t = gl.convert_layout(gl.where(m_t, db_i - beta_i * dbeta_i, 0.0), line)
+    dg_i = gl.convert_layout(gl.associative_scan(db_t, 0, add, reverse=True) + end, row)
+    g_i = gl.load(p_g + p_t, mask=m_t, other=0.0).to(gl.float32)
+    gl.store(p_dg + p_t, gl.where(g_i * LOG2_E < LOWEST, 0.0, dg_i).to(p_dg.dtype.element_ty), mask=m_t)
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
     q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
     scale, T, N, H, group, tokens,
-    D: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 rows by D = K = V. Vectors by row are `x_i`, by column `x_j`.
+    """Tiles of 64 rows by K or V columns. Vectors by row are `x_i`, by column `x_j`.
 
     What meets K and Q transposed is read from shared memory so; no result is transposed on its way there. Products
     x̂ · dx̂ come from results, so that Q Kᵀ and K Kᵀ are not needed. E and F are rounded with all factors of their rows
@@ -98,7 +125,7 @@ def backward_chunk_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
-    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(D, 4), 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(K, 4), 2)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_slot, i_hv = gl.program_id(0), gl.program_id(1)
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 4)
@@ -106,28 +133,28 @@ def backward_chunk_kernel(
         return
     first, rows = begin + start, length - start
     HV = H * group
-    o_qk, o_vo, stride = (first * H + i_hv // group) * D, (first * HV + i_hv) * D, HV * D
-    o_s = (i_slot.to(gl.int64) * HV + i_hv) * D * D
+    o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
+    o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
 
     # Eᵀ and half of dQ on its way out take the place of dO, Fᵀ that of dY, and dS that of S
-    s_q = gl.allocate_shared_memory(dtype, [BT, D], shared)
-    s_k = gl.allocate_shared_memory(dtype, [BT, D], shared)
-    s_r = gl.allocate_shared_memory(dtype, [BT, D], shared)
-    s_do = gl.allocate_shared_memory(dtype, [BT, D], shared)
-    s_dy = gl.allocate_shared_memory(dtype, [BT, D], shared)
-    s_state = gl.allocate_shared_memory(dtype, [D, D], shared)
-    s_e, s_f = square(s_do, D // 64 - 1, D), square(s_dy, D // 64 - 1, D)
-    if D == 128:
-        s_dq = square(s_do, 0, D)
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_dy = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_state = gl.allocate_shared_memory(dtype, [K, V], shared)
+    s_e, s_f = square(s_do, V // 64 - 1, V), square(s_dy, V // 64 - 1, V)
+    if V == 128:
+        s_dq = square(s_do, 0, V)
     else:
         s_dq = gl.allocate_shared_memory(dtype, [BT, BT], shared)
-    fetch_rows(s_do, do + o_vo, stride, rows, 4)
-    fetch_rows(s_dy, dv + o_vo, stride, rows, 4)
-    fetch_rows(s_r, residual + o_vo, stride, rows, 4)
-    fetch_rows(s_q, q + o_qk, H * D, rows, 4)
+    fetch_rows(s_do, do + o_vo, HV * V, rows, 4)
+    fetch_rows(s_dy, dv + o_vo, HV * V, rows, 4)
+    fetch_rows(s_r, residual + o_vo, HV * V, rows, 4)
+    fetch_rows(s_q, q + o_qk, H * K, rows, 4)
     async_copy.commit_group()
-    fetch_rows(s_state, states + o_s, D, D, 4)
-    fetch_rows(s_k, k + o_qk, H * D, rows, 4)
+    fetch_rows(s_state, states + o_s, V, K, 4)
+    fetch_rows(s_k, k + o_qk, H * K, rows, 4)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -141,62 +168,59 @@ def backward_chunk_kernel(
     # E = scale dO Rᵀ ⊙ Γ meets β K̂, and as Eᵀ Q̂: dQ̂ = scale γ dO Sᵀ + E β K̂
     async_copy.wait_group(1)
     b_e = multiply(s_do, s_r.permute((1, 0)), BT)
-    b_q = s_q.load(row_layout(D, 4)).to(gl.float32)
+    b_q = s_q.load(row_layout(K, 4)).to(gl.float32)
     rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
     b_e = warpgroup_mma_wait(0, deps=[b_e])
     b_e *= causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j) * (scale * rq_i)[:, None]
     b_et, b_e = (b_e * d_j[None, :]).to(dtype), (b_e * w_j[None, :]).to(dtype)
     async_copy.wait_group(0)
-    b_dq = multiply(s_do, s_state.permute((1, 0)), D)
+    b_dq = multiply(s_do, s_state.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     s_e.store(b_et)
-    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, D)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, K)
     b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    dot_i = dot_rows(b_dq, s_q, row, D)
-    b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, D)
-    store_result(dq + o_vo, b_dq.to(dtype), s_dq, stride, rows, D)
+    dot_i = dot_rows(b_dq, s_q, row, K)
+    b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K)
+    store_result(dq + o_dqk, b_dq.to(dtype), s_dq, HV * K, rows, K)
 
     # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, meets β K̂, and as Fᵀ K̂: dK̂ = −γ dY Sᵀ + F β K̂ + β X
-    b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), D)
+    b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), K)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
     b_f *= -causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]
     b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk])
     s_f.store(b_ft)
-    fetch_rows(s_state, dstates + o_s, D, D, 4)
+    fetch_rows(s_state, dstates + o_s, V, K, 4)
     async_copy.commit_group()
-    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i, D)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i, K)
     fence_async_shared()
     b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk])
-    dot_k_i = dot_rows(b_dk, s_k, row, D)
+    dot_k_i = dot_rows(b_dk, s_k, row, K)
 
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
     async_copy.wait_group(0)
-    b_x = multiply(s_r, s_state.permute((1, 0)), D)
-    b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i) * d_i, D)
-    out_i = dot_rows(b_x, s_k, row, D) * (r_i / d_i)
+    b_x = multiply(s_r, s_state.permute((1, 0)), K)
+    b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i) * d_i, K)
+    out_i = dot_rows(b_x, s_k, row, K) * (r_i / d_i)
     b_x = accumulate(s_e.permute((1, 0)), s_q, b_x)
     b_x = accumulate(s_f.permute((1, 0)), s_k, b_x)
     b_x = warpgroup_mma_wait(0, deps=[b_x])
-    dbeta_i = dot_rows(b_x, s_k, row, D) * (r_i / d_i)
-    b_dk += scale_rows(b_x, beta_i * (r_i / d_i), D)
-    b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, D)
-    s_r.store(b_dk.to(dtype))
-    store_rows(dk + o_vo, s_r, stride, rows, 4)
+    dbeta_i = dot_rows(b_x, s_k, row, K) * (r_i / d_i)
+    b_dk += scale_rows(b_x, beta_i * (r_i / d_i), K)
+    b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, K)
+    if K == V:
+        s_r.store(b_dk.to(dtype))
+        store_rows(dk + o_dqk, s_r, HV * K, rows, 4)
+    else:
+        store_result(dk + o_dqk, b_dk.to(dtype), s_dq, HV * K, rows, K)
 
-    # dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none
-    p_t, m_t = (first + o_i) * HV + i_hv, o_i < rows
-    gl.store(dbeta + p_t, dbeta_i.to(dbeta.dtype.element_ty), mask=m_t)
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    p_end = ends + (i_slot.to(gl.int64) * HV + i_hv) * D
-    end = gl.sum(gl.load(p_end + gl.arange(0, D, gl.BlockedLayout([4], [32], [4], [0]))), 0) * gl.exp2(last)
-    end += gl.sum(gl.convert_layout(out_i * beta_i, line), 0)
-    db_t = gl.convert_layout(gl.where(m_t, dot_i + dot_k_i - beta_i * dbeta_i, 0.0), line)
-    dg_i = gl.convert_layout(gl.associative_scan(db_t, 0, add, reverse=True) + end, row)
-    g_i = gl.load(g + p_t, mask=m_t, other=0.0).to(gl.float32)
-    gl.store(dg + p_t, gl.where(g_i * LOG2_E < LOWEST, 0.0, dg_i).to(dg.dtype.element_ty), mask=m_t)
+    o_t, p_end = first * HV + i_hv, ends + (i_slot.to(gl.int64) * HV + i_hv) * V
+    db_i = dot_i + dot_k_i
+    store_gates(
+        g + o_t, dg + o_t, dbeta + o_t, p_end, HV, rows, last, beta_i, db_i, dbeta_i, out_i, V, row, 4
+    )  # fmt: skip
 
 
 def backward_chunk(
@@ -215,11 +239,11 @@ def backward_chunk(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation."""
-    B, T, H, D = q.shape
-    HV = dv.shape[2]
+    B, T, H, K = q.shape
+    HV, V = dv.shape[2:]
     backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
         q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, D, CHUNK, cu_seqlens is not None,
-        # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at D = 64
-        num_warps=4, maxnreg=168 if D == 64 else 255,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
+        # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
+        num_warps=4, maxnreg=168 if K == V == 64 else 255,
     )  # fmt: skip

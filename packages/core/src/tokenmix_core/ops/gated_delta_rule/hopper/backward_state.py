@@ -1,5 +1,8 @@
 """`backward_state` on Hopper: dV, every chunk's dS' and ⟨dS', S⟩, a segment and value head a program."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +14,15 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.segments import pass_back
-from tokenmix_core.tile.hopper import causal_decay, fetch_rows, locate_chunk, product_layout, row_layout, store_rows
+from tokenmix_core.tile.hopper import (
+    causal_decay,
+    fetch_rows,
+    group_layout,
+    locate_chunk,
+    product_layout,
+    row_layout,
+    store_rows,
+)
 from tokenmix_core.tile.launch import cached_launch
 
 # base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
@@ -56,19 +67,45 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
     return b_b, b_w, load_gate(p_gates + 2, rows, layout), gl.load(p_gates + (rows - 1) * 4)
 
 
+@gluon.jit
+def start_after(
+    p_gates, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
+    CARRIED: gl.constexpr,
+):  # fmt: skip
+    """One past the chunk that a segment of chunks `first` to `end` starts from; `first` if it has nothing to do.
+
+    LOCAL and CARRIED are those of the kernels: a gradient is passed back from a segment if it, or the one before it,
+    remembers, but not from a sequence's first, which passes it to the initial state alone.
+    """
+    started = end
+    if LOCAL:
+        started = first
+        if first > 0:
+            # a little more than is going to be used, as sums in another order may differ
+            earlier = decay_over(p_gates, first - segment // 64, first, length, layout)
+            if (decay_over(p_gates, first, end, length, layout) > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
+                started = started_after(p_gates, first, end, length, L2NORM)
+    elif CARRIED:
+        if decay_over(p_gates, end, gl.minimum(end + segment // 64, chunks), length, layout) <= FORGOTTEN:
+            started = started_after(p_gates, end, chunks, length, L2NORM)
+    else:
+        started = started_after(p_gates, end, chunks, length, L2NORM)
+    return started
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, order, states, do, dfinal_state, passed, dv, dstates, ends, dinitial_state,
-    scale, T, N, H, group, tokens, segment,
+    q, k, inverse, gates, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
+    dinitial_state, scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
-    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
-    LOCAL: gl.constexpr, CARRIED: gl.constexpr,
+    REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
+    CARRIED: gl.constexpr,
 ):  # fmt: skip
     """dS is held transposed, `[V, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
 
     Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: that of the
-    initial state is wanted; ORDERED: programs take segments by `order`.
+    initial state is wanted; REMAINDERS: S comes in two parts; ORDERED: programs take segments by `order`.
     LOCAL: only what a segment passes back if nothing enters it, into `passed`, where it or the one before remembers.
     CARRIED: what is passed back to a segment lies there, if the one that passes it remembers.
     """
@@ -76,7 +113,7 @@ def backward_state_kernel(
     tile: gl.constexpr = product_layout(K, WARPS)
     flat: gl.constexpr = product_layout(BT, WARPS)
     # P' is shared out among all warps: a warp group for each part of its columns
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BT * 4 // WARPS, 16])
+    square: gl.constexpr = group_layout(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     flat_col: gl.constexpr = gl.SliceLayout(0, flat)
@@ -102,7 +139,8 @@ def backward_state_kernel(
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
-    p_ds, p_s = dstates + (slot * HV + i_hv) * K * V, states + (slot * HV + i_hv) * K * V
+    o_s = (slot * HV + i_hv) * K * V
+    p_ds, p_s, p_m = dstates + o_s, states + o_s, remainders + o_s
     p_end = ends + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -110,6 +148,8 @@ def backward_state_kernel(
     a_2 = gl.allocate_shared_memory(dtype, [2, BT, BT], shared)
     do_2 = gl.allocate_shared_memory(dtype, [2, BT, V], shared)
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
+    if REMAINDERS:
+        m_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     # for dS, and then dY, on their way out
     s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_dy = s_ds.slice(0, BT)
@@ -119,21 +159,9 @@ def backward_state_kernel(
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    if LOCAL:
-        # a sequence's first segment passes its gradient to the initial state alone
-        if first == 0:
-            return
-        # a little more than is going to be used, as sums in another order may differ
-        earlier = decay_over(p_gates, first - segment // BT, first, length, line)
-        if (decay_over(p_gates, first, end, length, line) <= FORGOTTEN - 1) & (earlier <= FORGOTTEN - 1):
-            return
-        started = started_after(p_gates, first, end, length, L2NORM)
-    elif CARRIED:
-        started = end
-        if decay_over(p_gates, end, gl.minimum(end + segment // BT, chunks), length, line) <= FORGOTTEN:
-            started = started_after(p_gates, end, chunks, length, L2NORM)
-    else:
-        started = started_after(p_gates, end, chunks, length, L2NORM)
+    started = start_after(p_gates, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED)
+    if LOCAL and started == first:
+        return
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([V, K], gl.float32, tile)
@@ -150,6 +178,8 @@ def backward_state_kernel(
     fetch_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
     fetch_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
     fetch_rows(s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
+    if REMAINDERS:
+        fetch_rows(m_2.index(0), p_m + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
     async_copy.commit_group()
     b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
     for i in range(started - first):
@@ -171,6 +201,8 @@ def backward_state_kernel(
             fetch_rows(a_2.index(then), p_a + before * s_at, s_at, BT, WARPS)
             fetch_rows(do_2.index(then), p_do + before * s_vo, s_vo, BT, WARPS)
             fetch_rows(s_2.index(then), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+            if REMAINDERS:
+                fetch_rows(m_2.index(then), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
@@ -195,8 +227,10 @@ def backward_state_kernel(
         g_p.store(gl.exp2(b_i) * r_i)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # its terms cancel, so that one of the two has to be as it was before it was rounded
+            # its terms cancel, so that one of the two, or both, have to be as they were before they were rounded
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
+            if REMAINDERS:
+                b_s += gl.convert_layout(m_2.index(here).permute((1, 0)).load(left_k), tile).to(gl.float32)
             gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1))
         b_dr, b_dh = warpgroup_mma_wait(0, deps=[b_dr, b_dh])
 
@@ -224,6 +258,7 @@ def backward_state_kernel(
 
 
 def _launch(
+    remainders: Tensor,
     q: Tensor,
     k: Tensor,
     inverse: Tensor,
@@ -243,9 +278,9 @@ def _launch(
     HV, V = do.shape[2:]
     order, final = longest_first(T, segment, cu_seqlens), gates if dfinal_state is None else dfinal_state
     backward_state_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
-        q, k, inverse, gates, cu_seqlens, order, states, do, final, passed, *out,
+        q, k, inverse, gates, cu_seqlens, order, states, remainders, do, final, passed, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0 and not local, qk_l2norm,
+        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0, qk_l2norm,
         cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=V // 16,
     )  # fmt: skip
 
@@ -264,6 +299,7 @@ def between_segments(
     segment: int,
     transitions: Tensor,
     dv: Tensor,
+    launch: Callable[..., None] | None = None,
 ) -> Tensor:
     """The gradient that every segment passes back where it does not forget, by its M; empty if there are no M.
 
@@ -273,11 +309,11 @@ def between_segments(
     HV, V = do.shape[2:]
     slots = chunk_slots(B, T, segment, cu_seqlens) if len(transitions) else 0
     passed = gates.new_empty(slots, HV, q.shape[3], V)
+    # nothing that is passed back depends on S
+    launch = launch or partial(_launch, gates[:0])
     if slots:
         out = (dv, dv, gates, gates[:0])
-        _launch(
-            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, passed, out, True
-        )
+        launch(q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, passed, out, True)
         pass_back(gates, transitions, passed, T, sequences(q, cu_seqlens), HV, segment, cu_seqlens)
     return passed
 
@@ -288,6 +324,7 @@ def backward_state(
     inverse: Tensor,
     gates: Tensor,
     states: Tensor,
+    remainders: Tensor,
     do: Tensor,
     dfinal_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -299,10 +336,12 @@ def backward_state(
 ) -> None:
     """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient, if not empty, into `out`.
 
+    S is the sum of `states` and, if not empty, `remainders`.
+
     Sequences are split into segments of `segment` tokens, unless that is 0. Where a segment does not forget, its M of
     `transitions` carries gradients through it; if that is empty, a segment starts as far back as it takes.
     """
     segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
     inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
-    passed = between_segments(*inputs, transitions, out[0])
-    _launch(*inputs, passed, out, False)
+    launch = partial(_launch, remainders)
+    launch(*inputs, between_segments(*inputs, transitions, out[0], launch), out, False)

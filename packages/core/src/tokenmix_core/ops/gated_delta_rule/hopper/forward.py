@@ -38,9 +38,9 @@ FORGOTTEN = gl.constexpr(-32.0)
 
 
 @gluon.jit
-def forgotten(p_gates, segment):
+def forgotten(p_gates, segment, WARPS: gl.constexpr = 4):
     """As in `..forward`: how many of a segment's chunks need not be run for the state that leaves it; 0 if all do."""
-    o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])) + gl.maximum(segment // 64 - 128, 0)
+    o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
     return gl.max(gl.where((b_left < FORGOTTEN) & (o_c < segment // 64), o_c, 0), 0)

@@ -221,7 +221,9 @@ def prepare(
     B, T, H, K = k.shape
     HV = g.shape[2]
     units = chunk_slots(k, cu_seqlens) * H
-    prepare_kernel[(min(units, WARPS * tuning.multiprocessors(k.device)),)](
+    # shared memory is enough for fewer where keys are long
+    warps = WARPS if K < 256 else 5
+    prepare_kernel[(min(units, warps * tuning.multiprocessors(k.device)),)](
         k, g, beta, cu_seqlens, *out, T, sequences(k, cu_seqlens), B * T, units,
         H, HV, K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=255,
     )  # fmt: skip

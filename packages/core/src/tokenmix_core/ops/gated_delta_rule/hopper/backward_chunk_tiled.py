@@ -1,0 +1,209 @@
+"""`backward_chunk` on Hopper for heads of other sizes: a chunk and value head a program, V by tiles of 64 columns."""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
+    accumulate,
+    dot_rows,
+    nonzero,
+    scale_rows,
+    store_gates,
+    unnormalise,
+)
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    causal_decay,
+    fetch_rows,
+    group_layout,
+    locate_chunk,
+    row_layout,
+    store_rows,
+)
+from tokenmix_core.tile.launch import cached_launch
+
+# two groups of four, with half of each result's columns
+WARPS = gl.constexpr(8)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=SIZES)
+def backward_chunk_kernel(
+    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
+    scale, T, N, H, group, tokens,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Rows of 64 tokens. S and dS' come 64 columns at a time, the next ones while the last are used.
+
+    The roundings of E and F, and the sums, are those of `backward_chunk.py`; with twice the registers, dO Sᵀ and dY Sᵀ
+    are made beside each other, so that S is read once. All operands of products are in shared memory.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = group_layout(BT, WARPS)
+    tile: gl.constexpr = group_layout(K, WARPS)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    col: gl.constexpr = gl.SliceLayout(0, square)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    TILES: gl.constexpr = V // 64
+    i_slot, i_hv = gl.program_id(0), gl.program_id(1)
+    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, WARPS)
+    if start >= length:
+        return
+    first, rows = begin + start, length - start
+    HV = H * group
+    o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
+    o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
+    p_s, p_ds = states + o_s, dstates + o_s
+
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_r = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
+    s_do = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
+    s_dy = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
+    states_2 = gl.allocate_shared_memory(dtype, [2, K, 64], shared)
+    # E and F, each in two roundings, take the places of dO and dY
+    if TILES > 1:
+        s_e, s_et, s_f, s_ft = s_do.index(0), s_do.index(1), s_dy.index(0), s_dy.index(1)
+    else:
+        s_more = gl.allocate_shared_memory(dtype, [2, BT, 64], shared)
+        s_e, s_et, s_f, s_ft = s_do.index(0), s_more.index(0), s_dy.index(0), s_more.index(1)
+    # what leaves takes the place of a tile of S
+    s_out = states_2.index((TILES - 1) % 2)._reinterpret(dtype, [BT, K], shared)
+    for i in gl.static_range(TILES):
+        fetch_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
+        fetch_rows(s_dy.index(i), dv + o_vo + i * 64, HV * V, rows, WARPS)
+        fetch_rows(s_r.index(i), residual + o_vo + i * 64, HV * V, rows, WARPS)
+    fetch_rows(s_q, q + o_qk, H * K, rows, WARPS)
+    async_copy.commit_group()
+    fetch_rows(states_2.index(0), p_s, V, K, WARPS)
+    fetch_rows(s_k, k + o_qk, H * K, rows, WARPS)
+    async_copy.commit_group()
+    if TILES > 1:
+        fetch_rows(states_2.index(1), p_s + 64, V, K, WARPS)
+    else:
+        fetch_rows(states_2.index(1), p_ds, V, K, WARPS)
+    async_copy.commit_group()
+
+    p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
+    b_i, last = load_gate(p_gates, rows, row), gl.load(p_gates + (gl.minimum(rows, BT) - 1) * 4)
+    r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
+    d_i = nonzero(beta_i * r_i, r_i)
+    w_j = load_gate(p_gates + 1, rows, col)
+    d_j = nonzero(w_j, load_gate(p_gates + 2, rows, col))
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    zero = gl.zeros([BT, BT], gl.float32, square)
+    b_zero = gl.zeros([BT, K], gl.float32, tile)
+
+    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, in the roundings that meet K and Q
+    await_copies(2)
+    b_e, b_f = zero, zero
+    for i in gl.static_range(TILES):
+        b_e = accumulate(s_do.index(i), s_r.index(i).permute((1, 0)), b_e)
+        b_f = accumulate(s_dy.index(i), s_r.index(i).permute((1, 0)), b_f)
+    b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
+    rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
+    b_e, b_f = warpgroup_mma_wait(0, deps=[b_e, b_f])
+    b_j = load_gate(p_gates, rows, col)
+    b_e *= causal_decay(b_i, b_j, o_i, o_j) * (scale * rq_i)[:, None]
+    b_f *= -causal_decay(b_i, b_j, o_i, o_j + 1) * r_i[:, None]
+    b_et, b_e = (b_e * d_j[None, :]).to(dtype), (b_e * w_j[None, :]).to(dtype)
+    b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
+
+    # dO Sᵀ and dY Sᵀ
+    b_dq, b_dk = b_zero, b_zero
+    for i in gl.static_range(TILES):
+        await_copies(1)
+        b_dq = accumulate(s_do.index(i), states_2.index(i % 2).permute((1, 0)), b_dq)
+        b_dk = accumulate(s_dy.index(i), states_2.index(i % 2).permute((1, 0)), b_dk)
+        b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
+        barrier()
+        if i + 2 < TILES:
+            fetch_rows(states_2.index(i % 2), p_s + (i + 2) * 64, V, K, WARPS)
+        elif i + 2 == TILES:
+            fetch_rows(states_2.index(i % 2), p_ds, V, K, WARPS)
+        async_copy.commit_group()
+    s_e.store(b_e)
+    s_et.store(b_et)
+    s_f.store(b_f)
+    s_ft.store(b_ft)
+    fence_async_shared()
+    barrier()
+
+    # dQ̂ = scale γ dO Sᵀ + E β K̂
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, K, WARPS)
+    b_dq = accumulate(s_e, s_k, b_dq)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    dot_i = dot_rows(b_dq, s_q, row, K, WARPS)
+    b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K, WARPS)
+    s_out.store(b_dq.to(dtype))
+    barrier()
+    store_rows(dq + o_dqk, s_out, HV * K, rows, WARPS)
+    barrier()
+    if TILES > 1:
+        fetch_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
+    async_copy.commit_group()
+
+    # dK̂ = −γ dY Sᵀ + F β K̂ + β X
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i, K, WARPS)
+    b_dk = accumulate(s_f, s_k, b_dk)
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+    dot_k_i = dot_rows(b_dk, s_k, row, K, WARPS)
+
+    # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
+    b_x = b_zero
+    for i in gl.static_range(TILES):
+        await_copies(1)
+        b_x = accumulate(s_r.index(i), states_2.index((TILES + i) % 2).permute((1, 0)), b_x)
+        b_x = warpgroup_mma_wait(0, deps=[b_x])
+        barrier()
+        if i + 2 < TILES:
+            fetch_rows(states_2.index((TILES + i) % 2), p_ds + (i + 2) * 64, V, K, WARPS)
+        async_copy.commit_group()
+    b_x = scale_rows(b_x, gl.exp2(last - b_i) * d_i, K, WARPS)
+    out_i = dot_rows(b_x, s_k, row, K, WARPS) * (r_i / d_i)
+    b_x = accumulate(s_et.permute((1, 0)), s_q, b_x)
+    b_x = accumulate(s_ft.permute((1, 0)), s_k, b_x)
+    b_x = warpgroup_mma_wait(0, deps=[b_x])
+    dbeta_i = dot_rows(b_x, s_k, row, K, WARPS) * (r_i / d_i)
+    b_dk += scale_rows(b_x, beta_i * (r_i / d_i), K, WARPS)
+    b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, K, WARPS)
+    s_out.store(b_dk.to(dtype))
+    barrier()
+    store_rows(dk + o_dqk, s_out, HV * K, rows, WARPS)
+
+    o_t, p_end = first * HV + i_hv, ends + (i_slot.to(gl.int64) * HV + i_hv) * V
+    db_i = dot_i + dot_k_i
+    store_gates(
+        g + o_t, dg + o_t, dbeta + o_t, p_end, HV, rows, last, beta_i, db_i, dbeta_i, out_i, V, row, WARPS
+    )  # fmt: skip
+
+
+def backward_chunk_tiled(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    gates: Tensor,
+    do: Tensor,
+    dv: Tensor,
+    residual: Tensor,
+    states: Tensor,
+    dstates: Tensor,
+    ends: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation."""
+    B, T, H, K = q.shape
+    HV, V = dv.shape[2:]
+    backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
+        q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
+        num_warps=8, maxnreg=255,
+    )  # fmt: skip

@@ -1,0 +1,284 @@
+"""`backward_state` on Hopper for heads of other sizes: a segment, value head and 64 columns of V a program."""
+
+from functools import partial
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import between_segments, load_gates, start_after
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    causal_decay,
+    fetch_rows,
+    group_layout,
+    locate_chunk,
+    row_layout,
+    store_rows,
+)
+from tokenmix_core.tile.launch import cached_launch
+
+# columns of V a program, the rows of its transposed state
+COLUMNS = 64
+# two groups of four, with half of each result's columns
+WARPS = gl.constexpr(8)
+
+
+@gluon.jit
+def halves(x, D: gl.constexpr):
+    """The first and second half of the columns of a tile `[64, D]`."""
+    return gl.split(x.reshape([64, 2, D // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def product_with(b_ds, s_parts, col: gl.constexpr):
+    """⟨dS', S⟩ by columns of V, of half of the rows; S in two parts."""
+    tile: gl.constexpr = group_layout(s_parts.shape[1], WARPS)
+    b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
+    b_s += s_parts.index(1).permute((1, 0)).load(tile).to(gl.float32)
+    return gl.convert_layout(gl.sum(b_s * gl.convert_layout(b_ds, tile), 1), col)
+
+
+@gluon.jit
+def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr):
+    """Begin to copy the i-th half of S, in both parts."""
+    fetch_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+    fetch_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=[*SIZES, "segment"])
+def backward_state_kernel(
+    q, k, inverse, gates, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
+    dinitial_state, scale, T, N, H, group, tokens, segment,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+    LOCAL: gl.constexpr, CARRIED: gl.constexpr,
+):  # fmt: skip
+    """dS is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
+
+    S comes in two parts, half of their rows at a time, to be multiplied with dS' while both are as exact as they were.
+    Flags are those of `backward_state.py`.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    # either half of the columns is itself shared out between the groups
+    tile: gl.constexpr = group_layout(K // 2, WARPS)
+    flat: gl.constexpr = group_layout(BT, WARPS)
+    row: gl.constexpr = gl.SliceLayout(1, flat)
+    col: gl.constexpr = gl.SliceLayout(0, flat)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    HV = H * group
+    i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
+    i_s, i_hv = i_sh // HV, i_sh % HV
+    if ORDERED:
+        i_s = gl.load(order + i_s)
+    i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
+    # an empty sequence has a segment too, which hands its gradient on
+    if (start >= length) & (start > 0):
+        return
+    if PACKED:
+        slot = begin // BT + i_n
+    else:
+        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    s_qk, s_vo, s_at = H * K, HV * V, HV * BT
+    p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
+    o_vo = (begin * HV + i_hv) * V + i_v * BV
+    p_do, p_dv = do + o_vo, dv + o_vo
+    p_a = inverse + (begin * HV + i_hv) * BT
+    # an empty sequence may begin past the last token
+    p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
+    o_s = (slot * HV + i_hv) * K * V + i_v * BV
+    p_ds, p_s, p_m = dstates + o_s, states + o_s, remainders + o_s
+    p_end = ends + (slot * HV + i_hv) * V + i_v * BV
+
+    k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+    q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+    s_a = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, BV], shared)
+    # half of both parts of S
+    parts = gl.allocate_shared_memory(dtype, [2, K // 2, BV], shared)
+    # for dS, and then dY, on their way out
+    s_ds = gl.allocate_shared_memory(dtype, [K, BV], shared)
+    s_dy = s_ds.slice(0, BT)
+    s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    g_b, g_p, g_w, g_y, g_q = s_gates.index(0), s_gates.index(1), s_gates.index(2), s_gates.index(3), s_gates.index(4)
+
+    chunks, first = gl.cdiv(length, BT), start // BT
+    end = gl.minimum(chunks, first + segment // BT)
+    started = start_after(p_gates, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED)
+    if LOCAL and started == first:
+        return
+    o_v, o_k = gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
+    p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV + o_k[None, :] * V + o_v[:, None]
+    o_passed = i_hv.to(gl.int64) * K * V + i_v * BV + o_k[None, :] * V + o_v[:, None]
+    b_ds = gl.zeros([BV, K], gl.float32, tile)
+    if FINAL and started == chunks:
+        b_ds = gl.load(dfinal_state + p_tile)
+    if CARRIED and (started == end) & (end < chunks):
+        b_ds = gl.load(passed + (i_s + 1).to(gl.int64) * HV * K * V + o_passed)
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    zero = gl.zeros([BV, BT], gl.float32, flat)
+
+    token = gl.maximum(started - 1, 0) * BT
+    before = token.to(gl.int64)
+    fetch_rows(k_2.index(0), p_k + before * s_qk, s_qk, length - token, WARPS)
+    fetch_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
+    async_copy.commit_group()
+    chunk = (token // BT).to(gl.int64) * HV * K * V
+    fetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0)
+    async_copy.commit_group()
+    fetch_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
+    fetch_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
+    async_copy.commit_group()
+    b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
+    for i in range(started - first):
+        i_c = started - 1 - i
+        token = i_c * BT
+        s_k, s_q = k_2.index(i % 2), q_2.index(i % 2)
+        here = i_c.to(gl.int64) * HV * K * V
+        # the chunk before, which is copied next; none is, at the segment's first
+        then = gl.maximum(i_c - 1, 0).to(gl.int64)
+        some = gl.where(i_c > first, K, 0)
+        last = b_last
+        g_b.store(b_b)
+        g_p.store(b_w)
+        g_w.store(b_w * gl.exp2(last - b_b))
+        g_y.store(-gl.exp2(b_b) * b_r)
+        await_copies(2)
+        b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
+
+        b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_ds.permute((1, 0)).store(b_ds.to(dtype))
+        fence_async_shared()
+        barrier()
+        b_dr = warpgroup_mma(s_ds.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if i_c < end and not LOCAL:
+            store_rows(p_ds + here, s_ds, V, K, WARPS)
+
+        # its terms cancel, so that both have to be as they were before they were rounded
+        ds_0, ds_1 = halves(b_ds, K)
+        await_copies(1)
+        b_end = product_with(ds_0, parts, row)
+        barrier()
+        fetch_half(parts, p_s + here, p_m + here, V, BT * K, 1)
+        async_copy.commit_group()
+        fetch_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
+        fetch_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
+        async_copy.commit_group()
+
+        # P' = tril(Q Kᵀ ⊙ Γ) diag(β), with q's norm
+        if L2NORM:
+            b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
+            g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
+            r_i = g_q.load(row)
+        else:
+            r_i = gl.full([BT], scale, gl.float32, row)
+        b_i = g_b.load(row)
+        b_decay = causal_decay(b_i, g_b.load(col), o_i, o_j) * g_p.load(col)[None, :] * r_i[:, None]
+        b_p = warpgroup_mma_wait(1, deps=[b_p])
+        s_p.store((b_p * b_decay).to(dtype))
+        g_p.store(gl.exp2(b_i) * r_i)
+        await_copies(2)
+        b_dr = warpgroup_mma_wait(0, deps=[b_dr])
+
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
+        b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g_w.load(col)[None, :], is_async=True)
+        await_copies(1)
+        b_end += product_with(ds_1, parts, row)
+        barrier()
+        fetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0)
+        async_copy.commit_group()
+        if i_c < end and not LOCAL:
+            gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end)
+        b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g_p.load(col)[None, :]
+        b_dr = warpgroup_mma_wait(0, deps=[b_dr])
+        # dR and then γ dY take the place of P', and γ dO that of dO
+        barrier()
+        s_p.store(b_dr.to(dtype))
+        s_do.permute((1, 0)).store(b_do.to(dtype))
+        fence_async_shared()
+        barrier()
+        b_dy = warpgroup_mma(s_p, s_a, zero, use_acc=False, is_async=True)
+
+        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        b_ds = warpgroup_mma(s_do.permute((1, 0)), s_q, b_ds * gl.exp2(last), is_async=True)
+        b_dy = warpgroup_mma_wait(1, deps=[b_dy])
+        barrier()
+        s_dy.permute((1, 0)).store(b_dy.to(dtype))
+        s_p.store((b_dy * g_y.load(col)[None, :]).to(dtype))
+        fence_async_shared()
+        barrier()
+        b_ds = warpgroup_mma(s_p, s_k, b_ds, is_async=True)
+        if i_c < end and not LOCAL:
+            store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
+        b_ds = warpgroup_mma_wait(0, deps=[b_ds])
+        barrier()
+        fetch_rows(s_a, p_a + then * BT * s_at, s_at, some, WARPS)
+        fetch_rows(s_do, p_do + then * BT * s_vo, s_vo, some, WARPS)
+        async_copy.commit_group()
+    async_copy.wait_group(0)
+
+    if LOCAL:
+        gl.store(passed + i_s.to(gl.int64) * HV * K * V + o_passed, b_ds)
+    if INITIAL and first == 0:
+        gl.store(dinitial_state + p_tile, b_ds)
+
+
+def _launch(
+    remainders: Tensor,
+    q: Tensor,
+    k: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    passed: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    local: bool,
+) -> None:
+    B, T, H, K = q.shape
+    HV, V = do.shape[2:]
+    order, final = longest_first(T, segment, cu_seqlens), gates if dfinal_state is None else dfinal_state
+    backward_state_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // COLUMNS),)](
+        q, k, inverse, gates, cu_seqlens, order, states, remainders, do, final, passed, *out,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
+        K, V, CHUNK, COLUMNS, dfinal_state is not None, len(out[3]) > 0 and not local, qk_l2norm,
+        cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=8,
+    )  # fmt: skip
+
+
+def backward_state_tiled(
+    q: Tensor,
+    k: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    remainders: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    transitions: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """As `backward_state`, for heads of 64, 128 and 256; `remainders` are what rounding took from `states`."""
+    segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
+    inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
+    launch = partial(_launch, remainders)
+    passed = between_segments(*inputs, transitions, out[0], launch)
+    launch(*inputs, passed, out, False)

@@ -1,0 +1,220 @@
+"""`forward` on Hopper for heads of other sizes: a segment, value head and 64 columns of V a program."""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import load_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.forward import forgotten
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    fetch_rows,
+    group_layout,
+    locate_chunk,
+    row_layout,
+    store_rows,
+)
+from tokenmix_core.tile.launch import cached_launch
+
+# columns of V a program, the rows of its transposed state
+COLUMNS = 64
+# two groups of four, with half of each result's columns
+WARPS = gl.constexpr(8)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=[*SIZES, "segment"])
+def forward_kernel(
+    q, k, v, inverse, gates, entering, initial_state, cu_seqlens, order, o, final_state, residual, states, remainders,
+    scale, T, N, H, group, tokens, segment,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, SAVE: gl.constexpr, INITIAL: gl.constexpr,
+    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Outputs and final states or, with SAVE, R and the state entering each chunk, in two 16-bit parts.
+
+    S is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
+    With ORDERED programs take segments by `order`.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    tile: gl.constexpr = group_layout(K, WARPS)
+    flat: gl.constexpr = group_layout(BT, WARPS)
+    row: gl.constexpr = gl.SliceLayout(1, flat)
+    col: gl.constexpr = gl.SliceLayout(0, flat)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    HV = H * group
+    i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
+    i_s, i_hv = i_sh // HV, i_sh % HV
+    if ORDERED:
+        i_s = gl.load(order + i_s)
+    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
+    # an empty sequence has a segment too, which hands its state on
+    if (first >= length) & (first > 0):
+        return
+    # what is forgotten at the segment's begin is found by beginning some chunks before it
+    begun = first
+    if L2NORM and first > 0:
+        before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
+        skipped = forgotten(before, segment, WARPS)
+        if skipped > 0:
+            begun = first - segment + skipped * BT
+    if PACKED:
+        slot = begin // BT + i_n
+    else:
+        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    s_qk, s_vo, s_at = H * K, HV * V, HV * BT
+    p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
+    o_vo = (begin * HV + i_hv) * V + i_v * BV
+    p_v, p_o, p_r = v + o_vo, o + o_vo, residual + o_vo
+    p_a = inverse + (begin * HV + i_hv) * BT
+    # an empty sequence may begin past the last token
+    p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
+    o_s = (slot * HV + i_hv) * K * V + i_v * BV
+    p_s, p_m = states + o_s, remainders + o_s
+
+    k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+    v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
+    a_2 = gl.allocate_shared_memory(dtype, [2, BT, BT], shared)
+    s_s = gl.allocate_shared_memory(dtype, [K, BV], shared)
+    s_y = gl.allocate_shared_memory(dtype, [BV, BT], shared)
+    s_u = gl.allocate_shared_memory(dtype, [BV, BT], shared)
+    s_r = gl.allocate_shared_memory(dtype, [BV, BT], shared)
+    if SAVE:
+        s_m = gl.allocate_shared_memory(dtype, [K, BV], shared)
+    else:
+        q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
+        s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    g_b, g_p, g_w, g_y, g_q = s_gates.index(0), s_gates.index(1), s_gates.index(2), s_gates.index(3), s_gates.index(4)
+
+    end = gl.minimum(first + segment, length)
+    o_v, o_k = gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
+    o_tile = i_v * BV + o_k[None, :] * V + o_v[:, None]
+    o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V
+    b_s = gl.zeros([BV, K], gl.float32, tile)
+    if INITIAL and first == 0:
+        b_s = gl.load(initial_state + o_state + o_tile)
+    if (first > 0) & (begun == first):
+        b_s = gl.load(entering + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    zero = gl.zeros([BT, BT], gl.float32, flat)
+
+    token = begun.to(gl.int64)
+    fetch_rows(k_2.index(0), p_k + token * s_qk, s_qk, length - begun, WARPS)
+    fetch_rows(v_2.index(0), p_v + token * s_vo, s_vo, length - begun, WARPS)
+    fetch_rows(a_2.index(0), p_a + token * s_at, s_at, length - begun, WARPS)
+    if not SAVE:
+        fetch_rows(q_2.index(0), p_q + token * s_qk, s_qk, length - begun, WARPS)
+    async_copy.commit_group()
+    b_b, b_w, b_r, b_last = load_gates(p_gates, begun, length, line)
+    for i in range(gl.cdiv(end - begun, BT)):
+        start = begun + i * BT
+        here, then = i % 2, (i + 1) % 2
+        s_k, s_v, s_a = k_2.index(here), v_2.index(here), a_2.index(here)
+        kept = start >= first
+        last = b_last
+        g_b.store(b_b)
+        g_p.store(b_w)
+        g_w.store(b_w * gl.exp2(last - b_b))
+        g_y.store(-gl.exp2(b_b) * b_r)
+        # S, and what rounding takes from it
+        b_h = b_s.to(dtype)
+        s_s.permute((1, 0)).store(b_h)
+        if SAVE:
+            s_m.permute((1, 0)).store((b_s - b_h.to(gl.float32)).to(dtype))
+        await_copies(0)
+        b_y = warpgroup_mma(s_s.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        after = start.to(gl.int64) + BT
+        left = length - start - BT
+        fetch_rows(k_2.index(then), p_k + after * s_qk, s_qk, left, WARPS)
+        fetch_rows(v_2.index(then), p_v + after * s_vo, s_vo, left, WARPS)
+        fetch_rows(a_2.index(then), p_a + after * s_at, s_at, left, WARPS)
+        if not SAVE:
+            fetch_rows(q_2.index(then), p_q + after * s_qk, s_qk, left, WARPS)
+        async_copy.commit_group()
+        b_b, b_w, b_r, b_last = load_gates(p_gates, start + BT, length, line)
+
+        # Y = V − γ ⊙ K S
+        if SAVE:
+            chunk = (start // BT).to(gl.int64) * HV * K * V
+            b_y = warpgroup_mma_wait(0, deps=[b_y])
+        else:
+            s_q = q_2.index(here)
+            b_p = warpgroup_mma(s_k, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            b_o = warpgroup_mma(s_s.permute((1, 0)), s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            b_y = warpgroup_mma_wait(2, deps=[b_y])
+        b_v = s_v.permute((1, 0)).load(flat).to(gl.float32)
+        s_y.store((b_v + b_y * g_y.load(col)[None, :]).to(dtype))
+        fence_async_shared()
+        barrier()
+        # R = Ã Y, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
+        b_x = warpgroup_mma(s_y, s_a.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if SAVE:
+            store_rows(p_s + chunk, s_s, V, gl.where(kept, K, 0), WARPS)
+            store_rows(p_m + chunk, s_m, V, gl.where(kept, K, 0), WARPS)
+            b_x = warpgroup_mma_wait(0, deps=[b_x])
+            s_r.permute((1, 0)).store(b_x.to(dtype))
+        else:
+            if L2NORM:
+                b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
+                g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
+            else:
+                g_q.store(gl.full([BT], scale, gl.float32, line))
+            b_p = warpgroup_mma_wait(2, deps=[b_p])
+            b_i = g_b.load(row)
+            b_decay = gl.where(o_i[:, None] <= o_j[None, :], g_b.load(col)[None, :] - b_i[:, None], float("-inf"))
+            s_p.store((b_p * gl.exp2(b_decay) * g_p.load(row)[:, None]).to(dtype))
+            b_o, b_x = warpgroup_mma_wait(0, deps=[b_o, b_x])
+            s_r.store(b_x.to(dtype))
+        s_u.store((b_x * g_w.load(col)[None, :]).to(dtype))
+        fence_async_shared()
+        barrier()
+        b_s = warpgroup_mma(s_u, s_k, b_s * gl.exp2(last), is_async=True)
+        rows = gl.where(kept, length - start, 0)
+        if SAVE:
+            store_rows(p_r + start.to(gl.int64) * s_vo, s_r, s_vo, rows, WARPS)
+        else:
+            b_o = warpgroup_mma(s_r, s_p, b_o * gl.exp2(g_b.load(col))[None, :], is_async=True)
+            b_o = warpgroup_mma_wait(0, deps=[b_o])
+            s_y.permute((1, 0)).store((b_o * g_q.load(col)[None, :]).to(dtype))
+            barrier()
+            store_rows(p_o + start.to(gl.int64) * s_vo, s_y, s_vo, rows, WARPS)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
+        barrier()
+    async_copy.wait_group(0)
+    if not SAVE and end >= length:
+        gl.store(final_state + o_state + o_tile, b_s)
+
+
+def forward_tiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    entering: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    order: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    segment: int,
+    save: bool,
+    out: tuple[Tensor, ...],
+) -> None:
+    """Write outputs and final states or, with `save`, R and the states of chunks in two parts into `out`."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    # one that no sequence exceeds
+    segment = segment or (T // CHUNK + 1) * CHUNK
+    forward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // COLUMNS),)](
+        q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
+        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
+        K, V, CHUNK, COLUMNS, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
+        num_warps=8,
+    )  # fmt: skip
