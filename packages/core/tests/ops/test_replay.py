@@ -1,6 +1,7 @@
 """Recorded calls, with a kernel that adds by addresses in place of Triton's, so that a CPU shows what is replayed."""
 
 import ctypes
+import struct
 
 import numpy as np
 import pytest
@@ -29,25 +30,33 @@ class Adding:
                 launch._taker.take((self, grid, args, options))
             else:
                 addresses = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
-                self._run(0, *addresses)
+                self._run(*addresses)
 
         return call
 
-    def driver_call(self, grid, args, options):
-        return self._run, [launch.STREAM, *args]
+    def packing(self, grid, args, options):
+        return lambda places: struct.pack("7q", *(x for place in range(3) for x in places[place]), args[3])
 
-    def _run(self, stream, a, b, out, n):
+    def launch(self, packed, stream, *addresses):
+        """What a call in C does."""
+        addresses = stream, *addresses
+        for *places, n in struct.iter_unpack("7q", packed):
+            self._run(*(addresses[i] + offset for i, offset in zip(places[::2], places[1::2], strict=True)), n)
+
+    def _run(self, a, b, out, n):
         self.launches += 1
         at(out, n)[:] = at(a, n) + at(b, n)
 
 
 @pytest.fixture
 def add(monkeypatch):
+    adding = Adding()
     monkeypatch.setattr(replay, "on_gpu", lambda x: True)
     monkeypatch.setattr(replay_code, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(launch, "current_device", lambda: -1)
     monkeypatch.setattr(launch, "current_stream", lambda device: 0)
-    return Adding()
+    monkeypatch.setattr(launch, "launch", lambda: adding.launch)
+    return adding
 
 
 class Counted:

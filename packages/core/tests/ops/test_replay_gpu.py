@@ -6,6 +6,7 @@ import torch
 from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, replay, short_conv
 from tokenmix_core.ops.replay import Replayed
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.tile import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,7 @@ def check_equal(got, wanted):
 def run(op, tensors, **packed):
     """The results of calls that are run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replayed, "with_match", lambda self, found, inputs: self.run(*inputs))
+        patch.setattr(Replayed, "with_match", lambda self, found, inputs, *_: self.run(*inputs))
         return results(op, tensors, **packed)
 
 
@@ -214,3 +215,39 @@ def test_steps_change_the_state_they_are_given():
         Replayed.forget()
         assert torch.equal(o, gated_delta_rule_step(q[:, t], k[:, t], v[:, t], g[:, t], g[:, t].exp(), again))
     assert torch.equal(state, again)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Kernels and options of what was launched, and of what was foreseen, which is compiled beside it."""
+    launched, foreseen, together = [], [], launch.launch_together
+
+    def seen(launches, later=()):
+        launched.extend((kernel.fn, options) for kernel, _, _, options in launches)
+        foreseen.extend((kernel.fn, options) for kernel, _, _, options in later)
+        return together(launches, later)
+
+    Replayed.forget()
+    monkeypatch.setattr(launch, "launch_together", seen)
+    return launched, foreseen
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_backward_pass_is_compiled_beside_the_forward_pass(op, made):
+    launched, foreseen = made
+    tensors = inputs()
+    o = op(*tensors)[0]
+    assert launched
+    launched.clear()
+    torch.autograd.grad(o, tensors[:3], torch.randn_like(o), allow_unused=True)
+    assert launched
+    assert all(x in foreseen for x in launched)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_nothing_is_foreseen_without_gradients(mode, made):
+    launched, foreseen = made
+    with mode():
+        ssd(*(x.detach() for x in inputs()))
+    assert launched
+    assert not foreseen

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import struct
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.tile import driver
+from tokenmix_core.tile import driver, launch
 from tokenmix_core.tile.launch import cached_launch, compiled_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,72 +71,188 @@ def _write(out, x, nothing, count, long, small, one, flag, factor, ADD: tl.const
     tl.store(out + tl.program_id(0) * 16 + o_i, b)
 
 
-def run(call, args, stream=None):
-    stream = torch.cuda.current_stream().cuda_stream if stream is None else stream
-    call(*(stream if x is driver.STREAM else x for x in args))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("flag", [True, False])
-def test_a_bound_kernel_takes_arguments_of_every_kind(flag):
+def test_a_launch_takes_arguments_of_every_kind(flag):
     x = torch.randn(16, device="cuda")
     wanted, got = torch.zeros(2, 32, device="cuda")
     args = (x, None, 5, 1 << 40, -3, 1, flag, 0.37)
-    for out in (wanted, wanted):
-        _write[(2,)](out, *args, ADD=7, ALSO=torch.float32)
-    call, taken = _write.driver_call((2,), (got, *args), {"ADD": 7, "ALSO": torch.float32})
-    run(call, [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in taken])
+    _write.fn[(2,)](wanted, *args, ADD=7, ALSO=torch.float32)
     assert wanted.abs().sum() > 0
-    assert torch.equal(got, wanted)
+    # the first compiles, the others are packed
+    for _ in range(3):
+        got.zero_()
+        _write[(2,)](got, *args, ADD=7, ALSO=torch.float32)
+        assert torch.equal(got, wanted)
 
 
-class Launched:
-    """A compiled kernel that launches nothing; what its launchers, in Python and in C, were given."""
+@pytest.mark.gpu
+def test_a_new_thread_launches():
+    x = torch.ones(16, device="cuda")
+    _double[(1,)](x, ADD=0)
+    thread = threading.Thread(target=lambda: _double[(1,)](x, ADD=0))
+    thread.start()
+    thread.join()
+    assert (x == 4).all()
 
-    def __init__(self, **metadata):
-        self.given, self.given_to_c = [], []
-        self.function, self.packed_metadata = 7, (4, 1, 100)
-        self.run = lambda *args: self.given.append(args)
-        self.run.launch = lambda *args: self.given_to_c.append(args)
-        self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
-        self.run.arg_annotations, self.run.kernel_signature = "annotations", b"signature"
-        usual = {"global_scratch_size": 0, "profile_scratch_size": 0, "target": SimpleNamespace(backend="cuda")}
+
+@pytest.mark.gpu
+def test_a_grid_of_nothing_launches_nothing():
+    x = torch.ones(16, device="cuda")
+    for _ in range(2):
+        _double[(0,)](x, ADD=0)
+    assert (x == 1).all()
+
+
+@pytest.mark.gpu
+def test_what_observes_launches_is_told_of_them(monkeypatch):
+    x, told = torch.ones(16, device="cuda"), []
+    _double[(1,)](x, ADD=0)
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(told.append)
+    try:
+        _double[(1,)](x, ADD=0)
+    finally:
+        hooks.remove(told.append)
+    assert len(told) == 1
+    assert (x == 4).all()
+
+
+class Config(ctypes.Structure):
+    """CUDA's: sizes of the grid, of a block and of shared memory, the stream, and how many attributes there are."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
+        ("number", ctypes.c_uint),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def handed_over(monkeypatch):
+    """What CUDA's driver was asked for: sizes, the stream, and parameters as words."""
+    if shutil.which("gcc") is None and shutil.which("clang") is None:
+        pytest.skip("there is no compiler")
+    calls = []
+
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+    )
+    def cuda_launch(config, function, parameters, _):
+        words = [ctypes.cast(parameters[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(4)]
+        calls.append((function, tuple(config[0].sizes), config[0].stream, config[0].number, words))
+        return 1 if function == 99 else 0
+
+    monkeypatch.setattr(driver, "_cuda_launch", lambda: ctypes.cast(cuda_launch, ctypes.c_void_p).value)
+    texts = SimpleNamespace(cuGetErrorString=lambda *_: 0)
+    monkeypatch.setattr(driver, "_cuda", lambda: texts)
+    monkeypatch.setattr(driver, "_enter", lambda: None)
+    driver.launch.cache_clear()
+    yield calls
+    driver.launch.cache_clear()
+
+
+def packed(function=7, grid=(2, 3), factor=0.5, early=False):
+    kernel = driver.Loaded(function, 128, 100, early, ("Q", None, "Q", "i", "f"))
+    return driver.packed(kernel, grid, [0, "compiled in", 0, -5, factor], {0: (2, 64), 2: (1, 0)})
+
+
+def test_launches_are_handed_over_in_turn(handed_over):
+    driver.launch()(packed() + packed(grid=(4,), factor=2.0, early=True), 9, 1000, 2000)
+    half, two = (struct.unpack("I", struct.pack("f", x))[0] for x in (0.5, 2.0))
+    assert handed_over == [
+        (7, (2, 3, 1, 128, 1, 1, 100), 9, 0, [2064, 1000, (1 << 32) - 5, half]),
+        (7, (4, 1, 1, 128, 1, 1, 100), 9, 1, [2064, 1000, (1 << 32) - 5, two]),
+    ]
+
+
+def test_a_launch_that_fails_is_the_last(handed_over):
+    with pytest.raises(RuntimeError, match="error 1"):
+        driver.launch()(packed() + packed(function=99) + packed(), 9, 1000, 2000)
+    assert [function for function, *_ in handed_over] == [7, 99]
+
+
+def test_nothing_is_packed_for_a_grid_of_nothing(handed_over):
+    assert packed(grid=(3, 0)) == b""
+
+
+@pytest.mark.parametrize("args", [(b"",), ("text", 0), (b"", *range(300))], ids=["no stream", "no bytes", "too many"])
+def test_other_arguments_are_refused(handed_over, args):
+    with pytest.raises(TypeError, match="launch"):
+        driver.launch()(*args)
+
+
+class Compiled:
+    """A kernel as Triton compiles it."""
+
+    def __init__(self, types=("*bf16", "constexpr", "i32"), **metadata):
+        usual = dict(target=SimpleNamespace(backend="cuda"), num_ctas=1, num_warps=4, shared=100)
         self.metadata = SimpleNamespace(**{**usual, **metadata})
+        self.src = SimpleNamespace(signature=dict(enumerate(types)))
+        self.name, self.kernel = "name", b"binary"
 
 
-@pytest.mark.parametrize(
-    ("version", "wanted"),
-    [
-        ((3, 6), (2, 3, 1, 9, 7, False, True, None, None, (4, 1, 100), None, None, None, 512, 5)),
-        (
-            (3, 7),
-            (2, 3, 1, 9, 7, False, True, (4, 1, 100), *(None,) * 5, "annotations", b"signature", (512, 5)),
-        ),
-    ],
-)
-def test_kernels_are_launched_by_tritons_launcher_in_c(monkeypatch, version, wanted):
-    monkeypatch.setattr(driver, "_VERSION", version)
-    kernel = Launched()
-    run(*driver.bound(kernel, (2, 3, 1), [512, 5]), stream=9)
-    assert kernel.given_to_c == [wanted]
-    assert not kernel.given
+@pytest.fixture
+def loads(monkeypatch):
+    utils = SimpleNamespace(load_binary=lambda *_: (1, 7, 32, 0, 1024))
+    monkeypatch.setattr(driver, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    monkeypatch.setattr(driver, "max_shared_mem", lambda device: 1000)
 
 
-@pytest.mark.parametrize(
-    ("version", "metadata"),
-    [
-        ((3, 5), {}),
-        ((3, 10), {}),
-        ((3, 6), {"global_scratch_size": 64}),
-        ((3, 6), {"profile_scratch_size": 64}),
-        ((3, 9), {"instrumentation_mode": "gsan"}),
-        ((3, 6), {"target": SimpleNamespace(backend="hip")}),
-    ],
-    ids=["before", "after", "scratch", "profile", "instrumented", "another device"],
-)
-def test_other_kernels_are_left_to_tritons_launcher_in_python(monkeypatch, version, metadata):
-    monkeypatch.setattr(driver, "_VERSION", version)
-    kernel = Launched(**metadata)
-    run(*driver.bound(kernel, (2, 3, 1), [512, 5]), stream=9)
-    assert kernel.given == [(2, 3, 1, 9, 7, (4, 1, 100), None, None, None, 512, 5)]
-    assert not kernel.given_to_c
+def test_a_compiled_kernel_is_loaded(loads):
+    assert driver.loaded(Compiled(), 0) == (7, 128, 100, False, ("Q", None, "i"))
+    assert driver.loaded(Compiled(launch_pdl=True), 0).early
+
+
+OTHERS = {
+    "scratch": Compiled(global_scratch_size=64),
+    "scratch of a profiler": Compiled(profile_scratch_size=64),
+    "instrumented": Compiled(instrumentation_mode="gsan"),
+    "another device": Compiled(target=SimpleNamespace(backend="hip")),
+    "cluster": Compiled(num_ctas=2),
+    "cooperative": Compiled(launch_cooperative_grid=True),
+    "too much shared memory": Compiled(shared=2000),
+    "too many threads": Compiled(num_warps=64),
+    "too many arguments": Compiled(("i32",) * 95),
+    "descriptor": Compiled(("tensordesc<bf16[64, 64]>",)),
+    "tuple": Compiled((("*bf16", "i32"),)),
+}
+
+
+@pytest.mark.parametrize("kernel", OTHERS.values(), ids=OTHERS)
+def test_other_kernels_are_left_to_triton(loads, kernel):
+    assert driver.loaded(kernel, 0) is None
+
+
+def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch):
+    compiled, left = [], []
+
+    class Kernel:
+        arg_names = ("x", "flag", "y", "n", "factor")
+
+        def warmup(self, *args, **options):
+            compiled.append(args)
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: left.append(args)
+
+    monkeypatch.setattr(launch, "_load", lambda *_: driver.Loaded(7, 128, 100, False, ("Q", None, "Q", "i", "f")))
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 9)
+    monkeypatch.setattr(launch, "_begun", list)
+    kernel = launch._Launcher(Kernel())
+    x, y = torch.zeros(4), torch.zeros(4)
+    for n in (5, 5, 6):
+        kernel[(2,)](x, True, y, n, factor=0.0)
+    kernel[(3,)](y, True, x, 5, factor=0.0)
+    assert [(sizes[0], words) for _, sizes, _, _, words in handed_over] == [
+        (2, [x.data_ptr(), y.data_ptr(), 5, 0]),
+        (2, [x.data_ptr(), y.data_ptr(), 5, 0]),
+        (2, [x.data_ptr(), y.data_ptr(), 6, 0]),
+        (3, [y.data_ptr(), x.data_ptr(), 5, 0]),
+    ]
+    assert len(compiled) == 2
+    monkeypatch.setattr(launch, "_load", lambda *_: None)
+    for _ in range(2):
+        kernel[(2,)](x, True, y, 7, factor=0.0)
+    assert len(handed_over) == 4
+    assert len(left) == 2

@@ -8,7 +8,8 @@ kernels it launches on which of them. Later calls make these buffers and launche
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -73,14 +74,14 @@ class Replayed:
                 return found
         return None
 
-    def with_match(self, found: tuple | None, inputs: tuple) -> Any:
-        """The call whose `match` was found."""
+    def with_match(self, found: tuple | None, inputs: tuple, foresee: Callable | None = None) -> Any:
+        """The call whose `match` was found; `foresee(inputs, output)` makes a call that will follow the first one."""
         if found is None:
-            return self._find(inputs)
+            return self._find(inputs, foresee)
         call, stream, tensors, pointers = found
         return call(stream, tensors, pointers)
 
-    def _find(self, inputs: tuple) -> Any:
+    def _find(self, inputs: tuple, foresee: Callable | None) -> Any:
         """A call of another kind than the last ones."""
         kind, tensors, pointers = [], [], []
         for x in inputs:
@@ -97,16 +98,15 @@ class Replayed:
         device = launch.current_device()
         if tensors[0].get_device() != device:
             with torch.cuda.device(tensors[0].device):
-                return self(*inputs)
+                return self._find(inputs, foresee)
         # a tensor given twice makes another kind of call; empty ones have no address, and look all alike
         addresses = [x for x in pointers if x]
         twice = len(set(addresses)) < len(addresses)
-        # what observes launches has to see all of them
-        if twice or launch.observed() or launch.being_taken():
+        if twice or not launch.replays_on(device):
             return self.run(*inputs)
         key = (device, *kind)
         if key not in self._known:
-            return self._record(inputs, tensors, key)
+            return self._record(inputs, tensors, key, foresee)
         known = self._known[key]
         if known is None:
             return self.run(*inputs)
@@ -115,11 +115,11 @@ class Replayed:
         self._expect(known)
         return known.call(launch.current_stream(device), tensors, pointers)
 
-    def _record(self, inputs: tuple, tensors: list[Tensor], key: tuple) -> Any:
+    def _record(self, inputs: tuple, tensors: list[Tensor], key: tuple, foresee: Callable | None) -> Any:
         recorder = _Recorder(tensors)
         with recorder, _launching().taken(recorder.take):
             output = self.run(*inputs)
-        recorder.launch()
+        recorder.launch([] if foresee is None else _foreseen(foresee, inputs, output))
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
         call = recorder.replay(output)
@@ -159,20 +159,20 @@ class Checked:
 
     def __init__(self, check: Callable) -> None:
         self.check = check
-        # whether others look like the arguments seen last, and what the check made of these
-        self._passed: tuple[tuple[Callable, Any], ...] = ()
+        # how many arguments were seen last, whether others look like them, and what the check made of them
+        self._passed: tuple[tuple[int, Callable, Any], ...] = ()
         _remembering.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.check(*inputs)
-        for looks_alike, result in self._passed:
-            if looks_alike(*inputs):
+        for number, look_alike, result in self._passed:
+            if number == len(inputs) and look_alike(*inputs):
                 return result
         result = self.check(*inputs)
         # a tensor without dimensions is a number, which may have been read
         if all(is_plain(x) and on_gpu(x) and x.dim() for x in inputs if isinstance(x, Tensor)):
-            self._passed = ((alike(inputs), result), *self._passed[: _TRIED - 1])
+            self._passed = ((len(inputs), alike(inputs), result), *self._passed[: _TRIED - 1])
         return result
 
     def clear(self) -> None:
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
-        self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs)}
+        self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
         self._first = self._slots = len(inputs)
         # by storage, what was made last there: its slot, size and stride
         self._made: dict[int, tuple[int, tuple, tuple]] = {}
@@ -231,28 +231,27 @@ class _Recorder(TorchDispatchMode):
         self._waiting.append((launch, self._buffers))
         self._buffers = []
 
-    def launch(self) -> None:
-        """Launch what waits, and note it."""
+    def launch(self, foreseen: Sequence = ()) -> None:
+        """Launch what waits, and note it; compile beside it the kernels of launches that are foreseen."""
         waiting, self._waiting = self._waiting, []
         with _launching().taken(None):
-            _launching().launch_together([launch for launch, _ in waiting])
+            _launching().launch_together([launch for launch, _ in waiting], foreseen)
         for (kernel, *launch), buffers in waiting:
-            self._note_launch(*kernel.driver_call(*launch), buffers)
+            self._note_launch(kernel.packing(*launch), list(launch[1]), buffers)
 
-    def _note_launch(self, call: Callable, args: list, buffers: list[tuple]) -> None:
+    def _note_launch(self, pack: Callable | None, args: list, buffers: list[tuple]) -> None:
+        self._possible &= pack is not None
         places = []
         for place, x in enumerate(args):
-            if not isinstance(x, Tensor):
-                continue
-            pointer = args[place] = x.data_ptr()
             # an empty tensor has no address
-            if pointer and pointer in self._addresses:
+            pointer = x.data_ptr() if isinstance(x, Tensor) else 0
+            if pointer in self._addresses:
                 places.append((place, self._addresses[pointer], 0))
             elif pointer and _storage(x) in self._made:
                 places.append((place, self._made[_storage(x)][0], pointer - x.untyped_storage().data_ptr()))
             elif pointer:
                 self._possible = False
-        self._steps.append(Step(buffers, call, True, args, places, None))
+        self._steps.append(Step(buffers, pack, True, [], places, None))
 
     def _note_operation(self, func: Any, args: list, kwargs: dict, output: Any) -> None:
         places = []
@@ -281,7 +280,16 @@ class _Recorder(TorchDispatchMode):
             return None
         self._steps[-1].buffers.extend(self._buffers)
         make = (lambda x: x[0]) if single else getattr(type(output), "_make", tuple)
-        return compiled(self._steps, self._first, outputs, make, _launching().STREAM)
+        return compiled(self._steps, self._first, outputs, make, _launching().launch())
+
+
+def _foreseen(foresee: Callable, *inputs: Any) -> list:
+    """What a call would launch; nothing is launched, so that its numbers are undefined."""
+    launches: list = []
+    # what fails here will fail by itself if it is ever asked for
+    with _launching().taken(launches.append), suppress(Exception):
+        foresee(*inputs)
+    return launches
 
 
 def _storage(x: Tensor) -> int:

@@ -32,10 +32,10 @@ class Step(NamedTuple):
 
     Attributes:
         buffers: what is made before it: slot, size, stride, dtype.
-        call: `call(*args)`.
+        call: an operation's `call(*args)`, or what packs a launch for `tile.driver.launch`, `pack(places)`.
         launch: which of the two it is.
-        args: its arguments; `stream` stands for the stream.
-        places: which of them are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
+        args: an operation's arguments.
+        places: which arguments are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
         result: the slot of what an operation makes, None where it makes nothing.
     """
 
@@ -47,12 +47,14 @@ class Step(NamedTuple):
     result: int | None
 
 
-def compiled(steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable, stream: object) -> Callable:
+def compiled(
+    steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable, launch: Callable
+) -> Callable:
     """`call(stream, tensors, pointers)`: the steps on inputs, whose slots come first, and what `make` makes of outputs.
 
     Tensors are `x0, x1, …` by slot and their addresses `p0, p1, …`; what else is needed are constants `c0, c1, …`.
     """
-    names: dict[str, Any] = {"empty": empty, "make": make}
+    names: dict[str, Any] = {"empty": empty, "make": make, "launch": launch}
 
     def constant(x: Any) -> str:
         names[f"c{len(names)}"] = x
@@ -68,24 +70,53 @@ def compiled(steps: list[Step], tensors: int, outputs: list[tuple | None], make:
     lines = [f"[{inputs[0]}] = tensors", f"[{inputs[1]}] = pointers"]
     if parts:
         lines += [f"whole = empty({constant((room,))}, (1,), {constant(torch.uint8)})", "start = whole.data_ptr()"]
+    # launches that wait for others, to be made by one call, and buffers that are free after them
+    waiting: list[Step] = []
+    free: list[int] = []
+
+    def launch_waiting() -> None:
+        if waiting:
+            packed, addresses = _packed(waiting, parts)
+            lines.append(f"launch({constant(packed)}, stream, {', '.join(addresses)})")
+        lines.extend(f"x{slot} = None" for slot in free)
+        waiting.clear()
+        free.clear()
+
     for step in steps:
-        for slot, *layout in step.buffers:
-            if slot in parts:
-                lines.append(f"p{slot} = start + {constant(parts[slot])}")
-            elif slot in last or slot in kept:
-                lines += [f"x{slot} = empty({', '.join(map(constant, layout))})", f"p{slot} = x{slot}.data_ptr()"]
-        args = ["stream" if x is stream else constant(x) for x in step.args]
-        for place, slot, part in step.places:
-            args[place] = (f"p{slot} + {constant(part)}" if part else f"p{slot}") if step.launch else viewed(slot, part)
-        call = f"{constant(step.call)}({', '.join(args)})"
-        lines.append(call if step.result is None else f"x{step.result} = {call}")
-        if step.result is not None:
-            lines.append(f"p{step.result} = x{step.result}.data_ptr()")
-        dropped = [x for x in last if last[x] is step and x >= tensors and x not in kept and x not in parts]
-        lines += [f"x{slot} = None" for slot in dropped]
+        made = [x for x in step.buffers if (x[0] in last or x[0] in kept) and x[0] not in parts]
+        # what is free is used again
+        if (made and free) or not step.launch:
+            launch_waiting()
+        for slot, *layout in made:
+            lines += [f"x{slot} = empty({', '.join(map(constant, layout))})", f"p{slot} = x{slot}.data_ptr()"]
+        if step.launch:
+            waiting.append(step)
+        else:
+            args = [*map(constant, step.args)]
+            for place, slot, view in step.places:
+                args[place] = viewed(slot, view)
+            call = f"{constant(step.call)}({', '.join(args)})"
+            lines.append(call if step.result is None else f"x{step.result} = {call}")
+            if step.result is not None:
+                lines.append(f"p{step.result} = x{step.result}.data_ptr()")
+        free += [x for x in last if last[x] is step and x >= tensors and x not in kept and x not in parts]
+    launch_waiting()
     results = ", ".join("None" if x is None else viewed(*x) for x in outputs)
     lines.append(f"return make(({results},))")
     return _function("call(stream, tensors, pointers)", lines, names)
+
+
+def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
+    """Launches for `tile.driver.launch`, and the names of the addresses that follow the stream."""
+    names: dict[str, int] = {}
+    packed = []
+    for step in launches:
+        places = {}
+        for place, slot, offset in step.places:
+            name = "start" if slot in parts else f"p{slot}"
+            places[place] = names.setdefault(name, len(names) + 1), offset + parts.get(slot, 0)
+        packed.append(step.call(places))
+    return b"".join(packed), list(names)
 
 
 def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> Callable | None:
@@ -93,10 +124,29 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
 
     None where that cannot be found out faster than by their kind.
     """
-    tensors = {f"x{i}": x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+    tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if _Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
         return None
-    names: dict[str, Any] = {"call": call, "launching": launching}
+    full = [f"p{i}" for i, x in tensors.items() if x.numel()]
+    given, places = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
+    lines = [
+        *(f"p{i} = x{i}.data_ptr()" for i in tensors),
+        f"if ({' | '.join(f'p{i}' for i in tensors)}) & 15 or len({{{', '.join(full)}}}) != {len(full)}:",
+        "    return None",
+        f"if not launching.replays_on({device}):",
+        "    return None",
+        f"return call, launching.current_stream({device}), ({given},), ({places},)",
+    ]
+    return _guarded("match", inputs, lines, {"call": call, "launching": launching})
+
+
+def alike(inputs: Sequence) -> Callable:
+    """`looks(*inputs)`: whether as many others look like these, addresses apart; else None or False."""
+    return _guarded("looks", inputs, ["return True"], {}) if _Guards is not None else lambda *others: False
+
+
+def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
+    """A function of inputs that look like these, and None of others."""
     different = []
     for i, x in enumerate(inputs):
         if x is None:
@@ -105,48 +155,19 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
             # 1 and True are equal
             names |= {f"c{i}": x, f"k{i}": type(x)}
             different.append(f"x{i}.__class__ is not k{i} or x{i} != c{i}")
-    given = ", ".join(tensors)
-    different.append(f"not (same({given}) or also({given}))")
-    places = [f"p{x}" for x in tensors]
-    full = [p for p, x in zip(places, tensors.values(), strict=True) if x.numel()]
-    lines = [
-        f"if {' or '.join(different)}:",
-        "    return None",
-        *(f"p{x} = {x}.data_ptr()" for x in tensors),
-        f"if ({' | '.join(places)}) & 15 or len({{{', '.join(full)}}}) != {len(full)}:",
-        "    return None",
-        f"if launching.current_device() != {device} or launching.observed() or launching.being_taken():",
-        "    return None",
-        f"return call, launching.current_stream({device}), ({given},), ({', '.join(places)},)",
-    ]
-    match = _function(f"match({', '.join(f'x{i}' for i in range(len(inputs)))})", lines, names)
-    renew(match, inputs)
-    return match
+    tensors = ", ".join(f"x{i}" for i, x in enumerate(inputs) if isinstance(x, Tensor))
+    different.append(f"not (same({tensors}) or also({tensors}))")
+    lines = [f"if {' or '.join(different)}:", "    return None", *lines]
+    function = _function(f"{name}({', '.join(f'x{i}' for i in range(len(inputs)))})", lines, names)
+    renew(function, inputs)
+    return function
 
 
-def renew(match: Callable, inputs: Sequence) -> None:
+def renew(guarded: Callable, inputs: Sequence) -> None:
     """Expect tensors like these too, which differ otherwise from the last: with gradients, or under autocast."""
-    names = match.__globals__
+    names = guarded.__globals__
     names["also"] = names.get("same", lambda *tensors: False)
     names["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
-
-
-def alike(inputs: Sequence) -> Callable:
-    """`looks(*inputs)`: whether others look like these, addresses apart."""
-    if _Guards is None:
-        return lambda *others: False
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    plain = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
-    same, values = _same([inputs[i] for i in tensors]), [inputs[i] for i in plain]
-    number, types = len(inputs), [*map(type, values)]
-
-    def looks(*inputs):
-        if len(inputs) != number:
-            return False
-        rest = [inputs[i] for i in plain]
-        return [*map(type, rest)] == types and rest == values and same(*[inputs[i] for i in tensors])
-
-    return looks
 
 
 def _same(tensors: Sequence[Tensor]) -> Callable:

@@ -1,36 +1,116 @@
-"""Launches bound to a compiled kernel: what Triton finds out anew at every launch is found out once."""
+"""Launches by NVIDIA's driver: what one needs is packed once, and later handed over by a call in C (`launches.c`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import triton
+from triton.backends.nvidia.driver import include_dirs
+from triton.compiler.compiler import max_shared_mem
+from triton.runtime.build import compile_module_from_src
+from triton.runtime.driver import driver
 
-# stands for the stream among a launch's arguments
-STREAM = object()
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# how `struct` packs arguments of Triton's types: addresses, numbers, and what is compiled in
+_FORMATS = {
+    "*": "Q", "constexpr": None, "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
+    "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
+}  # fmt: skip
+# what a launch alone cannot give
+_MORE = "global_scratch_size", "profile_scratch_size", "instrumentation_mode", "launch_cooperative_grid"
+# the last two parameters, scratch memory that nobody asked for
+_NO_SCRATCH = bytes(16)
+# as in `launches.c`
+_MOST_PARAMETERS = 96
 
 
-def bound(kernel: Any, grid: tuple[int, int, int], args: list) -> tuple[Callable, list]:
-    """What to call with which arguments to launch a compiled kernel; tensors may be replaced by their addresses.
+class Loaded(NamedTuple):
+    """A compiled kernel on a device.
 
-    It is Triton's launcher in C where its Python is known to do nothing else before.
+    Attributes:
+        function: CUDA's handle of it.
+        threads: a program's.
+        shared: bytes of shared memory.
+        early: whether it may begin before the launch ahead of it has ended.
+        formats: of its arguments; None for those that are compiled in.
     """
-    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-    # what observes launches is told nothing, and has two hooks
-    unobserved = None, None, None
-    if not (3, 6) <= _VERSION < (3, 10) or _has_more_to_do(kernel.metadata):
-        return run, [*grid, STREAM, function, metadata, *unobserved, *args]
-    launch, first = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl)
-    no_scratch = None, None
-    if _VERSION < (3, 7):
-        return launch, [*grid, STREAM, *first, *no_scratch, metadata, *unobserved, *args]
-    last = *first, metadata, *unobserved, *no_scratch, run.arg_annotations, run.kernel_signature
-    return lambda stream, *args: launch(*grid, stream, *last, args), [STREAM, *args]
+
+    function: int
+    threads: int
+    shared: int
+    early: bool
+    formats: tuple[str | None, ...]
 
 
-def _has_more_to_do(metadata: Any) -> bool:
-    """Whether a launch also makes scratch memory, serves an instrument or another vendor's device."""
-    scratch = metadata.global_scratch_size or metadata.profile_scratch_size
-    return bool(scratch or getattr(metadata, "instrumentation_mode", "") or metadata.target.backend != "cuda")
+@functools.cache
+def loaded(kernel: Any, device: int) -> Loaded | None:
+    """A kernel that Triton compiled, put on a device; None for one that Triton itself has to launch, or to refuse."""
+    metadata, types = kernel.metadata, ["*" if x[0] == "*" else x for x in kernel.src.signature.values()]
+    threads = 32 * metadata.num_warps
+    usual = metadata.target.backend == "cuda" and metadata.num_ctas == 1 and all(x in _FORMATS for x in types)
+    small = len(types) + 2 <= _MOST_PARAMETERS and metadata.shared <= max_shared_mem(device)
+    if not (usual and small) or any(getattr(metadata, x, 0) for x in _MORE):
+        return None
+    _, function, _, _, most = driver.active.utils.load_binary(kernel.name, kernel.kernel, metadata.shared, device)
+    if threads > most:
+        return None
+    formats = tuple(_FORMATS[x] for x in types)
+    return Loaded(function, threads, metadata.shared, getattr(metadata, "launch_pdl", False), formats)
+
+
+def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, places: Mapping[int, tuple[int, int]]) -> bytes:
+    """One launch for `launch`, which may be followed by others.
+
+    `places` tells which arguments are addresses of a later call, `place: (which of them, bytes from there)`; the stream
+    comes first among these.
+    """
+    values, later = [], []
+    for place, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
+        if form is None:
+            continue
+        if place in places:
+            later += [len(values), *places[place]]
+        values.append(struct.pack(form, 0 if place in places else x).ljust(8, b"\0"))
+    grid = (*grid, 1, 1)[:3]
+    if not all(grid):
+        return b""
+    sizes = kernel.threads, kernel.shared, kernel.early, len(values) + 2, len(later) // 3
+    head = struct.pack("10Q", _cuda_launch(), kernel.function, *grid, *sizes)
+    return b"".join((head, *values, _NO_SCRATCH, struct.pack(f"{len(later)}Q", *later)))
+
+
+@functools.cache
+def launch() -> Callable[..., None]:
+    """`launch(packed, stream, *addresses)`, compiled on its first use as Triton compiles its own launchers."""
+    text = Path(__file__).with_name("launches.c").read_text()
+    module = compile_module_from_src(text, "launches", include_dirs=include_dirs)
+    module.enter, module.fail = _enter, _fail
+    return module.launch
+
+
+def _enter() -> None:
+    """Let this thread use the current device: the driver, unlike CUDA's runtime, waits to be told."""
+    context = ctypes.c_void_p()
+    _cuda().cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), driver.active.get_current_device())
+        _cuda().cuCtxSetCurrent(context)
+
+
+def _fail(error: int) -> None:
+    text = ctypes.c_char_p()
+    _cuda().cuGetErrorString(error, ctypes.byref(text))
+    raise RuntimeError(f"CUDA error {error} at a launch: {(text.value or b'unknown').decode()}")
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _cuda_launch() -> int:
+    return ctypes.cast(_cuda().cuLaunchKernelEx, ctypes.c_void_p).value or 0

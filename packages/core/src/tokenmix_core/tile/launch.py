@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
-from tokenmix_core.tile.driver import STREAM as STREAM
-from tokenmix_core.tile.driver import bound
+from tokenmix_core.tile.driver import Loaded, launch, loaded, packed
 
 # a kernel, its grid, arguments, and those given by name
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
@@ -32,7 +33,23 @@ def cached_launch(kernel):
     key, tensors by dtype and alignment, so that a repeated call is one look-up. All parameters must be given at each
     launch, tensors first. The interpreter's kernels stay as they are.
     """
-    return _Launcher(kernel) if isinstance(kernel, triton.runtime.JITFunction) else kernel
+    if not isinstance(kernel, triton.runtime.JITFunction):
+        return kernel
+    if torch.cuda.is_initialized():
+        _begun()
+    return _Launcher(kernel)
+
+
+@functools.cache
+def _begun() -> list[Future]:
+    """What is done once before a first kernel, mostly outside Python, so that other modules are imported meanwhile.
+
+    A compiler in C makes what Triton asks the driver by, and what launches; Triton's own compiler is hashed.
+    """
+    pool = ThreadPoolExecutor(3)
+    begun = [pool.submit(x) for x in (lambda: driver.active, launch, triton_key)]
+    pool.shutdown(wait=False)
+    return begun
 
 
 @contextmanager
@@ -46,33 +63,38 @@ def compiled_together() -> Iterator[Callable]:
     launch_together(launches)
 
 
-def launch_together(launches: list[Launch]) -> None:
+def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> None:
     """Launch in turn, after making those kernels of `cached_launch` that are new side by side, where Triton can.
 
-    That takes seconds a kernel, mostly outside Python: first they are compiled, then loaded with what launches them.
+    That takes seconds a kernel, mostly outside Python: first they are compiled, then put on the device. So are those of
+    launches that are `foreseen`.
     """
-    new = [x for x in launches if isinstance(x[0], _Launcher) and not x[0].knows(x[2], x[3])]
+    new = [] if _taker.take is not None else [x for x in (*launches, *foreseen) if _is_new(*x)]
     if len(new) > 1 and hasattr(triton, "AsyncCompileMode"):
         device = current_device()
+        wait(_begun())
         with ThreadPoolExecutor(len(new)) as pool:
             with triton.AsyncCompileMode(pool, ignore_errors=True):
                 made = [kernel.fn.warmup(*args, grid=grid, **options) for kernel, grid, args, options in new]
-            loaded = list(pool.map(_load, made, [device] * len(made)))
-        for (kernel, *_), compiled, succeeded in zip(new, made, loaded, strict=True):
-            if not succeeded:
-                _forget(kernel.fn, compiled)
+            loads = [pool.submit(_load, kernel, device) for kernel in made]
+        for (launcher, _, args, options), compiled, load in zip(new, made, loads, strict=True):
+            if load.exception() is None:
+                launcher.keep(load.result(), args, options)
+            else:
+                _forget(launcher.fn, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
 
 
-def _load(kernel: Any, device: int) -> bool:
+def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
+    return isinstance(kernel, _Launcher) and not kernel.knows(args, options)
+
+
+def _load(kernel: Any, device: int) -> Loaded | None:
+    """What was compiled, put on a device."""
     # a thread begins on the first device
     with torch.cuda.device(device):
-        kernel = kernel.result(ignore_errors=True) if isinstance(kernel, triton.FutureKernel) else kernel
-        if kernel is not None:
-            # asked for, it is there
-            kernel.run  # noqa: B018
-    return kernel is not None
+        return loaded(kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel, device)
 
 
 def _forget(kernel: triton.JITFunction, failed: Any) -> None:
@@ -101,29 +123,33 @@ def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
 
 def observed() -> bool:
     """Whether something, such as a profiler, wants to be told of launches by Triton itself."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-def being_taken() -> bool:
-    """Whether launches of this thread are handed to somebody."""
-    return _taker.take is not None
+def replays_on(device: int) -> bool:
+    """Whether launches of this thread are made on a device, and nobody has to see each of them."""
+    return _taker.take is None and current_device() == device and not observed()
 
 
 def current_device() -> int:
-    """The device that kernels are launched on."""
-    return driver.active.get_current_device()
+    """The device that kernels are launched on, as Triton's driver asks for it, but without its Python."""
+    return torch._C._cuda_getDevice()
 
 
 def current_stream(device: int) -> int:
     """The stream that kernels are launched on."""
-    return driver.active.get_current_stream(device)
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class _Launcher:
     def __init__(self, kernel: triton.JITFunction) -> None:
         self.fn = kernel
         self.__doc__ = kernel.__doc__
-        self._compiled: dict[tuple, tuple] = {}
+        # by kind of call; None where only Triton can launch
+        self._loaded: dict[tuple, Loaded | None] = {}
+        # by grid and kind
+        self._packed: dict[tuple, bytes] = {}
         # how many of the first arguments may be tensors
         self._tensors = 0
 
@@ -131,56 +157,67 @@ class _Launcher:
         return lambda *args, **options: self._launch(grid, args, options)
 
     def knows(self, args: tuple, options: dict) -> bool:
-        """Whether such a call was made before."""
-        return self._key(args, options)[0] in self._compiled
+        """Whether a kernel for such a call was kept."""
+        return self._key(args, options)[0] in self._loaded
 
-    def driver_call(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[Callable, list]:
-        """What a launch came to, `call(*args)`, with tensors as they were given, and `STREAM` for the stream."""
-        *_, named, kernel = self._compiled[self._key(args, options)[0]]
-        return bound(kernel, _three(grid), [*args, *named])
+    def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
+        """Launch such calls by this kernel."""
+        self._tensors = max(self._tensors, *(i + 1 for i, x in enumerate(args) if isinstance(x, Tensor)))
+        _remember(self._loaded, self._key(args, options)[0], kernel)
+
+    def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
+        """`pack(places)` of a call whose kernel was kept, for `driver.launch`; None where only Triton can launch it."""
+        kernel = self._loaded[self._key(args, options)[0]]
+        if kernel is None:
+            return None
+        values = [0 if isinstance(x, Tensor) else x for x in args]
+        values += [options[name] for name in self.fn.arg_names[len(args) :]]
+        return functools.partial(packed, kernel, grid, values)
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
         if _taker.take is not None:
             _taker.take((self, grid, args, options))
             return
-        key, pointers = self._key(args, options)
-        found = self._compiled.get(key)
+        key, addresses = self._key(args, options)
+        found = self._packed.get((grid, *key))
+        if found is None:
+            found = self._pack(grid, args, options)
+            addresses = self._key(args, options)[1]
         # what profilers hook into launches is called by Triton's own way alone
-        if found is None or observed():
-            self._compile_and_launch(grid, args, options)
-            return
-        run, function, metadata, named, _ = found
-        stream = driver.active.get_current_stream(key[0])
-        # a pointer given as a number is taken as it is; one given as a tensor is looked up in the driver
-        run(
-            *_three(grid), stream, function, metadata, None, None, None,
-            *pointers, *args[len(pointers) :], *named,
-        )  # fmt: skip
+        if not found or observed():
+            self.fn[grid](*args, **options)
+        else:
+            launch()(found, current_stream(key[0]), *addresses)
 
     def _key(self, args: tuple, options: dict) -> tuple[tuple, list]:
-        """The key of a call, which begins with the device, and its first arguments with tensors as their addresses."""
-        kinds, pointers = [], []
+        """The kind of a call, which begins with the device, and the addresses of tensors."""
+        kinds, addresses = [], []
         for x in args[: self._tensors]:
             if isinstance(x, Tensor):
-                pointer = x.data_ptr()
-                kinds.append(x.dtype if pointer & 15 == 0 else (x.dtype,))
-                pointers.append(pointer)
+                address = x.data_ptr()
+                kinds.append(x.dtype if address & 15 == 0 else (x.dtype,))
+                addresses.append(address)
             else:
                 kinds.append(x)
-                pointers.append(x)
-        key = (driver.active.get_current_device(), *kinds, *args[self._tensors :], *options.values())
-        return key, pointers
+        return (current_device(), *kinds, *args[self._tensors :], *options.values()), addresses
 
-    def _compile_and_launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
-        compiled = self.fn[grid](*args, **options)
-        self._tensors = max(self._tensors, *(i + 1 for i, x in enumerate(args) if isinstance(x, Tensor)))
-        if len(self._compiled) >= _REMEMBERED:
-            for old in list(self._compiled)[: _REMEMBERED // 2]:
-                del self._compiled[old]
-        named = tuple(options[name] for name in self.fn.arg_names[len(args) :])
-        found = compiled.run, compiled.function, compiled.packed_metadata, named, compiled
-        self._compiled[self._key(args, options)[0]] = found
+    def _pack(self, grid: tuple[int, ...], args: tuple, options: dict) -> bytes:
+        """A launch of calls like this, for these addresses; nothing where it is left to Triton."""
+        if not self.knows(args, options):
+            wait(_begun())
+            made = self.fn.warmup(*args, grid=grid, **options)
+            self.keep(_load(made, current_device()), args, options)
+        pack = self.packing(grid, args, options)
+        if pack is None:
+            return b""
+        tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+        found = pack({i: (place, 0) for place, i in enumerate(tensors, 1)})
+        _remember(self._packed, (grid, *self._key(args, options)[0]), found)
+        return found
 
 
-def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
-    return (*grid, *(1,) * (3 - len(grid)))
+def _remember(known: dict, key: tuple, value: Any) -> None:
+    if len(known) >= _REMEMBERED:
+        for old in list(known)[: _REMEMBERED // 2]:
+            del known[old]
+    known[key] = value

@@ -106,7 +106,23 @@ def run_backward(
     return backward(*inputs, do, dfinal_state, *options, initial_state is not None)
 
 
-_replayed_backward = Replayed(run_backward)
+def _forward(*inputs):
+    """`run_forward`, with None for what it leaves empty: fewer buffers to make and to keep."""
+    *results, entering, transitions = run_forward(*inputs)
+    return *results, *(x if len(x) else None for x in (entering, transitions))
+
+
+def _backward(do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, *options):
+    """`run_backward` after `_forward`, with None in place of an empty gradient."""
+    if entering is None:
+        HV, V, K = *v.shape[2:], k.shape[-1]
+        entering, transitions = (gates.new_empty(0, HV, K, size) for size in (V, K))
+    terms = inverse, gates, entering, transitions
+    *grads, dinitial_state = run_backward(do, dfinal_state, q, k, v, g, beta, *terms, initial_state, *options)
+    return *grads, None if initial_state is None else dinitial_state
+
+
+_replayed_backward = Replayed(_backward)
 
 
 def _step(q, k, v, g, beta, state, scale, qk_l2norm):
@@ -147,7 +163,7 @@ def _backward_of_recurrent(ctx, do, dfinal_state):
     return _gradients(ctx, do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens)
 
 
-chunk = differentiable(chunk_op, run_forward, _save_chunk, _backward_of_chunk, outputs=2)
+chunk = differentiable(chunk_op, _forward, _save_chunk, _backward_of_chunk, outputs=2)
 recurrent = differentiable(recurrent_op, recurrent_forward, _save_recurrent, _backward_of_recurrent)
 step = direct_when_eager(step_op, _step, writes=5)
 

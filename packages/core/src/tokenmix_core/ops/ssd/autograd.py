@@ -28,11 +28,6 @@ def _plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuning.SSDPlan:
     return tuning.ssd(B, T, N, G, v.shape[2], K, v.shape[3], v.dtype)
 
 
-def _forward_segment(plan: tuning.SSDPlan, device: torch.device) -> int:
-    """Tokens of segments whose states are made beforehand; those that look back need none."""
-    return 0 if plan.forward.lookback and on_hopper(device) else plan.segment
-
-
 def _sequences(v: Tensor, cu_seqlens: Tensor | None) -> int:
     return v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
 
@@ -45,7 +40,7 @@ def run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None) -
     plan = _plan(q, v, cu_seqlens)
     q, k, v, g = token_rows(q), token_rows(k), token_rows(v), aligned(g)
     initial_state, dt, D = map(aligned, (initial_state, dt, D))
-    if not _forward_segment(plan, v.device):
+    if not plan.segment:
         o, final_state = ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, 0, plan.forward)
         assert final_state is not None, "whole sequences end in a state"
         return o, final_state, final_state.new_empty(0)
@@ -142,7 +137,7 @@ def ssd_forward_op(
 def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
-    segment = _forward_segment(_plan(q, v, cu_seqlens), v.device)
+    segment = _plan(q, v, cu_seqlens).segment
     final_state = v.new_empty((_sequences(v, cu_seqlens), HV, K, V), dtype=torch.float32)
     before = (chunk_slots(B, T, segment, cu_seqlens), HV, K, V) if segment else (0,)
     return torch.empty_like(v, memory_format=torch.contiguous_format), final_state, final_state.new_empty(before)
@@ -218,7 +213,13 @@ def _gradients(ctx, do, final_gradient, _before=None):
     return (*grads, None, initial_gradient, None, None if dt is None else ddt, None if D is None else dD)
 
 
-chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
+def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`run_forward`, with None for what it leaves empty: a buffer less to make and to keep."""
+    o, final_state, before = run_forward(*inputs)
+    return o, final_state, before if len(before) else None
+
+
+chunk = differentiable(ssd_forward_op, _forward, _save, _gradients, outputs=2)
 recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
 step = direct_when_eager(ssd_step_op, run_step, writes=4)
 
