@@ -324,7 +324,17 @@ def slot_window_attention_backward_op(
 
 
 slot_window_attention_backward_op.register_fake(_empty_gradients)
-_backward = direct_when_eager(slot_window_attention_backward_op, _run_backward)
+
+
+def _asked_for(q, k, v, f, q_slots, *inputs) -> tuple[Tensor | None, ...]:
+    """`_run_backward`, with None for gradients that nobody gets: fewer buffers to make."""
+    *grads, dq_slots, dk_slots, dinitial_k, dinitial_v = _run_backward(q, k, v, f, q_slots, *inputs)
+    slots = (None, None) if q_slots is None else (dq_slots, dk_slots)
+    *_, initial = inputs
+    return *grads, *slots, *((dinitial_k, dinitial_v) if initial else (None, None))
+
+
+_backward = direct_when_eager(slot_window_attention_backward_op, _asked_for)
 
 
 def _save(ctx, inputs, output) -> None:
