@@ -199,15 +199,14 @@ def _run_backward(
     )  # fmt: skip
     own = y.constants["OWN_SLOT_KEYS"]
     group = y.constants["GROUP"]
-    hopper_queries = _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
-    hopper = hopper_queries and group == 1
+    hopper = _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
     with compiled_together() as launch:
         # no kernel for weak chunks reads any other's
         gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, hopper)
         p, dz = (q.new_empty(*q.shape[:3], M, dtype=gates.column.dtype) for _ in range(2))
         x, delta = q.new_empty(*q.shape[:3], M, dtype=torch.float32), torch.empty_like(lse)
         t = tuning.tile(M, window, q.dtype)
-        if hopper_queries:
+        if hopper:
             from tokenmix_nha.ops.slot_window_attention.hopper.backward_queries import hopper_backward_queries_kernel
 
             launch(
@@ -217,7 +216,7 @@ def _run_backward(
                 y.extra, y.lead, M, f.shape[3], K, V, group, own, start is not None, y.constants["PACKED"],
                 window <= 64, num_warps=4,
             )  # fmt: skip
-        for strong in (True,) if hopper_queries else (False, True):
+        for strong in (True,) if hopper else (False, True):
             heads = tuning.strong_heads(y.query_chunks * y.rows, q.shape[2]) if strong else 1
             launch(
                 slot_window_backward_queries_kernel, (y.query_chunks * y.rows, cdiv(q.shape[2], heads)),
@@ -244,7 +243,7 @@ def _run_backward(
         shared = {name: x for name, x in y.constants.items() if name != "OWN_SLOT_KEYS"}
         if hopper:
             weak, packed = (y.key_chunks * y.rows * y.heads,), y.constants["PACKED"]
-        if hopper and M == 32:
+        if hopper and M == 32 and group == 1:
             from tokenmix_nha.ops.slot_window_attention.hopper.backward_tokens import hopper_backward_tokens_kernel
 
             launch(
@@ -259,12 +258,13 @@ def _run_backward(
             launch(
                 hopper_backward_keys_kernel, weak,
                 q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots,
-                dv, *sizes, M, f.shape[3], K, V, own, start is not None, packed, num_warps=4,
+                dv, *sizes, M, f.shape[3], K, V, group, own, start is not None, packed, num_warps=4,
             )  # fmt: skip
             launch(
                 hopper_backward_gates_kernel, weak,
                 q_slots if own else q, k_slots if own else k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start,
-                cu_seqlens, do, p, dz, x, df, *sizes[1:], M, f.shape[3], K, V, start is not None, packed, num_warps=4,
+                cu_seqlens, do, p, dz, x, df, *sizes[1:], M, f.shape[3], K, V, group, start is not None, packed,
+                num_warps=4,
             )  # fmt: skip
         for strong in (True,) if hopper else (False, True):
             heads = tuning.strong_heads(y.key_chunks * y.rows, y.heads) if strong else 1

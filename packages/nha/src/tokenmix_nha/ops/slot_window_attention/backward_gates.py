@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.tile.launch import cached_launch
+from tokenmix_nha.ops.slot_window_attention.heads import each_head_of_keys
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
     SIZES,
-    any_strong,
     as_factor,
     block_pairs,
     block_to_border,
@@ -20,7 +20,6 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     load_columns,
     load_gates,
     load_rows,
-    locate_tokens,
     log2_gates,
     opposite_pairs,
     sums_of_rows,
@@ -64,12 +63,13 @@ def _inner(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _gates(
-    q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df, i_m, first, keys,
-    oldest, length, count, entry, begin_k, begin_q, H, before, window, M: tl.constexpr, SLOTS, BM: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr,
-    DOT: tl.constexpr,
+    chunk, q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df, H, before,
+    window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """df of one head's part of a chunk, halved `count` times, and BM slots from i_m on."""
+    """df of one head's part of a chunk, and some of the slots."""
+    i_m = tl.program_id(2) * BM
+    first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = H * GROUP
     o_r = tl.arange(0, BT)
     o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
@@ -131,23 +131,12 @@ def slot_window_backward_gates_kernel(
 ):  # fmt: skip
     """df `[BT, BM]` of the tokens of a chunk, of HEADS heads and some of the slots: what tokens from j on ask of all
     before j, less what token j itself would lose."""
-    i_h = tl.program_id(1) * HEADS
-    # strong chunks are few, and a program that looks for several finds out sooner that there is none
-    if STRONG:  # noqa: SIM102
-        if not any_strong(
-            tl.program_id(0), i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT, HEADS, PACKED
-        ):
-            return
-    # what heads have in common is found anew for each, for want of registers
-    for i in tl.range(HEADS, disable_licm=True):
-        if i_h + i < H:
-            first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-                tl.program_id(0), i_h + i, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT,
-                GROUP, HAS_START, PACKED,
-            )  # fmt: skip
-            if (count >= 0) & ((count > 0) == STRONG):
-                _gates(
-                    q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df,
-                    tl.program_id(2) * BM, first, keys, oldest, length, count, entry, begin_k, begin_q, H, before,
-                    window, M, SLOTS, BM, K, V, BT, STRONG, GROUP, FACTOR, DOT,
-                )  # fmt: skip
+    each_head_of_keys(
+        _gates,
+        (
+            q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df,
+            H, before, window, M, SLOTS, BM, K, V, BT, STRONG, GROUP, FACTOR, DOT,
+        ),
+        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, STRONG, HEADS, GROUP, HAS_START,
+        PACKED,
+    )  # fmt: skip

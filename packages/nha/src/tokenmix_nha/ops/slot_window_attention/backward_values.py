@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.tile.launch import cached_launch
+from tokenmix_nha.ops.slot_window_attention.heads import each_head_of_keys
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
     SIZES,
-    any_strong,
     from_later,
     load_by_slot,
     load_rows,
-    locate_tokens,
     pair_weights,
     store_rows,
     token_rows,
@@ -23,11 +22,12 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 
 @triton.jit
 def _values(
-    q, k, f, weight, column, ds_v, lse, do, p, dv, scale, first, keys, oldest, length, count, entry, begin_k, begin_q,
-    H, before, window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+    chunk, q, k, f, weight, column, ds_v, lse, do, p, dv, scale, H, before, window, M: tl.constexpr, SLOTS,
+    BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
+    GROUP: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dv of one head's part of a chunk, halved `count` times."""
+    """dv of one head's part of a chunk."""
+    first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = H * GROUP
     o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
     o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
@@ -80,22 +80,12 @@ def slot_window_backward_values_kernel(
     PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dv `[BT, V]` of the keys of a chunk, of HEADS heads."""
-    i_h = tl.program_id(1) * HEADS
-    # strong chunks are few, and a program that looks for several finds out sooner that there is none
-    if STRONG:  # noqa: SIM102
-        if not any_strong(
-            tl.program_id(0), i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT, HEADS, PACKED
-        ):
-            return
-    # what heads have in common is found anew for each, for want of registers
-    for i in tl.range(HEADS, disable_licm=True):
-        if i_h + i < H:
-            first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-                tl.program_id(0), i_h + i, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT,
-                GROUP, HAS_START, PACKED,
-            )  # fmt: skip
-            if (count >= 0) & ((count > 0) == STRONG):
-                _values(
-                    q, k, f, weight, column, ds_v, lse, do, p, dv, scale, first, keys, oldest, length, count, entry,
-                    begin_k, begin_q, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG, GROUP, FACTOR, DOT,
-                )  # fmt: skip
+    each_head_of_keys(
+        _values,
+        (
+            q, k, f, weight, column, ds_v, lse, do, p, dv, scale, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG,
+            GROUP, FACTOR, DOT,
+        ),
+        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, STRONG, HEADS, GROUP, HAS_START,
+        PACKED,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.tile.launch import cached_launch
+from tokenmix_nha.ops.slot_window_attention.heads import each_head_of_queries
 from tokenmix_nha.ops.slot_window_attention.tile import (
     LOG2_E,
     SIZES,
@@ -12,14 +13,12 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     block_to_border,
     block_to_start,
     enter_weight,
-    first_entry,
     gates_between,
     halvings,
     load_columns,
     load_factors,
     load_gates,
     load_rows,
-    locate_chunk,
     log2_gates,
     opposite_pairs,
     store_rows,
@@ -28,12 +27,12 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
 
 @triton.jit
 def _outputs(
-    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, i_t, entry, oldest, begin_q,
-    begin_k, length, keys, H, before, window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, GROUP: tl.constexpr,
-    OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+    chunk, q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, H, before, window,
+    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o and the log-sum-exp of one query head's part of a chunk."""
+    i_t, _, entry, oldest, begin_q, begin_k, length, keys = chunk
     HQ = H * GROUP
     o_r = tl.arange(0, BT)
     first = i_t * BT
@@ -139,30 +138,14 @@ def slot_window_forward_kernel(
     V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive, of HEADS
-    query heads: strong chunks are few, and a program that looks for several finds out sooner that there is none."""
-    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
-    HQ = H * GROUP
-    i_t -= lead
-    begin_k = begin + i_n.to(tl.int64) * before
-    keys = length + before
-    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + tl.maximum(i_t, 0)) * H
-    if i_t * BT + window - before >= length:
-        return
-    i_h = tl.program_id(1) * HEADS
-    o_h = i_h + tl.arange(0, HEADS)
-    b_count = tl.load(splits + entry + o_h // GROUP, mask=o_h < tl.where(i_t >= 0, HQ, 0), other=0)
-    if STRONG & (tl.max(b_count, 0) == 0):
-        return
-    oldest = 0
-    if HAS_START:
-        oldest = tl.load(start + i_n)
-    # what heads have in common is found anew for each, for want of registers
-    for i in tl.range(HEADS, disable_licm=True):
-        count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
-        if ((count > 0) == STRONG) & (i_h + i < HQ):
-            _outputs(
-                q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, i_t,
-                entry + (i_h + i) // GROUP, oldest, begin * HQ + i_h + i, begin_k * H + (i_h + i) // GROUP, length,
-                keys, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT,
-            )  # fmt: skip
+    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see a chunk of entering tokens arrive, of HEADS query
+    heads."""
+    each_head_of_queries(
+        _outputs,
+        (
+            q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, H, before, window, M,
+            SLOTS, BM, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT,
+        ),
+        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead, BT, STRONG, HEADS, GROUP,
+        HAS_START, PACKED,
+    )  # fmt: skip

@@ -46,39 +46,6 @@ def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, BT: tl.constexpr, PACKED:
 
 
 @triton.jit
-def locate_tokens(
-    i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
-    BT: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Of the i_c-th chunk of keys: the first, one past the last and the oldest key there is, the number of queries, how
-    often the chunk is halved (−1: there is no such chunk), its entry, and where rows of keys and of queries begin."""
-    i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
-    begin_k = begin + i_n.to(tl.int64) * before
-    first, keys = i_t * BT, length + before
-    entry = (first_entry(i_n, begin_k, entries, BT, PACKED) + i_t) * H + i_h
-    count = tl.where(first < keys, 0, -1)
-    if first < keys - window:
-        count = tl.load(splits + entry)
-    oldest = 0
-    if HAS_START:
-        oldest = tl.load(start + i_n)
-    return first, keys, oldest, length, count, entry, begin_k * H + i_h, (begin * H + i_h) * GROUP
-
-
-@triton.jit
-def any_strong(
-    i_c, i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT: tl.constexpr, HEADS: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Whether the i_c-th chunk of keys is strong for any of HEADS heads from i_h on."""
-    i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
-    entry = (first_entry(i_n, begin + i_n.to(tl.int64) * before, entries, BT, PACKED) + i_t) * H
-    o_h = i_h + tl.arange(0, HEADS)
-    m_h = o_h < tl.where(i_t * BT < length + before - window, H, 0)
-    return tl.max(tl.load(splits + entry + o_h, mask=m_h, other=0), 0) > 0
-
-
-@triton.jit
 def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
     """The tokens of a chunk of keys, which of them are seen, which have a gradient to write and which enter the slots;
     the rows of queries that see them arrive there (the window of some still holds others of them), and which exist."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 
 class Tile(NamedTuple):
@@ -27,8 +26,8 @@ class Walk(NamedTuple):
     num_stages: int
 
 
-# the fewest slots of a tile in memory of 16-bit kernels; Triton 3.6 gets the gradients of 32 wrong
-_NARROWEST = 32 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else 64
+# the fewest slots of a tile in memory of 16-bit kernels
+_NARROWEST = 32
 _NARROWEST_OWN_KEYS = 64
 # the slots of a tile in registers of 16-bit kernels in Triton
 _SLOT_TILE = 64

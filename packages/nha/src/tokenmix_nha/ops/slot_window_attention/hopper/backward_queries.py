@@ -12,6 +12,7 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     enter_weight,
     fetch,
     first_entry,
+    load_gates,
     locate_chunk,
     multiply,
     rounded,
@@ -162,8 +163,7 @@ def hopper_backward_queries_kernel(
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, gl.SliceLayout(0, square))
     o_r, o_m = gl.arange(0, BT, each), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= gl.maximum(oldest, 0)) & (first + o_r < keys - window)
-    p_f = f + ((begin_k + (first + o_r).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
-    b_f = gl.load(p_f, mask=m_e[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
     # rows without a query get probability 0

@@ -7,22 +7,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import await_copies, barrier, fetch_rows, product_layout
+from tokenmix_core.tile.hopper import anew, await_copies, barrier, fetch_rows, product_layout
 from tokenmix_core.tile.launch import cached_launch
-from tokenmix_nha.ops.slot_window_attention.hopper.backward_keys import add_window
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     LOG2_E,
-    anew,
     as_left,
     enter_weight,
     fetch,
     inner_products,
+    load_gates,
     locate_tokens,
     multiply,
     rounded,
     store,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window_attention.hopper.pairs import add_window, softmax
 
 
 @cached_launch
@@ -58,13 +58,11 @@ def hopper_backward_tokens_kernel(
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    # p and dz, and later the window's queries
-    s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
-    s_2 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * V) // 64, 64], shared)
-    s_p, s_dz = s_1._reinterpret(dtype, [BT, M], swizzled), s_2._reinterpret(dtype, [BT, M], swizzled)
+    s_p = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    # the slots before the chunk, and before and after them what is summed over rows
+    # the slots before the chunk, before and after them what is summed over rows, and at last the window's queries
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     s_high, s_low = s_sk._reinterpret(dtype, [BT, M], swizzled), s_sv._reinterpret(dtype, [BT, M], swizzled)
@@ -80,9 +78,8 @@ def hopper_backward_tokens_kernel(
     fetch_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
     o_r, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
-    m_e = ((first + o_r >= oldest) & (first + o_r < entering))[:, None]
-    o_f = ((begin_k + (first + o_r).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
-    b_f = gl.load(f + o_f, mask=m_e & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
+    m_e = (first + o_r >= oldest) & (first + o_r < entering)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_x = ((o_q + o_r >= 0) & (o_q + o_r < length))[:, None]
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
     # one number a thread, until it is wanted in every row
@@ -117,7 +114,7 @@ def hopper_backward_tokens_kernel(
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     b_round = rounded(b_col, dtype)
-    b_x = gl.where(m_e, b_x - b_e * b_round.to(gl.float32) - b_last, 0.0)
+    b_x = gl.where(m_e[:, None], b_x - b_e * b_round.to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     await_copies(0)
     rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
@@ -140,13 +137,11 @@ def hopper_backward_tokens_kernel(
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
-    b_a = b_a * (scale * LOG2_E) - gl.convert_layout(lse_t, col)[None, :]
-    b_a = gl.exp2(gl.where(m_w, b_a, float("-inf")))
-    b_dp = b_a * (b_dp - gl.convert_layout(delta_t, col)[None, :]) * scale
+    b_a, b_dp = softmax(b_a, b_dp, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
     b_p, b_dz = rounded(gl.where(m_p, b_p, b_a), dtype), rounded(gl.where(m_p, b_dz, b_dp), dtype)
     barrier()
-    # the window's queries, from the token itself on, take the place of p and dz
-    s_qn, s_don = s_1._reinterpret(dtype, [BN, K], shared), s_2._reinterpret(dtype, [BN, V], shared)
+    # the window's queries, from the token itself on
+    s_qn, s_don = s_sk._reinterpret(dtype, [BN, K], shared), s_sv._reinterpret(dtype, [BN, V], shared)
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
     fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)

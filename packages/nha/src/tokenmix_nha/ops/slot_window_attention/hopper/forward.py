@@ -16,6 +16,7 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     enter_weight,
     fetch,
     first_entry,
+    load_gates,
     locate_chunk,
     multiply,
     store,
@@ -88,8 +89,7 @@ def hopper_window_forward_kernel(
     o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
     o_m = gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= 0) & (first + o_r < keys - window)
-    p_f = (f + (begin_k + (first + o_r).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
-    b_f = gl.load(p_f, mask=m_e[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
     fetch(s_k, p_k, first, oldest, keys, H * K)
     if OWN_SLOT_KEYS:

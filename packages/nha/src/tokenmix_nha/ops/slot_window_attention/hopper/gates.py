@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import async_load, barrier, product_layout, row_layout
+from tokenmix_core.tile.hopper import anew, async_load, barrier, product_layout, row_layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -30,16 +30,13 @@ def rounded(b_x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def anew(o_x):
-    """The same indices, unknown to the compiler: it keeps no offsets and masks made of them before."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [o_x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def fetch(s_x, p_x, first, low, high, stride):
-    """Begin to copy rows `first` … of a matrix; those outside `low … high` become 0."""
+def fetch(s_x, p_x, first, low, high, stride, ANEW: gl.constexpr = False):
+    """Begin to copy rows `first` … of a matrix; those outside `low … high` become 0. Offsets made ANEW take
+    instructions where they are needed, and no registers elsewhere."""
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    if ANEW:
+        o_t = anew(o_t)
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     p_x += first.to(gl.int64) * stride
     m_t = (first + o_t >= low) & (first + o_t < high)
@@ -98,9 +95,9 @@ def first_entry(i_n, begin_k, entries, PACKED: gl.constexpr):
 @gluon.jit
 def locate_tokens(
     i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
-    HAS_START: gl.constexpr, PACKED: gl.constexpr,
+    HAS_START: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr = 1,
 ):  # fmt: skip
-    """As `tile.locate_tokens`, for one query head a slot head."""
+    """As `tile.locate_tokens`; for the first query head of a slot head."""
     i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, PACKED)
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * 64, length + before
@@ -111,7 +108,15 @@ def locate_tokens(
     oldest = 0
     if HAS_START:
         oldest = gl.load(start + i_n)
-    return first, keys, oldest, length, count, entry, begin_k * H + i_h, begin * H + i_h
+    return first, keys, oldest, length, count, entry, begin_k * H + i_h, (begin * H + i_h) * GROUP
+
+
+@gluon.jit
+def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
+    """Rows `o_t` of a head's log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots."""
+    o_m = gl.arange(0, M, gl.SliceLayout(0, product_layout(M, 4)))
+    p_f = f + ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
+    return gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
 
 
 @gluon.jit

@@ -1,0 +1,117 @@
+"""What the assembler made of a kernel: reads of registers that nothing has written, which results need not show.
+
+ptxas 12.8, which Triton 3.6 and 3.7 bring along, leaves out the first half of finding some descriptors of shared tiles:
+the kernel goes on from whatever a register holds, which may happen to be right.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?(U?P\w+)\s+)?(\S+)(.*?)\s*;")
+_LABEL = re.compile(r"\.L_x_\d+")
+_REGISTER = re.compile(r"\b(U?R)(\d+)\b")
+_PREDICATES = r"\s*(?:U?P\w+,\s*)*"
+_NO_RESULT = ("ST", "RED.", "BAR", "ISETP", "FSETP", "LDGSTS", "MEMBAR", "HGMMA", "R2P", "EXIT", "BRA")
+# parts of a register kept beside others that are not there yet, and registers put aside for what may need none
+_HARMLESS = r"(PRMT {r}, .*, {r}$|LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\.64)? \[[^]]*\], {r}$)"
+
+
+def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
+    """The names and compiled forms of all kernels under a package that this process has launched."""
+    from triton.runtime import JITFunction
+
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
+        for kernel in vars(sys.modules[name]).values():
+            # a kernel, or what launches it
+            kernel = next((x for x in (kernel, getattr(kernel, "fn", None)) if isinstance(x, JITFunction)), None)
+            if kernel is not None and kernel.fn.__module__ == name:
+                for compiled, *_ in kernel.device_caches.values():
+                    yield from ((kernel.fn.__name__, x) for x in compiled.values() if hasattr(x, "asm"))
+
+
+def unwritten_reads(kernel: Any) -> list[str]:
+    """Instructions of a compiled Triton kernel for CUDA that read what no instruction before them can have written."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+    return unwritten_reads_of(done.stdout)
+
+
+def unwritten_reads_of(text: str) -> list[str]:
+    """The same of disassembled machine code of Hopper or older: `address instruction`, along any path through it."""
+    labels, code = {}, []
+    for line in text.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = len(code)
+        elif found := _INSTRUCTION.search(line):
+            code.append(found.groups())
+    reads, writes = zip(*(_registers(op, rest) for _, _, op, rest in code), strict=True)
+    # what some path to an instruction has written; the stack's address is there from the beginning
+    before: list[set[str] | None] = [{"R1"}, *[None] * (len(code) - 1)]
+    waiting = [0]
+    while waiting:
+        i = waiting.pop()
+        after = (before[i] or set()) | writes[i]
+        for j in _next(i, code, labels):
+            known = before[j]
+            if known is None or not after <= known:
+                before[j] = after | (known or set())
+                waiting.append(j)
+    found = []
+    for (address, _, op, rest), known, read in zip(code, before, reads, strict=True):
+        missing = set() if known is None else read - known
+        if any(not re.search(_HARMLESS.format(r=r), op + rest) for r in missing):
+            found.append(f"{address} {op}{rest}")
+    return found
+
+
+def _found(pattern: str | re.Pattern, text: str) -> re.Match:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"machine code that is not Hopper's: expected {pattern} in {text!r}")
+    return found
+
+
+def _next(i: int, code: list[tuple], labels: dict[str, int]) -> list[int]:
+    """The instructions that may follow."""
+    _, predicate, op, rest = code[i]
+    then = [labels[_found(_LABEL, rest)[0]]] if op.startswith("BRA") else []
+    conditional = predicate is not None or (op.startswith("BRA") and re.search(r"\bU?P\d", rest))
+    goes_on = conditional or not op.startswith(("BRA", "EXIT"))
+    return [j for j in (*then, *([i + 1] if goes_on else [])) if j < len(code)]
+
+
+def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
+    """What an instruction reads and writes; of wide sources only the first register counts as read."""
+    if op.startswith("HGMMA"):
+        return _of_product(op, rest)
+    names = ["".join(x) for x in _REGISTER.findall(rest)]
+    result = re.match(_PREDICATES + r"(U?R)(\d+)\b", rest)
+    if op.startswith(_NO_RESULT) or result is None:
+        return set(names), set()
+    wide = ".64" in op or "WIDE" in op or (op.startswith("CS2R") and "32" not in op)
+    width = 4 if ".128" in op or op.endswith("88.4") else 2 if wide or op.endswith("88.2") else 1
+    return set(names[1:]), {f"{result[1]}{int(result[2]) + k}" for k in range(width)}
+
+
+def _of_product(op: str, rest: str) -> tuple[set[str], set[str]]:
+    """Of an asynchronous product: its sums, a left operand in registers, and descriptors of shared tiles."""
+    columns = int(_found(r"64x(\d+)x", op)[1])
+    result, left = _found(r"^\s*R(\d+), (?:R(\d+)|gdesc)", rest).groups()
+    uniform = int(_found(r"gdesc\[UR(\d+)", rest)[1])
+    sums = {f"R{int(result) + k}" for k in range(columns // 2)}
+    reads = {f"UR{uniform + k}" for k in (range(4) if left is None else (2, 3))}
+    if left is not None:
+        reads |= {f"R{int(left) + k}" for k in range(4)}
+    return reads if "RZ, !UPT" in rest else reads | sums, sums
