@@ -8,6 +8,7 @@ lengths need no masks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -191,7 +192,7 @@ class TensorState(StatePart):
 
     def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
         """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
-        return batch_size * _product(self.shape) * (self.dtype or dtype).itemsize
+        return batch_size * math.prod(self.shape) * (self.dtype or dtype).itemsize
 
     def held(self, seq_len: int) -> int:
         """Bytes of the state now held, of sequences of `seq_len` tokens."""
@@ -367,10 +368,3 @@ class LayerState:
 
     def __repr__(self) -> str:
         return f"LayerState({', '.join(f'{name}={type(part).__name__}' for name, part in self.parts.items())})"
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out
