@@ -2,6 +2,8 @@
 
 import ctypes
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -388,3 +390,20 @@ def test_autograd_is_told_of_what_a_step_writes(device):
         step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
+
+
+def test_recording_a_call_does_not_import_torchs_compiler():
+    script = """if True:
+        import sys
+        import torch
+        from tokenmix_core.ops import replay
+        from tokenmix_core.tile import launch
+
+        replay.on_gpu = lambda x: True
+        launch.current_device, launch.current_stream, launch.launch = lambda: -1, lambda device: 0, lambda: None
+        replayed = replay.Replayed(lambda x: torch.empty_like(x).fill_(1))
+        assert replayed(torch.zeros(3)).tolist() == [1, 1, 1]
+        assert list(replayed._known.values()) != [None]
+        assert "torch._dynamo" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=250)

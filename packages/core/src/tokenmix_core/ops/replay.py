@@ -183,6 +183,11 @@ class Checked:
 class _Recorder(TorchDispatchMode):
     """Sees what is made, and launches what it takes when all is known, or an operation needs the results."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing is traced here, and saying so to torch's compiler would import it, which takes seconds
+        return False
+
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
