@@ -65,6 +65,14 @@ SHAPE = r"{} must have shape \[.*got \[{}\]"
 
 OPS = [
     *((op, {"q": z(2, 5, 8)}, SHAPE.format("q", "2, 5, 8")) for op in ("chunk_gated_delta_rule", "recurrent_ssd")),
+    *(
+        (op, {next(iter(args)): [1.0]}, f"{next(iter(args))} must be a tensor of shape .*, got list")
+        for op, args in RIGHT.items()
+    ),
+    *(
+        (op, {"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list")
+        for op in ("chunk_gated_delta_rule", "recurrent_ssd", "attention", "short_conv")
+    ),
     ("chunk_gated_delta_rule", {"k": z(2, 5, 2, 9)}, SHAPE.format("k", "2, 5, 2, 9")),
     ("chunk_gated_delta_rule", {"k": z(2, 5, 3, 8)}, SHAPE.format("k", "2, 5, 3, 8")),
     ("chunk_gated_delta_rule", {"v": z(2, 6, 4, 6)}, SHAPE.format("v", "2, 6, 4, 6")),

@@ -246,6 +246,8 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int
     """
     if cu_seqlens is None:
         return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{op}: cu_seqlens must be a tensor of shape [N + 1], got {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"{op}: cu_seqlens must have shape [N + 1] with N ≥ 1, got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

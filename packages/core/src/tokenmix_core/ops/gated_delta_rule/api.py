@@ -140,9 +140,9 @@ def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tupl
     )
     if dims["B"] < 1 or dims["T"] < 1:
         raise ValueError(f"{op}: B and T must be at least 1, got B={dims['B']} and T={dims['T']}")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     if cu_seqlens is not None and cu_seqlens.device != q.device:
         raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {q.device} like the other tensors")
-    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     if initial_state is not None:
         bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V"))

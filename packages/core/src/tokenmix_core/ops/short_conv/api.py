@@ -101,8 +101,8 @@ def short_conv_step(
 def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
     """Validate a whole-sequence call; return the implementation."""
     op = "short_conv"
-    impl = resolve_impl(op, impl, x)
     dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"))
+    impl = resolve_impl(op, impl, x)
     if dims["T"] < 1:
         raise ValueError(f"{op}: x must hold at least one token, got T = {dims['T']}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
@@ -116,8 +116,8 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
 def _check_step(x, weight, bias, state, activation, impl) -> str:
     """Validate a call of one token; return the implementation."""
     op = "short_conv_step"
-    impl = resolve_impl(op, impl, x)
     dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D"))
+    impl = resolve_impl(op, impl, x)
     _check_rest(op, impl, dims, x, weight, bias, activation, "B", state=state)
     if not state.is_contiguous():
         raise ValueError(f"{op}: state must be contiguous, got strides {state.stride()}")

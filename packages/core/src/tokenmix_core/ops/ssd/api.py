@@ -137,10 +137,10 @@ def ssd_step(
 
 @Checked
 def _check(op, q, k, v, g, dt, D, initial_state, cu_seqlens, impl) -> str:
-    impl = resolve_impl(op, impl, q)
     dims = bind_shapes(
         op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"), dt=(dt, "B T HV"), D=(D, "HV")
     )
+    impl = resolve_impl(op, impl, q)
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
@@ -154,11 +154,11 @@ def _check(op, q, k, v, g, dt, D, initial_state, cu_seqlens, impl) -> str:
 @Checked
 def _check_step(q, k, v, g, dt, D, state, impl) -> str:
     """Validate a call of one token; return the implementation."""
-    impl = resolve_impl("ssd_step", impl, q)
     dims = bind_shapes(
         "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
         dt=(dt, "B HV"), D=(D, "HV"),
     )  # fmt: skip
+    impl = resolve_impl("ssd_step", impl, q)
     _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, state=state)
     if not state.is_contiguous():
         raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
