@@ -109,22 +109,27 @@ class HybridCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
+        """Whether there was a call."""
         return self._batch is not None
 
     @property
     def is_compileable(self) -> bool:
+        """No: states are made at the first call, and keys and values grow."""
         return False
 
     @property
     def is_croppable(self) -> bool:
+        """No; see `crop`."""
         return False
 
     @property
     def is_sliding(self) -> list[bool]:
+        """Layer by layer, whether it keeps a window."""
         return [any(isinstance(p, KVState) and p.window for p in layer.parts.values()) for layer in self.layers]
 
     @property
     def is_linear(self) -> list[bool]:
+        """Layer by layer, whether it keeps neither keys nor values."""
         return [not any(isinstance(p, KVState) for p in layer.parts.values()) for layer in self.layers]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
