@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -98,7 +99,7 @@ def start_after(
 def backward_state_kernel(
     q, k, inverse, gates, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
     dinitial_state, scale, T, N, H, group, tokens, segment,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
     REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
     CARRIED: gl.constexpr,
 ):  # fmt: skip
@@ -109,6 +110,8 @@ def backward_state_kernel(
     LOCAL: only what a segment passes back if nothing enters it, into `passed`, where it or the one before remembers.
     CARRIED: what is passed back to a segment lies there, if the one that passes it remembers.
     """
+    # all columns of V are one program's
+    WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = product_layout(K, WARPS)
     flat: gl.constexpr = product_layout(BT, WARPS)
@@ -257,7 +260,10 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds)
 
 
-def _launch(
+def launch_kernel(
+    kernel: Any,
+    columns: int,
+    warps: int,
     remainders: Tensor,
     q: Tensor,
     k: Tensor,
@@ -274,14 +280,15 @@ def _launch(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     local: bool,
 ) -> None:
+    """Launch a form of the kernel of which a program takes so many columns of V."""
     B, T, H, K = q.shape
     HV, V = do.shape[2:]
     order, final = longest_first(T, segment, cu_seqlens), gates if dfinal_state is None else dfinal_state
-    backward_state_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
+    kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // columns),)](
         q, k, inverse, gates, cu_seqlens, order, states, remainders, do, final, passed, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, V // 16, dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0, qk_l2norm,
-        cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=V // 16,
+        K, V, CHUNK, columns, dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0, qk_l2norm,
+        cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=warps,
     )  # fmt: skip
 
 
@@ -310,7 +317,7 @@ def between_segments(
     slots = chunk_slots(B, T, segment, cu_seqlens) if len(transitions) else 0
     passed = gates.new_empty(slots, HV, q.shape[3], V)
     # nothing that is passed back depends on S
-    launch = launch or partial(_launch, gates[:0])
+    launch = launch or partial(launch_kernel, backward_state_kernel, V, V // 16, gates[:0])
     if slots:
         out = (dv, dv, gates, gates[:0])
         launch(q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, passed, out, True)
@@ -343,5 +350,6 @@ def backward_state(
     """
     segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
     inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
-    launch = partial(_launch, remainders)
+    V = do.shape[-1]
+    launch = partial(launch_kernel, backward_state_kernel, V, V // 16, remainders)
     launch(*inputs, between_segments(*inputs, transitions, out[0], launch), out, False)

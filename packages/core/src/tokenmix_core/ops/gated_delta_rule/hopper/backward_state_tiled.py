@@ -8,10 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import between_segments, load_gates, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
-from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
+    between_segments,
+    launch_kernel,
+    load_gates,
+    start_after,
+)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -37,19 +40,21 @@ def halves(x, D: gl.constexpr):
 
 
 @gluon.jit
-def product_with(b_ds, s_parts, col: gl.constexpr):
+def product_with(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
     """⟨dS', S⟩ by columns of V, of half of the rows; S in two parts."""
     tile: gl.constexpr = group_layout(s_parts.shape[1], WARPS)
     b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
-    b_s += s_parts.index(1).permute((1, 0)).load(tile).to(gl.float32)
+    if REMAINDERS:
+        b_s += s_parts.index(1).permute((1, 0)).load(tile).to(gl.float32)
     return gl.convert_layout(gl.sum(b_s * gl.convert_layout(b_ds, tile), 1), col)
 
 
 @gluon.jit
-def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr):
+def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
     """Begin to copy the i-th half of S, in both parts."""
     fetch_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
-    fetch_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+    if REMAINDERS:
+        fetch_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
 
 
 @cached_launch
@@ -58,8 +63,8 @@ def backward_state_kernel(
     q, k, inverse, gates, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
     dinitial_state, scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
-    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
-    LOCAL: gl.constexpr, CARRIED: gl.constexpr,
+    REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
+    CARRIED: gl.constexpr,
 ):  # fmt: skip
     """dS is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
 
@@ -133,7 +138,7 @@ def backward_state_kernel(
     fetch_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
     async_copy.commit_group()
     chunk = (token // BT).to(gl.int64) * HV * K * V
-    fetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0)
+    fetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0, REMAINDERS)
     async_copy.commit_group()
     fetch_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
     fetch_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
@@ -166,9 +171,9 @@ def backward_state_kernel(
         # its terms cancel, so that both have to be as they were before they were rounded
         ds_0, ds_1 = halves(b_ds, K)
         await_copies(1)
-        b_end = product_with(ds_0, parts, row)
+        b_end = product_with(ds_0, parts, row, REMAINDERS)
         barrier()
-        fetch_half(parts, p_s + here, p_m + here, V, BT * K, 1)
+        fetch_half(parts, p_s + here, p_m + here, V, BT * K, 1, REMAINDERS)
         async_copy.commit_group()
         fetch_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
         fetch_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
@@ -192,9 +197,9 @@ def backward_state_kernel(
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
         b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g_w.load(col)[None, :], is_async=True)
         await_copies(1)
-        b_end += product_with(ds_1, parts, row)
+        b_end += product_with(ds_1, parts, row, REMAINDERS)
         barrier()
-        fetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0)
+        fetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0, REMAINDERS)
         async_copy.commit_group()
         if i_c < end and not LOCAL:
             gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end)
@@ -232,34 +237,6 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds)
 
 
-def _launch(
-    remainders: Tensor,
-    q: Tensor,
-    k: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    states: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    segment: int,
-    passed: Tensor,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-    local: bool,
-) -> None:
-    B, T, H, K = q.shape
-    HV, V = do.shape[2:]
-    order, final = longest_first(T, segment, cu_seqlens), gates if dfinal_state is None else dfinal_state
-    backward_state_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // COLUMNS),)](
-        q, k, inverse, gates, cu_seqlens, order, states, remainders, do, final, passed, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, COLUMNS, dfinal_state is not None, len(out[3]) > 0 and not local, qk_l2norm,
-        cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=8,
-    )  # fmt: skip
-
-
 def backward_state_tiled(
     q: Tensor,
     k: Tensor,
@@ -279,6 +256,6 @@ def backward_state_tiled(
     """As `backward_state`, for heads of 64, 128 and 256; `remainders` are what rounding took from `states`."""
     segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
     inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
-    launch = partial(_launch, remainders)
+    launch = partial(launch_kernel, backward_state_kernel, COLUMNS, 8, remainders)
     passed = between_segments(*inputs, transitions, out[0], launch)
     launch(*inputs, passed, out, False)
