@@ -242,7 +242,7 @@ def test_bytes_do_not_depend_on_the_length_unless_the_layer_is_full():
         ({"window": [1, 2]}, "expected one for each of the 1 layers"),
         ({"positions": "rope"}, "positions must be one of"),
         ({"fusion": "sum"}, "fusion must be one of"),
-        ({"token_shift": 2}, "token_shift must be one of"),
+        ({"token_shift": 2}, "token_shift must be True or False, got 2"),
         ({"long_weight": 1.5}, "long_weight"),
         ({"gate_normalizer": 0}, "gate_normalizer"),
         ({"random_windows": []}, "random_windows"),

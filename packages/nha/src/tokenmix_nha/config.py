@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_core.ops.common import Impl
-from tokenmix_nha.mixer import check_choices
+from tokenmix_nha.mixer import Fusion, Positions, check_choices
 from tokenmix_nha.windows import Window, check_windows
 
 
@@ -39,8 +39,8 @@ class NhaConfig(HybridConfig):
     num_heads: int = 8
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    positions: str = "window"
-    fusion: str = "softmax"
+    positions: Positions = "window"
+    fusion: Fusion = "softmax"
     token_shift: bool = True
     long_weight: float = 0.5
     gate_normalizer: float = 8.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import packed_positions
+from tokenmix_core.fields import check_value
 from tokenmix_core.modeling import KVState, LayerState, Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn.attention import cached_attention_lse, mean_visible
 from tokenmix_core.nn.mixer import stepping
@@ -25,8 +26,8 @@ from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window
 from tokenmix_nha.state import SlotWindowPart
 from tokenmix_nha.windows import FULL, Window, check_window
 
-POSITIONS = ("window", "both", "none", "learned")
-FUSIONS = ("softmax", "fixed", "learned")
+Positions = Literal["window", "both", "none", "learned"]
+Fusion = Literal["softmax", "fixed", "learned"]
 # fields of the configuration that the layer is made of
 OPTIONS = (
     "num_heads",
@@ -88,8 +89,8 @@ class NhaMixer(Mixer):
         head_dim: int | None = None,
         slots: int = 64,
         window: Window = 32,
-        positions: str = "window",
-        fusion: str = "softmax",
+        positions: Positions = "window",
+        fusion: Fusion = "softmax",
         token_shift: bool = True,
         long_weight: float = 0.5,
         gate_normalizer: float = 8.0,
@@ -397,16 +398,13 @@ def check_choices(
     slots: Any, window: Any, positions: Any, fusion: Any, token_shift: Any, long_weight: Any, gate_normalizer: Any
 ) -> None:
     """Raise a ValueError for what a layer cannot be."""
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
-        raise ValueError(f"slots must be an integer of at least 0, got {slots!r}")
+    check_value("slots", slots, int)
+    check_value("positions", positions, Positions)
+    check_value("fusion", fusion, Fusion)
+    check_value("token_shift", token_shift, bool)
+    if slots < 0:
+        raise ValueError(f"slots must be at least 0, got {slots!r}")
     check_window(window, slots)
-    for name, value, choices in (
-        ("positions", positions, POSITIONS),
-        ("fusion", fusion, FUSIONS),
-        ("token_shift", token_shift, (True, False)),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     if not 0 <= long_weight <= 1:
         raise ValueError(f"long_weight must be from 0 to 1, got {long_weight!r}")
     if not gate_normalizer > 0:
