@@ -127,6 +127,8 @@ class SSDPlan(NamedTuple):
 
 # programs that keep 132 multiprocessors busy
 _PROGRAMS = 132
+# programs that do so for many rounds
+_MANY = 2048
 
 
 def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype) -> SSDPlan:
@@ -149,7 +151,16 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
 
     # short sequences in one launch: twice as many programs fit as there are multiprocessors
     programs = N * HV * (V // (forward.hopper or forward.BV))
-    if B == N and T <= 512 and forward.hopper == 64:
+    if B == N and T <= 512 and forward.hopper and K <= 128:
+        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
+        forward = forward._replace(lookback=next(spans, 0))
+
+    programs = N * HV * (V // (forward.hopper or forward.BV))
+    segment = _ssd_segment(programs, T, K, whole=B == N and forward.hopper > 0 and K >= 128)
+
+    # short sequences in one launch: twice as many programs fit as there are multiprocessors
+    programs = N * HV * (V // (forward.hopper or forward.BV))
+    if B == N and T <= 512 and forward.hopper and K <= 128:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
         forward = forward._replace(lookback=next(spans, 0))
 
@@ -170,9 +181,24 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
 
 def _ssd_columns(K: int, V: int) -> int:
     """Columns of the state a program for Hopper; 0 where Triton's form is taken."""
-    if K < 64 or V < 64 or (K, V) == (256, 64):
+    if K < 64 or V < 64:
         return 0
-    return 128 if K == 256 else 64
+    return min(V, 128) if K == 256 else 64
+
+
+def _ssd_segment(programs: int, T: int, K: int, whole: bool) -> int:
+    """Tokens of the segments that sequences of T are cut into, where they make so few programs; 0 for whole ones.
+
+    Segments read k and v once more. `whole` says that sequences are alike and their states cost more than idle
+    multiprocessors: they are then cut up only where half of those would idle, into no more programs than run at once.
+    """
+    if programs >= _PROGRAMS or (whole and 2 * programs > _PROGRAMS):
+        return 0
+    # states of 256 keys leave room for one program a multiprocessor
+    at_once = _PROGRAMS * (1 if K == 256 else 2)
+    pieces = at_once // programs if whole else next_power_of_2(cdiv(at_once, programs))
+    segment = max(256, next_power_of_2(cdiv(T, pieces)))
+    return segment if segment < T else 0
 
 
 def _fills(programs: int) -> bool:
@@ -196,9 +222,10 @@ def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
 
 
-def ssd_step(K: int, V: int) -> SSDRecurrent:
-    """The same for one token."""
-    return SSDRecurrent(min(V, 4096 // K), 4)
+def ssd_step(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
+    """The same for one token: wide tiles, which read longer rows, where they make many rounds of programs."""
+    columns = 64 if K == 128 and sequence_heads * V >= 64 * _MANY else 32
+    return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))
 
 
 class ScanTile(NamedTuple):
@@ -244,14 +271,25 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
     },
     "recurrent": {(size, K): (ScanTile(4096 // K, 1, 1),) for size in (2, 4) for K in (64, 128, 256)},
     # one token
-    "step": {(size, K): (ScanTile(4096 // K, 4, 1),) for size in (2, 4) for K in (64, 128, 256)},
+    "step": {
+        (size, K): tiles
+        for size in (2, 4)
+        for K, tiles in (
+            (64, (ScanTile(32, 1, 1),)),
+            (128, (ScanTile(64, 4, 1), ScanTile(32, 2, 1))),
+            (256, (ScanTile(16, 2, 1),)),
+        )
+    },
 }
 
 
 def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
-    """The tile of a step for `heads` sequence-heads: the widest that still makes a program for every multiprocessor."""
-    tiles = _GATED_DELTA_RULE[step][element_size, K]
-    return next((tile for tile in tiles if heads * (V // tile.BV) >= 128), tiles[-1])
+    """The tile of a step for `heads` sequence-heads: the widest that still makes a program for every multiprocessor.
+
+    One token, whose programs are short, takes wide tiles where these make many rounds of programs.
+    """
+    tiles, least = _GATED_DELTA_RULE[step][element_size, K], _MANY if step == "step" else 128
+    return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])
 
 
 def gated_delta_rule_segment(sequences: int, HV: int, tokens: int) -> int:

@@ -69,7 +69,7 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
     HV, V = v.shape[2:]
     N = len(final_state)
     step = T == 1 and cu_seqlens is None
-    config = ssd_step_config(K, V) if step else ssd_recurrent_config(N * HV, K, V)
+    config = ssd_step_config(N * HV, K, V) if step else ssd_recurrent_config(N * HV, K, V)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
         q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
