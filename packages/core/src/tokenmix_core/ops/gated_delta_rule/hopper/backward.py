@@ -34,6 +34,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     LOG2_E,
     LOWEST,
+    SMALLEST,
     accumulate,
     add,
     multiply,
@@ -91,17 +92,17 @@ def keep(b_x, s_x, g_w, g_r, col: gl.constexpr):
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
-        w_j = g_w.load(col)
-        b_x *= (w_j / nonzero(w_j, g_r.load(col)))[None, :]
+        w_j, r_j = g_w.load(col), g_r.load(col)
+        b_x *= gl.where(w_j > SMALLEST * r_j, 1.0, w_j * gl.exp2(-log2(r_j)))[None, :]
     return b_x.to(dtype)
 
 
 @gluon.jit
 def write_gradients(pointers, tiles, places, barriers, scale, length, steps, warm, HV: gl.constexpr):
     """dQ, dK, dg and dβ of each chunk but the first `warm`. Vectors by row are `x_i`, by column `x_j`."""
-    p_gates, p_g, p_dq, p_dk, p_dg, p_dbeta = pointers
+    p_g, p_dq, p_dk, p_dg, p_dbeta = pointers
     q_s, k_s, do_s, gates_s = places
-    r_1, s_1, ds_1, dy_1, ef_1, s_ends = tiles
+    r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db = tiles
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
@@ -126,8 +127,6 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         # counted from the last chunk
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
-        last = load_last(p_gates + t_0.to(gl.int64) * 4, rows)
-        g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
         mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
         mbarrier.wait(barriers.index(R_THERE), parity)
         fence_async_shared()
@@ -176,7 +175,7 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         mbarrier.arrive(barriers.index(DS_READ))
         mbarrier.arrive(barriers.index(R_READ))
-        b_dk = scale_rows(b_dk, gl.exp2(last - b_i) * d_i, D)
+        b_dk = scale_rows(b_dk, gl.exp2(load_last(g_b, row) - b_i) * d_i, D)
         b_dk = accumulate(s_e.permute((1, 0)), s_q, b_dk)
         b_dk = accumulate(s_f.permute((1, 0)), s_k, b_dk)
         b_y = scale_tile(s_dy.load(left), gl.convert_layout(-gl.exp2(b_i) * r_i, gl.SliceLayout(1, left))[:, None])
@@ -189,19 +188,18 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_dk = accumulate(b_y, s_s.permute((1, 0)), b_dk)
         b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
         gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
+        g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
         mbarrier.wait(barriers.index(SUMMED), parity)
-        end = gl.sum(s_ends.index(0).load(line) + s_ends.index(1).load(line), 0)
+        end = gl.sum(s_ends.load(line), 0)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         mbarrier.arrive(barriers.index(DY_READ))
         mbarrier.arrive(barriers.index(S_READ))
         dot_k_i, b_dk = unnormalise(b_dk, s_k.load(product_layout(D, 4)), r_i, row, D)
+        s_db.store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         s_ef.store(b_dk.to(dtype))
         store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
-
         # dg gathers all later decays of the chunk, each warp on its own; a decay that was cut off has none
-        lines = s_ef._reinterpret(gl.float32, [BT, D // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        lines.index(0).store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
-        dg_t = gl.associative_scan(lines.index(0).load(line), 0, add, reverse=True) + end
+        dg_t = gl.associative_scan(s_db.load(line), 0, add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
         mbarrier.arrive(barriers.index(EMPTY + here))
@@ -269,7 +267,8 @@ def backward_kernel(
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
     # b, β r, r and the norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
-    s_ends = gl.allocate_shared_memory(gl.float32, [2, 64], vector)
+    s_ends = gl.allocate_shared_memory(gl.float32, [64], vector)
+    s_db = gl.allocate_shared_memory(gl.float32, [BT], vector)
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     announce(barriers)
 
@@ -280,10 +279,10 @@ def backward_kernel(
     o_vo, o_s = o_t * D, ((slot + token // BT) * HV + i_hv) * D * D
     p_gates += token.to(gl.int64) * 4
     inputs = (q + o_qk, k + o_qk, do + o_vo, inverse + o_t * BT, residual + o_vo, states + o_s, p_gates)
-    ends = (p_initial, dinitial_state + o_state, p_gates, dv + o_vo)
-    outputs = (p_gates, g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
+    ends = (p_initial, dinitial_state + o_state, dv + o_vo)
+    outputs = (g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
-    sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends)
+    sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)
     # 16 warps of 128 registers; the first group takes those that the others leave
     gl.warp_specialize(
         [
@@ -292,7 +291,7 @@ def backward_kernel(
             (run_back, (ends, read, chunk, chain, barriers, scale, rows, steps, warm, known, wanted, HV, 64)),
             (copy_chunks, (inputs, read, chunk, barriers, rows, steps, warm, H, HV)),
         ],
-        [4, 4, 4], [144, 144, 40],
+        [4, 4, 4], [144, 152, 32],
     )  # fmt: skip
 
 

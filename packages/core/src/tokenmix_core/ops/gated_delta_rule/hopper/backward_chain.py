@@ -59,9 +59,9 @@ def announce(barriers):
 
 
 @gluon.jit
-def load_last(p_gates, rows):
-    """The b of a chunk's last token."""
-    return gl.load(p_gates + (gl.minimum(rows, 64) - 1) * 4)
+def load_last(g_b, layout: gl.constexpr):
+    """The b of a chunk's last token, which all rows past the end have, as a vector of one."""
+    return g_b.slice(63, 1).load(layout)
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def run_back(
     dS begins from the one at `p_initial` if `known` is V, from 0 if it is 0; the last one is stored if `wanted` is V.
     The first `warm` chunks are another segment's, and nothing is handed on.
     """
-    p_initial, p_final, p_gates, p_dv = pointers
+    p_initial, p_final, p_dv = pointers
     q_s, k_s, do_s, gates_s = places
     s_a, s_1, r_1 = tiles
     ds_1, dy_1, s_p, s_ends = results
@@ -156,9 +156,7 @@ def run_back(
     p_tile = o_k[None, :] * D + o_v[:, None]
     b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
     zero = gl.zeros([64, BT], gl.float32, flat)
-    last, out_v = 0.0, gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
-    if steps > 0:
-        last = load_last(p_gates, rows)
+    out_v = gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
     for i in range(steps):
         here = i % PLACES
         s_q, s_k, s_dot = q_s.index(here), k_s.index(here), do_s.index(here).slice(FIRST, 64, 1).permute((1, 0))
@@ -167,7 +165,6 @@ def run_back(
         at = anew(0)
         s_s, s_dy = s_1.index(at), dy_1.index(at)
         s_dst, s_dyt = ds_1.index(at).slice(FIRST, 64, 1).permute((1, 0)), s_dy.slice(FIRST, 64, 1).permute((1, 0))
-        end = last
         mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
         fence_async_shared()
         if FIRST > 0:
@@ -181,10 +178,8 @@ def run_back(
         fence_async_shared()
         mbarrier.arrive(barriers.index(DS_THERE))
         b_dr = warpgroup_mma(s_dst, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if i + 1 < steps:
-            last = load_last(p_gates - BT * 4, BT)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
-        b_dr *= (g_w.load(col) * gl.exp2(end - g_b.load(col)))[None, :]
+        b_dr *= (g_w.load(col) * gl.exp2(load_last(g_b, col) - g_b.load(col)))[None, :]
         if i >= warm:
             mbarrier.wait(barriers.index(R_THERE), (i - warm) & 1)
             b_r = widen(r_1.index(at).slice(FIRST, 64, 1).permute((1, 0)).load(flat))
@@ -213,18 +208,19 @@ def run_back(
             # its terms cancel, so that one of the two has to be as it was before it was rounded
             mbarrier.wait(barriers.index(S_THERE), (i - warm) & 1)
             b_s = widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
-            s_ends.index(FIRST // 64).store(gl.sum(b_s * b_ds, 1) * gl.exp2(end) + out_v)
+            b_end = gl.sum(b_s * b_ds, 1) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
+            # rows of one thread together
+            s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
             mbarrier.arrive(barriers.index(SUMMED))
             mbarrier.arrive(barriers.index(S_READ))
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
         b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale
         b_do = scale_tile(s_dot.load(left_k), b_g[None, :])
-        b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(end), is_async=True)
+        b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(load_last(g_b, gl.SliceLayout(0, tile)))[None, :], is_async=True)
         b_dy = gl.convert_layout(b_dy, left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
         mbarrier.arrive(barriers.index(EMPTY + here))
-        p_gates -= BT * 4
         p_dv -= BT * HV * D
         rows += BT
     # offsets that are known to be those from before would be kept all along
