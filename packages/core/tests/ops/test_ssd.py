@@ -181,7 +181,8 @@ def test_extreme_decays_give_what_the_reference_gives(decay, device):
 def test_strong_decays_cancel_at_the_last_token(T, device):
     x = inputs(B=1, T=T, G=1, HV=1, N=1, dtype=torch.float32, device=device)
     x["g"] *= 100
-    assert_agrees(partial(chunk_ssd, impl="triton"), partial(chunk_ssd, impl="reference"), x)
+    # sums in parallel round otherwise than in order: 3.2 times the eager error were seen, 80 where they do not cancel
+    assert_agrees(partial(chunk_ssd, impl="triton"), partial(chunk_ssd, impl="reference"), x, factor=5.0)
 
 
 @pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])

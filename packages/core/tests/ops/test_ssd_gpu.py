@@ -231,11 +231,22 @@ def test_results_never_change_between_runs():
             assert torch.equal(first[name], again[name]), name
 
 
+@pytest.mark.parametrize("V", [32, 64])
+def test_rows_of_any_length_are_read_right(V):
+    x = inputs(2, 100, 1, 2, 128, V, dtype=torch.float16)
+    wanted = chunk_ssd(**x)
+    for pad in (8, 9):
+        sliced = {name: torch.nn.functional.pad(x[name], (0, pad))[..., :128] for name in "qk"}
+        got = chunk_ssd(**x | sliced)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("T", [63, 64, 300])
 def test_strong_decays_cancel_at_the_last_token(T):
     x = inputs(2, T, 2, 4, 64, 64, N=2, dtype=torch.float32)
     x["g"] *= 100
-    assert_agrees(partial(chunk_ssd, impl="triton"), partial(chunk_ssd, impl="reference"), x)
+    # sums in parallel round otherwise than in order: 3.2 times the eager error were seen, 80 where they do not cancel
+    assert_agrees(partial(chunk_ssd, impl="triton"), partial(chunk_ssd, impl="reference"), x, factor=5.0)
 
 
 def test_a_scale_may_be_an_integer():
