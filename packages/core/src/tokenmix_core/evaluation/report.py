@@ -46,9 +46,9 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(blocks)
 
 
-def format_settings(result: SuiteResult) -> str:
+def format_settings(settings: dict[str, Any]) -> str:
     """What the numbers depend on, on one line."""
-    return "; ".join(f"{name}: {_cell(value)}" for name, value in result["settings"].items())
+    return "; ".join(f"{name}: {_cell(value)}" for name, value in settings.items())
 
 
 def _cell(value: Any) -> str:
@@ -165,7 +165,7 @@ def write_report(folder: Path) -> Path:
         result: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict) or not result.keys() >= {"suite", "settings", "rows", "plots"}:
             continue
-        settings = format_settings(result)
+        settings = format_settings(result["settings"])
         parts += [f"## {result['suite']}", settings] if settings else [f"## {result['suite']}"]
         if result["rows"]:
             parts.append(format_rows(result["rows"]))

@@ -190,7 +190,7 @@ def evaluate(
             result = suites[name].run(model, tokenizer, chosen or EvalOptions())
             result["settings"]["seconds"] = round(time.perf_counter() - start, 1)
             results[name] = result
-            print(f"\n{name}: {format_settings(result)}\n{format_rows(result['rows'])}", flush=True)
+            print(f"\n{name}: {format_settings(result['settings'])}\n{format_rows(result['rows'])}", flush=True)
             if out is not None:
                 files = write_result(result, Path(out))
                 print(f"written: {', '.join(str(f) for f in files)}", flush=True)
