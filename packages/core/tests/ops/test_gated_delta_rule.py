@@ -12,6 +12,7 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
+from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
@@ -212,6 +213,13 @@ def test_every_element_is_written(device):
         torch.use_deterministic_algorithms(False)
     for name, value in results.items():
         assert torch.isfinite(value).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_over_groups_are_rounded_once(device, dtype):
+    dq, dk = torch.randn(2, 3, 37, 6, 48, device=device).to(dtype)
+    for x, y in zip((dq, dk), sum_groups(dq, dk, 2), strict=True):
+        assert torch.equal(y, x.view(3, 37, 2, 3, 48).float().sum(3).to(dtype))
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
