@@ -155,23 +155,8 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
         forward = forward._replace(lookback=next(spans, 0))
 
-    programs = N * HV * (V // (forward.hopper or forward.BV))
-    segment = _ssd_segment(programs, T, K, whole=B == N and forward.hopper > 0 and K >= 128)
-
-    # short sequences in one launch: twice as many programs fit as there are multiprocessors
-    programs = N * HV * (V // (forward.hopper or forward.BV))
-    if B == N and T <= 512 and forward.hopper and K <= 128:
-        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
-        forward = forward._replace(lookback=next(spans, 0))
-
-    # sequences cut into segments read k and v once more and take more launches, so only where they are long and alone
-    # leave the device idle
-    segment = 0
-    if programs < _PROGRAMS and not forward.lookback:
-        # wide programs have a multiprocessor for themselves
-        pieces = _PROGRAMS // programs if forward.hopper == 128 else next_power_of_2(cdiv(2 * _PROGRAMS, programs))
-        segment = max(256, next_power_of_2(cdiv(T, pieces)))
-        segment = 0 if segment >= T else segment
+    wide = forward.hopper > 0 and K >= 128
+    segment = 0 if forward.lookback else _ssd_segment(programs, T, K, wide and B == N)
 
     # where whole sequences of wide heads fill the device, a walk is faster: elsewhere it was not timed
     if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
@@ -186,17 +171,17 @@ def _ssd_columns(K: int, V: int) -> int:
     return min(V, 128) if K == 256 else 64
 
 
-def _ssd_segment(programs: int, T: int, K: int, whole: bool) -> int:
-    """Tokens of the segments that sequences of T are cut into, where they make so few programs; 0 for whole ones.
+def _ssd_segment(programs: int, T: int, K: int, wide: bool) -> int:
+    """Tokens of the segments that sequences of T are cut into; 0 for whole ones, which are programs enough.
 
-    Segments read k and v once more. `whole` says that sequences are alike and their states cost more than idle
-    multiprocessors: they are then cut up only where half of those would idle, into no more programs than run at once.
+    Segments read k and v once more and take more launches. Where the states are `wide` they are cut into one round of
+    programs, as more cost more than they gain; and, if short, only where half of the multiprocessors would idle.
     """
-    if programs >= _PROGRAMS or (whole and 2 * programs > _PROGRAMS):
+    if programs >= _PROGRAMS or (wide and T <= 2048 and 2 * programs > _PROGRAMS):
         return 0
     # states of 256 keys leave room for one program a multiprocessor
     at_once = _PROGRAMS * (1 if K == 256 else 2)
-    pieces = at_once // programs if whole else next_power_of_2(cdiv(at_once, programs))
+    pieces = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
     segment = max(256, next_power_of_2(cdiv(T, pieces)))
     return segment if segment < T else 0
 
