@@ -277,10 +277,14 @@ def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -
     return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])
 
 
-def gated_delta_rule_segment(sequences: int, HV: int, tokens: int) -> int:
-    """Tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences."""
+def gated_delta_rule_segment(sequences: int, HV: int, tokens: int, walks: int = 1) -> int:
+    """Tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences.
+
+    Where `walks` programs share a value head, one round of them is better than several, if that leaves segments at all.
+    """
     length = cdiv(tokens, sequences)
     pieces = _PROGRAMS // (sequences * HV)
+    pieces = pieces // walks if pieces >= 2 * walks else pieces
     segment = max(1024, cdiv(cdiv(length, pieces), 64) * 64) if pieces > 1 else length
     return segment if segment < length else 0
 
@@ -290,12 +294,12 @@ def gated_delta_rule_columns(programs: int, V: int) -> int:
     return V // 2 if 2 * programs <= _PROGRAMS else V
 
 
-def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, packed: bool) -> int:
+def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, packed: bool, walks: int = 1) -> int:
     """The same for the reverse pass on Hopper, to which a segment costs only some chunks more.
 
     Packed sequences may be of any length: none is walked in pieces longer than a multiprocessor's share of the work.
     """
-    segment = gated_delta_rule_segment(sequences, HV, tokens)
+    segment = gated_delta_rule_segment(sequences, HV, tokens, walks)
     if packed:
         segment = segment or max(1024, cdiv(cdiv(tokens * HV, _PROGRAMS), 64) * 64)
     return segment if segment < tokens else 0

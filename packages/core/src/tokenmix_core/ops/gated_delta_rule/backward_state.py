@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences, walks
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
@@ -118,7 +118,10 @@ def backward_state(
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
     if do is not None and (hopper.takes(q, k, do) or hopper.takes_heads(q, k, do)):
         # only norms of 1 bound what a segment may leave out
-        segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, cu_seqlens is not None) if qk_l2norm else 0
+        segment = 0
+        if qk_l2norm:
+            packed = cu_seqlens is not None
+            segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, packed, walks(k, like_v))
         carry = transitions if segment else transitions[:0]
         ends = gates.new_empty(len(dstates), HV, V)
         out = (dv, dstates, ends, dinitial_state)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences, walks
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
@@ -213,7 +213,8 @@ def forward(
     residual = torch.empty_like(v) if save else none
     states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
     rests = torch.empty_like(states) if remainders else none
-    programs, segment = len(entering) or N, tuning.gated_delta_rule_segment(N, HV, B * T) if len(entering) else 0
+    programs = len(entering) or N
+    segment = tuning.gated_delta_rule_segment(N, HV, B * T, walks(k, v)) if len(entering) else 0
     order = longest_first(T, segment, cu_seqlens)
     results = Forward(out, final_state, residual, states, rests)
     if output != save and not remainders and V == 128 and hopper.takes(q, k, v):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.ops.common import interpreting
+from tokenmix_core.ops.common import interpreting, on_hopper
 
 CHUNK = 64
 
@@ -21,6 +21,12 @@ def chunk_slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """How many slots the chunks of x `[B, T, ...]` take: see `tile.sequences.first_chunk`."""
     B, T = x.shape[:2]
     return B * cdiv(T, CHUNK) if cu_seqlens is None else T // CHUNK + cu_seqlens.numel() - 1
+
+
+def walks(k: Tensor, v: Tensor) -> int:
+    """Programs along a sequence and value head: on Hopper heads of 256 are shared out by 64 columns of V."""
+    wide = max(k.shape[-1], v.shape[-1]) > 128 and k.element_size() == 2
+    return v.shape[-1] // 64 if wide and on_hopper(k.device) else 1
 
 
 def dot_precision(x: Tensor) -> str:
