@@ -53,7 +53,8 @@ def on_hopper(kernels, monkeypatch):
     autograd = importlib.import_module("tokenmix_nha.ops.slot_window_attention.autograd")
     monkeypatch.setattr(autograd, "_on_hopper", lambda *_: enabled)
     monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
-    monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype, own_keys: max(slots, 64 if own_keys else 32))
+    slot_tile = tuning.slot_tile
+    monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype, *shape: slot_tile(slots, torch.bfloat16, *shape))
     return enabled, ran
 
 

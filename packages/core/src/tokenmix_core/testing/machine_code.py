@@ -1,7 +1,8 @@
 """What the assembler made of a kernel: reads of registers that nothing has written, which results need not show.
 
 ptxas 12.8, which Triton 3.6 and 3.7 bring along, leaves out the first half of finding some descriptors of shared tiles:
-the kernel goes on from whatever a register holds, which may happen to be right.
+the kernel goes on from whatever a register holds, which may happen to be right. Where something else was written there
+before, this search does not see it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ _NO_RESULT = ("ST", "RED.", "BAR", "ISETP", "FSETP", "LDGSTS", "MEMBAR", "HGMMA"
 _HARMLESS = r"(PRMT {r}, .*, {r}$|LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\.64)? \[[^]]*\], {r}$)"
 
 
+def disassembler() -> Path:
+    """What Triton brings along to read machine code; some installations leave it out."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+
 def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
     """The names and compiled forms of all kernels under a package that this process has launched."""
     from triton.runtime import JITFunction
@@ -38,13 +46,10 @@ def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
 
 def unwritten_reads(kernel: Any) -> list[str]:
     """Instructions of a compiled Triton kernel for CUDA that read what no instruction before them can have written."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+        done = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True)
     return unwritten_reads_of(done.stdout)
 
 

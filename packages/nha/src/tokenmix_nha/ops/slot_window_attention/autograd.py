@@ -62,9 +62,10 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
         query_chunks = cdiv(tokens + extra, BT)
         key_chunks = cdiv(keys, BT)
         entries = cdiv(max(keys - window, 0), BT) + 1
+    group = heads_q // heads
     constants = dict(
-        M=tuning.slot_tile(slots, q.dtype, k_slots is not None), SLOTS=slots, K=K, V=v.shape[3], BT=BT,
-        GROUP=heads_q // heads, OWN_SLOT_KEYS=k_slots is not None, HAS_START=start is not None, PACKED=packed,
+        M=tuning.slot_tile(slots, q.dtype, k_slots is not None, group), SLOTS=slots, K=K, V=v.shape[3], BT=BT,
+        GROUP=group, OWN_SLOT_KEYS=k_slots is not None, HAS_START=start is not None, PACKED=packed,
         FACTOR=triton.language.bfloat16 if q.dtype == torch.bfloat16 else triton.language.float32,
         DOT="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
@@ -243,7 +244,7 @@ def _run_backward(
         shared = {name: x for name, x in y.constants.items() if name != "OWN_SLOT_KEYS"}
         if hopper:
             weak, packed = (y.key_chunks * y.rows * y.heads,), y.constants["PACKED"]
-        if hopper and M == 32 and group == 1:
+        if hopper and M == 32:
             from tokenmix_nha.ops.slot_window_attention.hopper.backward_tokens import hopper_backward_tokens_kernel
 
             launch(

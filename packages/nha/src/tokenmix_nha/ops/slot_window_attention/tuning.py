@@ -26,9 +26,9 @@ class Walk(NamedTuple):
     num_stages: int
 
 
-# the fewest slots of a tile in memory of 16-bit kernels
+# the fewest slots of a tile in memory of 16-bit kernels, for slots with the window's keys and one query head each
 _NARROWEST = 32
-_NARROWEST_OWN_KEYS = 64
+_NARROWEST_ELSE = 64
 # the slots of a tile in registers of 16-bit kernels in Triton
 _SLOT_TILE = 64
 # programs that fill the device twice over
@@ -38,9 +38,9 @@ _MAX_SEGMENTS = 32
 HOPPER_WINDOW = 256
 
 
-def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool) -> int:
+def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool, group: int) -> int:
     """Slots of a tile in memory, of which the surplus stays masked: see README.md, "Tiles of 16 and 32 slots"."""
-    return slots if dtype == torch.float32 else max(slots, _NARROWEST_OWN_KEYS if own_keys else _NARROWEST)
+    return slots if dtype == torch.float32 else max(slots, _NARROWEST_ELSE if own_keys or group > 1 else _NARROWEST)
 
 
 def whole_tile(slots: int, dtype: torch.dtype) -> int:
