@@ -111,8 +111,7 @@ def markdown(rows: Sequence[dict]) -> str:
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
     others = [row for row in rows if (row["op"], row["shape"]) not in paired]
-    places = sorted({_place(row["environment"]) for row in rows})
-    blocks = ["Measured on " + "; ".join(places) + "."]
+    blocks = ["Measured on " + "; ".join(_places(rows)) + "."]
     if pairs:
         columns = {key: _COLUMNS[key] for key in ("op", "shape")}
         for key in (*_TIMES, "peak_mb", "first_call_s"):
@@ -173,7 +172,7 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
         axes.set_xlabel("share of the best peer's in the same run")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
-    title = sorted({_place(row["environment"]) for row in pairs})
+    title = _places(pairs)
     if bound is not None:
         late = {(row["op"], row["shape"]) for row, _ in slower(rows, bound)}
         title.append(f"{len(pairs) - len(late)} of {len(pairs)} shapes at most {bound:g} times the best peer's time")
@@ -209,8 +208,13 @@ def _key(row: dict) -> tuple[str, str, str]:
     return row["op"], row["shape"], row["impl"]
 
 
-def _place(where: dict) -> str:
-    return f"one {where['device']}, torch {where['torch']}, Triton {where['triton']}, commit {where['commit']}"
+def _places(rows: Iterable[dict]) -> list[str]:
+    """Where rows were measured: a line for each machine and its versions, with the commits."""
+    commits: dict[str, set[str]] = {}
+    for where in (row["environment"] for row in rows):
+        machine = f"one {where['device']}, torch {where['torch']}, Triton {where['triton']}"
+        commits.setdefault(machine, set()).add(where["commit"])
+    return [f"{machine}, commit {', '.join(sorted(commits[machine]))}" for machine in sorted(commits)]
 
 
 def _markdown_table(columns: dict[str, str], rows: Iterable[dict]) -> str:
