@@ -315,7 +315,7 @@ def test_limits_name_the_way_out(monkeypatch):
 GOOD = dict(TQ=6, TK=6, HQ=2, H=1, K=4)
 BAD_CALLS = {
     "q is no tensor": (dict(q=[1.0]), "q must be a tensor"),
-    "no v": (dict(v=None), "must be tensors, got Tensor, Tensor, NoneType"),
+    "no v": (dict(v=None), "v must be a tensor of shape .* got None"),
     "q of three dimensions": (dict(q=torch.zeros(1, 6, 4)), "q must have shape"),
     "k of another head size": (dict(k=torch.zeros(1, 6, 1, 5)), "k must have shape .*K=4"),
     "v of another length": (dict(v=torch.zeros(1, 5, 1, 4)), "v must have shape .*TK=6"),

@@ -286,6 +286,9 @@ def test_compiles_into_one_graph(device):
         ({"impl": "cuda"}, "impl must be None or one of 'triton', 'reference', got 'cuda'"),
         ({"impl": "triton"}, r"K in \{64, 128, 256\}, got K=16; pad the heads, or pass impl='reference'"),
         ({"q": [1.0]}, "q must be a tensor .*, got list"),
+        ({"beta": None}, "beta must be a tensor .*, got None"),
+        ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+        ({"scale": [1.0]}, r"scale must be a finite number, got \[1.0\]"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

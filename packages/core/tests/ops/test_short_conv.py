@@ -183,6 +183,7 @@ MALFORMED = {
     "a state of another width": (lambda x: x | {"initial_state": torch.zeros(2, 6, 4)}, "initial_state must have"),
     "a state of another dtype": (lambda x: x | {"initial_state": torch.zeros(2, 6, 3).half()}, "share one dtype"),
     "integers": (lambda x: x | {"x": x["x"].long()}, "x must be"),
+    "no weight": (lambda x: x | {"weight": None}, "weight must be a tensor .* got None"),
     "no tokens": (lambda x: x | {"x": x["x"][:, :0]}, "at least one token"),
     "packed rows": (lambda x: x | {"cu_seqlens": torch.tensor([0, 38])}, "B = 1"),
     "borders apart": (lambda x: x | {"cu_seqlens": torch.tensor([0, 9, 38, 38])[::2]}, "contiguous, got stride 2"),

@@ -267,6 +267,8 @@ MALFORMED = {
     "a half-precision state": (lambda x: x | {"initial_state": torch.zeros(2, 2, 16, 16).half()}, "must be float32"),
     "no tokens": (lambda x: {n: t[:, :0] for n, t in x.items()}, "at least one token"),
     "a list": (lambda x: x | {"v": [1.0]}, "v must be a tensor"),
+    "no keys": (lambda x: x | {"k": None}, "k must be a tensor .* got None"),
+    "a scale that is no number": (lambda x: x | {"scale": float("nan")}, "scale must be a finite number, got nan"),
     "packed rows": (lambda x: x | {"cu_seqlens": torch.tensor([0, 4])}, "B = 1"),
     "an unknown implementation": (lambda x: x | {"impl": "cuda"}, "impl must be"),
 }

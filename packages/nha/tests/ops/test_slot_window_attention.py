@@ -356,6 +356,7 @@ def test_ops_are_registered_for_compilation():
         ),
         ({"q": torch.zeros(2, 8, 3, 8), "k": torch.zeros(2, 8, 2, 8)}, "H=2"),
         ({"f": torch.zeros(2, 8, 1)}, "f must have shape"),
+        ({"f": None}, "f must be a tensor .*, got None"),
         ({"v": torch.zeros(2, 8, 1, 6, dtype=torch.float16)}, "must share one dtype"),
         ({"f": torch.zeros(2, 8, 1, 5, dtype=torch.int64)}, "f must be"),
         ({"q_slots": torch.zeros(2, 8, 2, 8)}, "q_slots without k_slots"),

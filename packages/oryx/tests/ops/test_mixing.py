@@ -190,6 +190,7 @@ def test_bad_input_is_named(device):
         ({"shared": x["shared"][..., :-8]}, "at least 98 columns, got 95"),
         ({"k_weight": x["k_weight"][1:]}, r"k_weight must have shape \[E, W\] with E=32"),
         ({"attends": attends.long()}, "attends must be bool"),
+        ({"dt_bias": None}, "dt_bias must be a tensor .*, got None"),
         ({"rows": x["rows"].double()}, "must share one dtype"),
         ({"options": MAMBA2._replace(heads=4)}, "expected 4 heads"),
         ({"options": MAMBA2._replace(groups=5)}, "multiple of groups"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -173,7 +174,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] 
 def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:
     """Match tensors with shapes such as `"B T H K"`: a letter binds at first sight, a number stands for itself.
 
-    All tensors must lie on the device of the first one. None stands for an absent optional tensor.
+    All tensors must lie on the device of the first one. A specification that ends in `?` allows None.
 
     Args:
         op: the name to begin error messages with.
@@ -185,12 +186,12 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
     """
     device = None
     for name, (x, spec) in specs.items():
-        if x is None:
+        if x is None and spec.endswith("?"):
             continue
+        spec = spec.removesuffix("?")
         if not isinstance(x, Tensor):
-            raise ValueError(
-                f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {type(x).__name__}"
-            )
+            got = "None" if x is None else type(x).__name__
+            raise ValueError(f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {got}")
         letters, shape = _letters(spec), x.shape
         ok = len(shape) == len(letters)
         if ok:
@@ -212,6 +213,17 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
 @functools.cache
 def _letters(spec: str) -> tuple[str | int, ...]:
     return tuple(int(letter) if letter.isdigit() else letter for letter in spec.split())
+
+
+def check_scale(op: str, scale: object) -> float:
+    """The scale as a float; a ValueError for what is no finite number."""
+    try:
+        number = float(scale)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: scale must be a finite number, got {scale!r}")
+    return number
 
 
 def check_dtype(op: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> None:

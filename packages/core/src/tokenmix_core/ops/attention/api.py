@@ -176,9 +176,6 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:
     """Check what both forms of attention share; return the mask in its simplest form and the scale as a number."""
-    if q is None or k is None or v is None:
-        got = ", ".join(type(x).__name__ for x in (q, k, v))
-        raise ValueError(f"{op}: q, k and v must be tensors, got {got}")
     check_dtype(op, _DTYPES, q=q)
     check_same_dtype(op, q=q, k=k, v=v)
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])

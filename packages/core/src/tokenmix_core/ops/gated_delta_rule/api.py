@@ -14,6 +14,7 @@ from tokenmix_core.ops.common import (
     check_dtype,
     check_multiple,
     check_same_dtype,
+    check_scale,
     resolve_impl,
 )
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
@@ -145,11 +146,11 @@ def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tupl
         raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {q.device} like the other tensors")
     dims["N"] = dims["B"] if sequences is None else sequences
     if initial_state is not None:
-        bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V"))
+        bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V?"))
     impl = resolve_impl(op, impl, q)
     _check_sizes(op, dims, impl)
     _check_dtypes(op, q, k, v, g, beta, initial_state, impl)
-    return impl, dims["K"] ** -0.5 if scale is None else float(scale)
+    return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 
 @Checked
@@ -171,7 +172,7 @@ def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str, float]:
     _check_dtypes(op, q, k, v, g, beta, state, impl)
     if not state.is_contiguous():
         raise ValueError(f"{op}: state must be contiguous to be updated in place, got strides {state.stride()}")
-    return impl, dims["K"] ** -0.5 if scale is None else float(scale)
+    return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 
 def _check_sizes(op: str, dims: dict[str, int], impl: str) -> None:

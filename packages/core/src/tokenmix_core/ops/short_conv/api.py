@@ -101,14 +101,14 @@ def short_conv_step(
 def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
     """Validate a whole-sequence call; return the implementation."""
     op = "short_conv"
-    dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"))
+    dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)
     if dims["T"] < 1:
         raise ValueError(f"{op}: x must hold at least one token, got T = {dims['T']}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     _check_rest(op, impl, dims, x, weight, bias, activation, "N", initial_state=initial_state)
-    bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_"))
+    bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_?"))
     return impl
 
 
@@ -116,7 +116,7 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
 def _check_step(x, weight, bias, state, activation, impl) -> str:
     """Validate a call of one token; return the implementation."""
     op = "short_conv_step"
-    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D"))
+    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)
     _check_rest(op, impl, dims, x, weight, bias, activation, "B", state=state)
     if not state.is_contiguous():
@@ -129,7 +129,8 @@ def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tens
     if not 2 <= dims["W"] <= 8:
         raise ValueError(f"{op}: weight must have a width W from 2 to 8, got {list(weight.shape)}")
     name, before = next(iter(state.items()))
-    bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, f"{rows} D {dims['W'] - 1}")})
+    spec = f"{rows} D {dims['W'] - 1}" + ("?" if name == "initial_state" else "")
+    bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, spec)})
     floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
     check_dtype(op, floats, x=x, weight=weight, bias=bias)
     check_same_dtype(op, weight=weight, bias=bias)

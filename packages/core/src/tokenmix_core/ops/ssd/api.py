@@ -14,6 +14,7 @@ from tokenmix_core.ops.common import (
     check_dtype,
     check_multiple,
     check_same_dtype,
+    check_scale,
     resolve_impl,
 )
 from tokenmix_core.ops.replay import Checked
@@ -61,11 +62,11 @@ def chunk_ssd(
     Raises:
         ValueError: shapes, dtypes, devices, group count or cu_seqlens do not fit; it says what was got and expected.
     """
-    impl = _check("chunk_ssd", q, k, v, g, dt, D, initial_state, cu_seqlens, impl)
+    impl, scale = _check("chunk_ssd", q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import chunk_ssd_triton
 
-        return chunk_ssd_triton(q, k, v, g, dt, D, float(scale), initial_state, cu_seqlens)
+        return chunk_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
     return chunk_ssd_reference(q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
@@ -86,11 +87,11 @@ def recurrent_ssd(
 
     Arguments, results and errors are those of `chunk_ssd`; gradients too.
     """
-    impl = _check("recurrent_ssd", q, k, v, g, dt, D, initial_state, cu_seqlens, impl)
+    impl, scale = _check("recurrent_ssd", q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import recurrent_ssd_triton
 
-        return recurrent_ssd_triton(q, k, v, g, dt, D, float(scale), initial_state, cu_seqlens)
+        return recurrent_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
     return recurrent_ssd_reference(
         q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -127,18 +128,18 @@ def ssd_step(
     Raises:
         ValueError: as `chunk_ssd`.
     """
-    impl = _check_step(q, k, v, g, dt, D, state, impl)
+    impl, scale = _check_step(q, k, v, g, dt, D, state, scale, impl)
     if impl == "triton":
         from tokenmix_core.ops.ssd.autograd import ssd_step_triton
 
-        return ssd_step_triton(q, k, v, g, dt, D, state, float(scale))
+        return ssd_step_triton(q, k, v, g, dt, D, state, scale)
     return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
 
 
 @Checked
-def _check(op, q, k, v, g, dt, D, initial_state, cu_seqlens, impl) -> str:
+def _check(op, q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> tuple[str, float]:
     dims = bind_shapes(
-        op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"), dt=(dt, "B T HV"), D=(D, "HV")
+        op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"), dt=(dt, "B T HV?"), D=(D, "HV?")
     )
     impl = resolve_impl(op, impl, q)
     if dims["T"] < 1:
@@ -146,23 +147,23 @@ def _check(op, q, k, v, g, dt, D, initial_state, cu_seqlens, impl) -> str:
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     # q again, so that the others' device is compared with its
-    bind_shapes(op, dims, q=(q, "B T G K"), initial_state=(initial_state, "N HV K V"), cu_seqlens=(cu_seqlens, "_"))
+    bind_shapes(op, dims, q=(q, "B T G K"), initial_state=(initial_state, "N HV K V?"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, impl, dims, q, k, v, g, dt, D, initial_state=initial_state)
-    return impl
+    return impl, check_scale(op, scale)
 
 
 @Checked
-def _check_step(q, k, v, g, dt, D, state, impl) -> str:
-    """Validate a call of one token; return the implementation."""
+def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str, float]:
+    """Validate a call of one token; return the implementation and the scale."""
     dims = bind_shapes(
         "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
-        dt=(dt, "B HV"), D=(D, "HV"),
+        dt=(dt, "B HV?"), D=(D, "HV?"),
     )  # fmt: skip
     impl = resolve_impl("ssd_step", impl, q)
     _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, state=state)
     if not state.is_contiguous():
         raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
-    return impl
+    return impl, check_scale("ssd_step", scale)
 
 
 def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from tokenmix_core.ops.common import (
     check_dtype,
     check_multiple,
     check_same_dtype,
+    check_scale,
 )
 from tokenmix_nha.ops.gla.scan import GatedScan
 
@@ -57,13 +58,13 @@ def chunk_gla(
     dims = bind_shapes(op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), g=(g, "B T H K"))
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_"), initial_state=(initial_state, "N H K V"))
+    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"), initial_state=(initial_state, "N H K V?"))
     check_dtype(op, FLOATS, q=q, k=k, v=v, g=g)
     check_same_dtype(op, q=q, k=k, v=v)
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     wide = torch.promote_types(q.dtype, torch.float32)
     check_dtype(op, (wide,), initial_state=initial_state)
-    factor = dims["K"] ** -0.5 if scale is None else float(scale)
+    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
     parts = []
     for tokens, rows, borders in scanned_at_once(cu_seqlens, carried=initial_state is not None):
         b_q, b_k, b_v, b_g = (x[:, tokens].to(wide) for x in (q, k, v, g))

@@ -140,8 +140,8 @@ def slot_window_attention_step(
     op = "slot_window_attention_step"
     backend = resolve_impl(op, impl, q)
     dims = bind_shapes(
-        op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), f=(f, "B H M"), q_slots=(q_slots, "B HQ K"),
-        k_slots=(k_slots, "B H K"),
+        op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), f=(f, "B H M"), q_slots=(q_slots, "B HQ K?"),
+        k_slots=(k_slots, "B H K?"),
     )  # fmt: skip
     dims["N"] = dims["B"]
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
@@ -169,8 +169,8 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
     dims = bind_shapes(
-        op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), f=(f, "B T H M"), q_slots=(q_slots, "B T HQ K"),
-        k_slots=(k_slots, "B T H K"),
+        op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), f=(f, "B T H M"), q_slots=(q_slots, "B T HQ K?"),
+        k_slots=(k_slots, "B T H K?"),
     )  # fmt: skip
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
@@ -180,7 +180,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     # q again, so that the others' device is compared with its
-    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_"))
+    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if state:
         _check_state(op, dims, q, f, k_slots, SlotWindowState(*state))
@@ -252,7 +252,7 @@ def _check_state(
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
         "slots_k": "N H M K", "slots_v": "N H M V", "k": "N W H K", "v": "N W H V", "f": "N W H M",
-        "k_slots": "N W H K", "length": "N",
+        "k_slots": "N W H K?", "length": "N",
     }  # fmt: skip
     got = state._asdict()
     # q first, so that the state's device is compared with its

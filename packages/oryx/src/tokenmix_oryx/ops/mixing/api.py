@@ -96,13 +96,13 @@ def mix(
         ValueError: shapes, dtypes, devices or options do not fit; it says what was got and expected.
     """
     op = "mix"
-    chosen = resolve_impl(op, impl, rows)
     dims = bind_shapes(
-        op, {}, shared=(shared, "B T C"), rows=(rows, "N E"), A_log=(A_log, "H"), dt_bias=(dt_bias, "H"), D=(D, "H"),
+        op, {}, shared=(shared, "B T C"), rows=(rows, "N E"), A_log=(A_log, "H"), dt_bias=(dt_bias, "H"), D=(D, "H?"),
         k_weight=(k_weight, "E W"), v_weight=(v_weight, "E W"), norm_weight=(norm_weight, "E"),
-        attends=(attends, "B T"), places=(places, "N"), cu_seqlens=(cu_seqlens, "N_plus_1"),
+        attends=(attends, "B T"), places=(places, "N?"), cu_seqlens=(cu_seqlens, "N_plus_1?"),
         cos=(rotation.cos, "BR T HALF"), sin=(rotation.sin, "BR T HALF"),
     )  # fmt: skip
+    chosen = resolve_impl(op, impl, rows)
     B, T, E, H, C = (dims[name] for name in "BTEHC")
     if dims["N"] < 1:
         raise ValueError(f"{op}: B and T must be at least 1, got B={B} and T={T}")

@@ -54,11 +54,11 @@ def selected_attention(
         ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
     """
     op = "selected_attention"
-    chosen = resolve_impl(op, impl, q)
     dims = bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"), selected=(selected, "B TQ"),
-        cu_seqlens=(cu_seqlens, "N_plus_1"),
+        cu_seqlens=(cu_seqlens, "N_plus_1?"),
     )  # fmt: skip
+    chosen = resolve_impl(op, impl, q)
     check_dtype(op, FLOATS if chosen == "triton" else (*FLOATS, torch.float64), q=q)
     check_same_dtype(op, q=q, k=k, v=v)
     check_dtype(op, (torch.bool,), selected=selected)
