@@ -9,7 +9,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
-from tokenmix_core.testing.agreement import ScannedSums, assert_agrees, values_and_gradients
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import relative_error
 
 PACKED = [0, 0, 5, 69, 69, 70]
@@ -182,13 +182,9 @@ def test_strong_decays_cancel_at_the_last_token(T, device):
     x = inputs(B=1, T=T, G=1, HV=1, N=1, dtype=torch.float32, device=device)
     x["g"] *= 100
     reference = partial(chunk_ssd, impl="reference")
-
-    def scanned(**x):
-        with ScannedSums():
-            return reference(**x)
-
     # kernels scan in an order of their own; gates that did not cancel at the last token erred 80 times as much
-    assert_agrees(partial(chunk_ssd, impl="triton"), reference, x, baseline=scanned, factor=4.0)
+    baseline = with_scanned_sums(reference)
+    assert_agrees(partial(chunk_ssd, impl="triton"), reference, x, baseline=baseline, factor=4.0)
 
 
 @pytest.mark.parametrize("form", [chunk_ssd, recurrent_ssd])

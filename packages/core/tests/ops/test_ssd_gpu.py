@@ -9,7 +9,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
-from tokenmix_core.testing.agreement import ScannedSums, assert_agrees, values_and_gradients
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
@@ -246,13 +246,9 @@ def test_strong_decays_cancel_at_the_last_token(T):
     x = inputs(2, T, 2, 4, 64, 64, N=2, dtype=torch.float32)
     x["g"] *= 100
     reference = partial(chunk_ssd, impl="reference")
-
-    def scanned(**x):
-        with ScannedSums():
-            return reference(**x)
-
     # kernels scan in an order of their own; gates that did not cancel at the last token erred 80 times as much
-    assert_agrees(partial(chunk_ssd, impl="triton"), reference, x, baseline=scanned, factor=4.0)
+    baseline = with_scanned_sums(reference)
+    assert_agrees(partial(chunk_ssd, impl="triton"), reference, x, baseline=baseline, factor=4.0)
 
 
 def test_a_scale_may_be_an_integer():

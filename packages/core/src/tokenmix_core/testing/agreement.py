@@ -82,13 +82,21 @@ class RoundedProducts(TorchDispatchMode):
         return x.to(self.dtype).to(x.dtype)
 
 
-class ScannedSums(TorchDispatchMode):
-    """Take cumulative sums along the last axis by doubling, as scans in parallel do, in place of one after the other.
+def with_scanned_sums(function: Callable) -> Callable:
+    """The function with its cumulative sums along the last axis taken by doubling, as scans in parallel take them.
 
     Differences of such sums cancel less than those of sums in order: the last token's factor exp(b_last - b_t) errs by
     the rounding of both.
     """
 
+    def scanned(**inputs):
+        with _ScannedSums():
+            return function(**inputs)
+
+    return scanned
+
+
+class _ScannedSums(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.cumsum.default or args[1] not in (-1, args[0].dim() - 1):
             return func(*args, **(kwargs or {}))

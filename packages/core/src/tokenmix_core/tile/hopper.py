@@ -11,6 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
+# as in `tile.decay`
+LOG2_E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-160.0)
+
 
 @gluon.constexpr_function
 def row_layout(columns, warps):

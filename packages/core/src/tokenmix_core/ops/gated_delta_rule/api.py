@@ -145,8 +145,7 @@ def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tupl
     if cu_seqlens is not None and cu_seqlens.device != q.device:
         raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {q.device} like the other tensors")
     dims["N"] = dims["B"] if sequences is None else sequences
-    if initial_state is not None:
-        bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V?"))
+    bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V?"))
     impl = resolve_impl(op, impl, q)
     _check_sizes(op, dims, impl)
     _check_dtypes(op, q, k, v, g, beta, initial_state, impl)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.launch import cached_launch
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
@@ -17,7 +17,7 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
     batch, tokens, heads, V = o.shape
     total = torch.empty_like(lse)
     BT = 64
-    grid = (triton.cdiv(tokens, BT) * batch * heads,)
+    grid = (cdiv(tokens, BT) * batch * heads,)
     _zeros_kernel[grid](o, lse, total, math.log(slots), tokens, heads, V=V, BT=BT, num_warps=4)
     return total
 

@@ -10,9 +10,10 @@ them, both factors are at most 1.
 import triton
 import triton.language as tl
 
+from tokenmix_core.tile.decay import LOG2_E
+
 # numbers of which a kernel needs no variants: they follow from others, and would have every length compile anew
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # what the factors of a block may reach, as a power of 2
 LARGEST_FACTOR = tl.constexpr(80.0)

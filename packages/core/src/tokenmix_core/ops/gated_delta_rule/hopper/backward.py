@@ -32,8 +32,6 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     run_back,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
-    LOG2_E,
-    LOWEST,
     SMALLEST,
     accumulate,
     add,
@@ -51,6 +49,8 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.hopper import (
+    LOG2_E,
+    LOWEST,
     anew,
     causal_decay,
     locate_chunk,

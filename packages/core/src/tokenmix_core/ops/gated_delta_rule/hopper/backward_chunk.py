@@ -1,5 +1,7 @@
 """`backward_chunk` on Hopper: all gradients but the state's and the values' of one chunk and value head a program."""
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
 from tokenmix_core.tile.hopper import (
+    LOG2_E,
+    LOWEST,
     causal_decay,
     fetch_rows,
     group_layout,
@@ -19,8 +23,6 @@ from tokenmix_core.tile.hopper import (
 )
 from tokenmix_core.tile.launch import cached_launch
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-160.0)
 # β up to which a token counts for nothing in the sums that cancel
 SMALLEST = gl.constexpr(2.0**-8)
 
@@ -237,13 +239,18 @@ def backward_chunk(
     cu_seqlens: Tensor | None,
     scale: float,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
+    form: tuple[Any, int, int] | None = None,
 ) -> None:
-    """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation."""
+    """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation.
+
+    `form` is another kernel with its warps and registers a thread.
+    """
     B, T, H, K = q.shape
     HV, V = dv.shape[2:]
-    backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
+    # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
+    kernel, warps, registers = form or (backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
+    kernel[(chunk_slots(q, cu_seqlens), HV)](
         q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
         scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
-        # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
-        num_warps=4, maxnreg=168 if K == V == 64 else 255,
+        num_warps=warps, maxnreg=registers,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """`backward_chunk` on Hopper for heads of other sizes: a chunk and value head a program, V by tiles of 64 columns."""
 
-from torch import Tensor
+from functools import partial
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -8,14 +9,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     accumulate,
+    backward_chunk,
     dot_rows,
     nonzero,
     scale_rows,
     store_gates,
     unnormalise,
 )
+from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import WARPS
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -27,9 +30,6 @@ from tokenmix_core.tile.hopper import (
     store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
-
-# two groups of four, with half of each result's columns
-WARPS = gl.constexpr(8)
 
 
 @cached_launch
@@ -184,26 +184,5 @@ def backward_chunk_kernel(
     )  # fmt: skip
 
 
-def backward_chunk_tiled(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    gates: Tensor,
-    do: Tensor,
-    dv: Tensor,
-    residual: Tensor,
-    states: Tensor,
-    dstates: Tensor,
-    ends: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation."""
-    B, T, H, K = q.shape
-    HV, V = dv.shape[2:]
-    backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
-        q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
-        num_warps=8, maxnreg=255,
-    )  # fmt: skip
+# as `backward_chunk`, for heads of 64, 128 and 256
+backward_chunk_tiled = partial(backward_chunk, form=(backward_chunk_kernel, 8, 255))

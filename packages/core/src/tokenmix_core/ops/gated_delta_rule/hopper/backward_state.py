@@ -340,6 +340,7 @@ def backward_state(
     segment: int,
     transitions: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
+    form: tuple[Any, int, int] | None = None,
 ) -> None:
     """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient, if not empty, into `out`.
 
@@ -347,9 +348,11 @@ def backward_state(
 
     Sequences are split into segments of `segment` tokens, unless that is 0. Where a segment does not forget, its M of
     `transitions` carries gradients through it; if that is empty, a segment starts as far back as it takes.
+
+    `form` is another kernel with its columns of V a program and warps.
     """
     segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
     inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
     V = do.shape[-1]
-    launch = partial(launch_kernel, backward_state_kernel, V, V // 16, remainders)
+    launch = partial(launch_kernel, *(form or (backward_state_kernel, V, V // 16)), remainders)
     launch(*inputs, between_segments(*inputs, transitions, out[0], launch), out, False)

@@ -2,19 +2,14 @@
 
 from functools import partial
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
-    between_segments,
-    launch_kernel,
-    load_gates,
-    start_after,
-)
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state, load_gates, start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
+from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -26,11 +21,6 @@ from tokenmix_core.tile.hopper import (
     store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
-
-# columns of V a program, the rows of its transposed state
-COLUMNS = 64
-# two groups of four, with half of each result's columns
-WARPS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -237,25 +227,5 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds)
 
 
-def backward_state_tiled(
-    q: Tensor,
-    k: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    states: Tensor,
-    remainders: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    segment: int,
-    transitions: Tensor,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """As `backward_state`, for heads of 64, 128 and 256; `remainders` are what rounding took from `states`."""
-    segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
-    inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
-    launch = partial(launch_kernel, backward_state_kernel, COLUMNS, 8, remainders)
-    passed = between_segments(*inputs, transitions, out[0], launch)
-    launch(*inputs, passed, out, False)
+# as `backward_state`, for heads of 64, 128 and 256
+backward_state_tiled = partial(backward_state, form=(backward_state_kernel, COLUMNS, 8))

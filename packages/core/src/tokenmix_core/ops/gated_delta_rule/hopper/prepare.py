@@ -12,14 +12,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from tokenmix_core import tuning
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import add
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, sequences
-from tokenmix_core.tile.hopper import fetch_rows, let_next_begin, locate_chunk, parts, store_rows
+from tokenmix_core.tile.hopper import LOG2_E, LOWEST, fetch_rows, let_next_begin, locate_chunk, parts, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 # warps that share a multiprocessor: its registers are enough for no more without spills
 WARPS = 8
-# as in `tile.decay`
-LOG2_E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-160.0)
 
 # blocks of 16 tokens: a product, and its operands
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))

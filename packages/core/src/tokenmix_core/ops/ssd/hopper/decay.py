@@ -3,8 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-160.0)
+from tokenmix_core.tile.hopper import LOG2_E, LOWEST
 
 
 @gluon.jit

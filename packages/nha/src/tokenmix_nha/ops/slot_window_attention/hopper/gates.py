@@ -4,9 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import anew, async_load, barrier, product_layout, row_layout
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from tokenmix_core.tile.hopper import LOG2_E, anew, async_load, barrier, product_layout, row_layout
 
 
 @gluon.jit
