@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tokenmix_core.ops.attention.api import attention_decode, merge_attention
 from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState
-from tokenmix_nha.ops.slot_window_attention.tile import LN_2, LOG2_E, enter_weight
+from tokenmix_nha.ops.slot_window_attention.tile import LN_2, enter_weight
 
 # a longer ring is read by core's decoding attention, which splits it over the device
 _RING_INSIDE = 512

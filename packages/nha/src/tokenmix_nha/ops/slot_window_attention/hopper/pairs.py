@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import await_copies, barrier, product_layout
-from tokenmix_nha.ops.slot_window_attention.hopper.gates import LOG2_E, as_left, fetch, multiply
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout
+from tokenmix_nha.ops.slot_window_attention.hopper.gates import as_left, fetch, multiply
 
 
 @gluon.jit

@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.tile.hopper import async_load, await_copies, barrier, row_layout
+from tokenmix_core.tile.hopper import LOG2_E, async_load, await_copies, barrier, row_layout
 from tokenmix_core.tile.launch import cached_launch
-from tokenmix_nha.ops.slot_window_attention.hopper.gates import LOG2_E, enter_weight, first_entry
+from tokenmix_nha.ops.slot_window_attention.hopper.gates import enter_weight, first_entry
 from tokenmix_nha.ops.slot_window_attention.states import carry
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
