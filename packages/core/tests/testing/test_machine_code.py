@@ -28,6 +28,7 @@ def test_a_register_that_nothing_wrote_is_found():
         ("LDG.E.128 R4, desc[UR4][R2.64]", "STG.E [R2.64], R7"),
         ("IMAD.WIDE R4, R2, R3, R6", "IADD3 R8, R4, R5, RZ"),
         ("HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR8].tnspB, RZ, !UPT", "FADD R50, R24, R39"),
+        ("HGMMA.64x8x16.F32 RZ, gdesc[URZ], RZ, !UPT, gsb0", "MOV R9, R1"),
         ("@P0 MOV R9, R1", "IADD3 R9, R9, 0x1, RZ"),
         ("PRMT R9, R1, 0x7632, R9",),
     ],

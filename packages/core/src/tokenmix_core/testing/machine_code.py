@@ -112,6 +112,9 @@ def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
 
 def _of_product(op: str, rest: str) -> tuple[set[str], set[str]]:
     """Of an asynchronous product: its sums, a left operand in registers, and descriptors of shared tiles."""
+    if re.match(r"\s*RZ, gdesc\[URZ\], RZ", rest):
+        # a product of nothing: it ends a group
+        return set(), set()
     columns = int(_found(r"64x(\d+)x", op)[1])
     result, left = _found(r"^\s*R(\d+), (?:R(\d+)|gdesc)", rest).groups()
     uniform = int(_found(r"gdesc\[UR(\d+)", rest)[1])
