@@ -1,4 +1,4 @@
-"""Fill the READMEs' speed tables from committed measurements, and plot them; `--check` fails where one is stale.
+"""Fill the speed tables of the READMEs and of docs/speed.md from committed measurements; `--check` fails on stale ones.
 
 The rows of the sweeps over shapes stand in no table: they are plotted, and those slower than a peer are printed.
 """
@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
+import goals
+
 from tokenmix_core.testing import results
 
 ROOT = Path(__file__).parent.parent
-# no shape of a sweep may take longer than this many times the best peer's time
-BOUND = 1.1
 
 
 def measurements(folder: str) -> dict[Path, list[dict]]:
@@ -28,8 +28,10 @@ def main(check: bool) -> int:
     packages = measurements("results")
     tables = {package / "README.md": results.markdown(rows) for package, rows in packages.items()}
     everything = [row for rows in packages.values() for row in rows]
+    sweeps = [row for rows in measurements("results/sweep").values() for row in rows]
     if everything:
         tables[ROOT / "README.md"] = results.markdown(results.headlines(everything))
+        tables[ROOT / "docs" / "speed.md"] = goals.table(everything, sweeps)
     stale = 0
     for readme, table in tables.items():
         before = readme.read_text()
@@ -40,10 +42,9 @@ def main(check: bool) -> int:
                 readme.write_text(before)
     if everything and not check:
         results.plot(everything, ROOT / "docs" / "plots" / "speed.png")
-    sweeps = [row for rows in measurements("results/sweep").values() for row in rows]
     if sweeps and not check:
-        results.plot(sweeps, ROOT / "docs" / "plots" / "sweep.png", bound=BOUND)
-        for row, key in results.slower(sweeps, BOUND):
+        results.plot(sweeps, ROOT / "docs" / "plots" / "sweep.png", bound=goals.BOUND)
+        for row, key in results.slower(sweeps, goals.BOUND):
             peer, name = row[f"{key}_peer"]
             print(f"{row['op']} · {row['shape']}: {key} {row[key]:.3f}, {name} {peer:.3f}: {row[key] / peer:.2f} times")
     return int(check and stale > 0)

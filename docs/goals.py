@@ -1,0 +1,97 @@
+"""The goals that were set before the work, as a table beside the committed measurements."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tokenmix_core.testing import results
+
+# no shape of a sweep may take longer than this many times the best peer's time
+BOUND = 1.1
+# peaks are read in steps of the allocator; less than this is the same
+_MEBIBYTE = 1.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """At most so many milliseconds, or so many times the best peer's with `of_peer`; None is no goal."""
+
+    op: str
+    shape: str
+    forward: float | None
+    both: float | None
+    of_peer: bool = False
+
+
+GOALS = (
+    Goal("gated_delta_rule", "B8 T4096 H16 K128 V128", 0.28, 1.03),
+    Goal("gated_delta_rule", "B1 T32768 H16 K128 V128", None, 1.13),
+    Goal("gated_delta_rule", "B1 T32768 H2/8 K128 V128", 0.20, None),
+    Goal("gated_delta_rule", "B1 T32768 H2/8 K128 V128", None, 0.85, of_peer=True),
+    Goal("gated_delta_rule", "B1 T65536 H16 K128 V128, 32 sequences", 0.85, 0.85, of_peer=True),
+    Goal("SSD", "B8 T4096 G16 HV16 K128 V128", 0.25, 0.95),
+    Goal("SSD", "B8 T4096 G1 HV64 K128 V64", 0.5, 0.5, of_peer=True),
+    Goal("attention, window 1024", "B8 T4096 H16 K128", 0.66, 2.3),
+    Goal("gated_delta_rule_step", "B1 H16 K128 V128, CUDA graph", 0.012, None),
+    Goal("gated_delta_rule_step", "B32 H16 K128 V128, CUDA graph", 0.022, None),
+    Goal("gated_delta_rule_step", "B128 H16 K128 V128, CUDA graph", 0.075, None),
+    Goal("slot-window attention", "B8 T4096 H16 D128 M32 w32", 0.45, 1.5),
+    Goal("slot-window attention", "B8 T4096 H16 D128 M64 w32", 0.60, 2.0),
+)
+
+
+def table(rows: Sequence[dict], sweep: Sequence[dict]) -> str:
+    """Every goal with our time, the best peer's and the verdict; then where peak memory and the sweep miss theirs."""
+    pairs = {(row["op"], row["shape"]): row for row in results.beside(rows)}
+    lines = ["| operation | shape | pass | goal, ms | now, ms | best peer, ms | verdict | Triton, commit |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for goal in GOALS:
+        row = pairs.get((goal.op, goal.shape), {})
+        for name, key, bound in (("forward", "fwd_ms", goal.forward), ("both", "fwdbwd_ms", goal.both)):
+            if bound is not None:
+                lines.append(_line(goal, name, row, key, bound))
+    return "\n\n".join(["\n".join(lines), _memory(pairs.values()), _sweep(sweep)])
+
+
+def _line(goal: Goal, name: str, row: dict, key: str, bound: float) -> str:
+    ours, peer = row.get(key), row.get(f"{key}_peer")
+    limit = bound if not goal.of_peer else bound * peer[0] if peer else None
+    asked = f"{bound:.3f}" if not goal.of_peer else f"{limit:.3f}, {bound:g} of the peer's" if limit else "–"
+    if ours is None or limit is None:
+        verdict = "not measured"
+    else:
+        verdict = "met" if ours <= limit else f"missed by {ours / limit - 1:.1%}"
+    where = row.get("environment")
+    place = f"{where['triton']}, {where['commit']}" if where else "–"
+    now = "–" if ours is None else f"{ours:.3f}"
+    beside = f"{peer[0]:.3f} ({peer[1]})" if peer else "–"
+    return f"| {goal.op} | {goal.shape} | {name} | {asked} | {now} | {beside} | {verdict} | {place} |"
+
+
+def _memory(pairs: Iterable[dict]) -> str:
+    # causal attention stands beside slot-window attention, but is another operation
+    known = [row for row in pairs if row["peak_mb"] is not None and row["peak_mb_peer"]]
+    known = [row for row in known if row["peak_mb_peer"][1] != "causal attention"]
+    more = [row for row in known if row["peak_mb"] > row["peak_mb_peer"][0] + _MEBIBYTE]
+    lines = [f"Peak memory is at most the best peer's at {len(known) - len(more)} of {len(known)} shapes."]
+    if more:
+        lines += ["", "| more than a peer's | shape | MiB | peer, MiB |", "|---|---|---|---|"]
+    for row in more:
+        peak, name = row["peak_mb_peer"]
+        lines.append(f"| {row['op']} | {row['shape']} | {row['peak_mb']:.0f} | {peak:.0f} ({name}) |")
+    return "\n".join(lines)
+
+
+def _sweep(rows: Sequence[dict]) -> str:
+    pairs, late = results.beside(rows), results.slower(rows, BOUND)
+    shapes = {(row["op"], row["shape"]) for row, _ in late}
+    lines = [
+        f"Shapes that no table names ([plot](plots/sweep.png)) take at most {BOUND:g} times the best peer's time at "
+        f"{len(pairs) - len(shapes)} of {len(pairs)}."
+    ]
+    if late:
+        lines += ["", "| slower than a peer | shape | pass | ms | peer, ms |", "|---|---|---|---|---|"]
+    for row, key in late:
+        time, name = row[f"{key}_peer"]
+        label = "forward" if key == "fwd_ms" else "both"
+        lines.append(f"| {row['op']} | {row['shape']} | {label} | {row[key]:.3f} | {time:.3f} ({name}) |")
+    return "\n".join(lines)
