@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.ops.common import refuse_graph
 
 IGNORE = -100
 # tokens a block: with 50,000 words their bfloat16 logits take 200 MB
@@ -105,8 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        refuse_graph()
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = (d_hidden * grad).to(d_hidden.dtype) if ctx.needs_input_grad[0] else None
         d_weight = (d_weight * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None

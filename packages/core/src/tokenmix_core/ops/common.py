@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tokenmix_core.ops.replay import Replayed, is_plain
@@ -109,9 +109,9 @@ def differentiable(
 
         @staticmethod
         def backward(ctx, *output_gradients):
-            # with a graph of the backward pass, gradients of gradients must raise an error
-            run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
-            return *run(ctx, *output_gradients), None
+            if torch.is_grad_enabled():
+                refuse_graph()
+            return *gradients(ctx, *output_gradients), None
 
     # `apply` without its first part, which is for transforms of functions: what they wrap matches nothing
     apply = super(torch.autograd.Function, Eager).apply
@@ -119,14 +119,27 @@ def differentiable(
     def call(*inputs):
         if not is_plain(inputs[0]):
             output = op(*inputs)
-        elif not torch.is_grad_enabled():
+        elif not torch.is_grad_enabled() and forward_ad._current_level < 0:
             output = run(*inputs)
         else:
+            # torch says that forward-mode derivatives are not available, also where it records nothing
             found = run.match(*inputs)
             return (Eager.apply if found is None else apply)(*inputs, found)
         return output if outputs is None else output[:outputs]
 
     return call
+
+
+def refuse_graph() -> None:
+    """Raise a RuntimeError in a backward pass that is itself recorded: what kernels make would pass for constants.
+
+    Torch's `once_differentiable` raises one only where the gradients that arrive are no constants themselves.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "gradients of gradients are not available: call backward without create_graph=True "
+            "(only operations with impl='reference' have them)"
+        )
 
 
 def aligned(x: Tensor | None) -> Any:

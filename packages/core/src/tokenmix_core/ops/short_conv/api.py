@@ -129,7 +129,9 @@ def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tens
     if not 2 <= dims["W"] <= 8:
         raise ValueError(f"{op}: weight must have a width W from 2 to 8, got {list(weight.shape)}")
     name, before = next(iter(state.items()))
-    spec = f"{rows} D {dims['W'] - 1}" + ("?" if name == "initial_state" else "")
+    # a number would be a text of letters where torch traces with sizes that are not known
+    dims["W-1"] = dims["W"] - 1
+    spec = f"{rows} D W-1" + ("?" if name == "initial_state" else "")
     bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, spec)})
     floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
     check_dtype(op, floats, x=x, weight=weight, bias=bias)

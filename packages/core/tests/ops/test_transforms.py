@@ -1,0 +1,65 @@
+"""What torch's ways of differentiating and tracing make of operations: the right numbers, or an error."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from tokenmix_core.nn.loss import linear_cross_entropy
+from tokenmix_core.ops import attention, short_conv
+
+
+def convolution(x, device):
+    return short_conv(x, x[0, :4].T, activation="silu", impl="triton").o
+
+
+def plain_attention(x, device):
+    q = x.unflatten(-1, (2, -1))
+    return attention(q, q, q, impl="triton" if device == "cuda" else "sdpa").o
+
+
+def loss(x, device):
+    return linear_cross_entropy(x.flatten(0, 1), x[0], torch.arange(x.shape[1], device=device))
+
+
+OPS = [convolution, plain_attention, loss]
+
+
+@pytest.fixture
+def x(device):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, 6, 32, generator=generator).to(device).requires_grad_()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_penalty_on_gradients_is_refused(op, x, device):
+    # the gradient of a sum is a constant: what follows from it must not pass for one
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(op(x, device).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode_derivatives_are_refused(op, recorded, x, device):
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        tangent = forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match=r"forward.mode AD|forward AD"):
+            op(tangent, device)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+@pytest.mark.parametrize("op", OPS)
+def test_transforms_of_functions_are_refused(op, transform, x, device):
+    with pytest.raises(RuntimeError):
+        transform(lambda x: op(x, device).sum())(x if transform is torch.func.grad else x[None])
+
+
+def test_a_convolution_is_traced_with_sizes_that_are_not_known(device):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def run(x, weight, state):
+        return short_conv(x, weight, initial_state=state, impl="triton").o
+
+    x, weight, state = (torch.randn(shape, device=device) for shape in ((2, 6, 16), (16, 3), (2, 16, 2)))
+    traced = make_fx(run, tracing_mode="symbolic")(x, weight, state)
+    longer = torch.randn(2, 9, 16, device=device)
+    torch.testing.assert_close(traced(longer, weight, state), run(longer, weight, state))
