@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_nha.cli import main
-from tokenmix_nha.convert import convert
+from tokenmix_nha.conversion import convert
 from tokenmix_nha.finetune import finetune, freeze_all_but_attention, with_lora
 
 SIZES = {

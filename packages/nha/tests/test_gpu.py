@@ -10,7 +10,7 @@ from tokenmix_core.testing.agreement import RoundedProducts
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
 from tokenmix_nha import NhaConfig, NhaForCausalLM, using_windows
-from tokenmix_nha.convert import convert
+from tokenmix_nha.conversion import convert
 from tokenmix_nha.evals import slot_shares
 
 pytestmark = pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
+import tokenmix_nha
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nha.config import NhaConfig
@@ -103,8 +104,20 @@ def test_windows_set_at_inference_are_windows_of_the_configuration(model, ids):
         assert windows_of(model) == [4, "full"]
 
 
+def test_a_public_name_is_no_module_that_imports_put_in_its_place():
+    for name in tokenmix_nha.__all__:
+        first = getattr(tokenmix_nha, name)
+        assert callable(first), name
+        assert getattr(tokenmix_nha, name) is first, name
+
+
 def test_wrong_windows_are_refused(model):
-    for windows, message in (([1, 2, 3], "expected one for each of the 2"), (-1, "a window must"), ([], "got 0")):
+    for windows, message in (
+        ([1, 2, 3], "expected one for each of the 2"),
+        (-1, "a window must"),
+        ([], "got 0"),
+        (2.5, "a window must"),
+    ):
         with pytest.raises(ValueError, match=message):
             set_windows(model, windows)
     with pytest.raises(ValueError, match="no layer"):

@@ -88,7 +88,13 @@ def test_scores_come_from_the_rows_of_any_suite():
     average = [{"task": "average", "metric": "2 tasks", "value": 9.0}]
     recall = [{"task": "fda", "metric": "contains", "value": 0.2}, {"task": "swde", "metric": "contains", "value": 0.4}]
     assert abs(score(recall + average) - 0.3) < 1e-12
-    assert score([{"position": "all", "loss": 2.0}]) == -2.0
+    lengths = [{"task": "niah_single_1", "metric": n, "value": v} for n, v in (("1024", 1.0), ("2048", 0.5))]
+    assert score([*lengths, {"task": "average", "metric": "1024", "value": 9.0}]) == 0.75
+    whole = {"task": "longbench_trec_e", "metric": "score", "value": 0.3}
+    assert score([whole, whole | {"metric": "score, 0k-4k words", "value": 9.0}]) == 0.3
+    part = {"predictor": "model", "position": "1-64", "loss": 5.0}
+    beside = {"predictor": "bigram", "position": "all", "loss": 1.0}
+    assert score([part, {"predictor": "model", "position": "all", "loss": 2.0}, beside]) == -2.0
     with pytest.raises(ValueError, match="gives no accuracy"):
         score([{"prompt": "a", "continuation": "b"}])
 
@@ -113,6 +119,7 @@ def test_the_command_writes_table_plot_and_a_configuration_that_loads(tmp_path, 
     for wrong, message in (
         ([*call[:3], "nothing"], "there is no suite 'nothing'"),
         ([*call, "--window", "-2"], "a window must be"),
+        ([*call, "--blocks", "5,2"], "blocks must have from 2 to the model's 4 layers, got [5, 2]"),
         ([*call[:3], "mqar:none", "--lengths", "64"], "has no task 'none'"),
     ):
         assert main(wrong) == 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenmix_nha.config import NhaConfig
-    from tokenmix_nha.convert import convert
+    from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
     from tokenmix_nha.model import NhaForCausalLM, NhaModel
     from tokenmix_nha.windows import set_windows, using_windows
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["NhaConfig", "NhaForCausalLM", "NhaMixer", "NhaModel", "convert", "set_windows", "using_windows"]
 
+# no module is named as what it holds: imported, it would take that place
 _HOMES = {
     "NhaConfig": "config",
     "NhaForCausalLM": "model",
     "NhaMixer": "mixer",
     "NhaModel": "model",
-    "convert": "convert",
+    "convert": "conversion",
     "set_windows": "windows",
     "using_windows": "windows",
 }

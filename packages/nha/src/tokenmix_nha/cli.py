@@ -26,7 +26,7 @@ def _add_commands(add: cli.AddCommand) -> None:
         "convert",
         "replace the attention of a pretrained transformer by NHA",
         "models/Llama-3.2-1B --full-layers 0,8 --slots 64 --window 32 --out converted",
-        "tokenmix_nha.convert:command",
+        "tokenmix_nha.conversion:command",
     )
     sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Qwen2, Qwen3 or Qwen3-MoE checkpoint")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
@@ -70,9 +70,8 @@ def _add_commands(add: cli.AddCommand) -> None:
     sub.add_argument(
         "--blocks",
         type=cli.numbers,
-        default="8,6,4,3,2",
         metavar="N,N",
-        help="one full layer in every N, at each place",
+        help="one full layer in every N, at each place (default: those of 8,6,4,3,2 that the model has layers for)",
     )
     sub.add_argument("--insert", type=int, default=1, metavar="N", help="full layers to add greedily to the sparsest")
     sub.add_argument(

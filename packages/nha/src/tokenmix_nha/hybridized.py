@@ -62,6 +62,11 @@ class HybridizedConfig:
                 f"{type(self).__name__}: the model's own sliding windows have no counterpart; use_sliding_window and "
                 "layer_types must say that its attention is full"
             )
+        if getattr(self, "attention_dropout", 0):
+            raise ValueError(
+                f"{type(self).__name__}: no attention weights are formed that could be dropped; attention_dropout must "
+                f"be 0, got {self.attention_dropout!r}"  # type: ignore[attr-defined]
+            )
 
 
 class HybridizedAttention(NhaMixer):

@@ -13,11 +13,15 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
 from tokenmix_core.evaluation.report import format_rows, write_result
-from tokenmix_core.evaluation.suites import COMMONSENSE, RECALL, check_suites
+from tokenmix_core.evaluation.suites import COMMONSENSE, LONGBENCH, RECALL, RULER, check_suites
 from tokenmix_core.files import write_atomically
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, nha_mixers, using_windows, windows_of
 
 CHOSEN = "chosen"
+# those of Table 5
+BLOCKS = (8, 6, 4, 3, 2)
+# what stands for each of the harness' tasks
+_METRICS = {**COMMONSENSE, **RECALL, **dict.fromkeys(LONGBENCH, "score")}
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def search_windows(
     score: Callable[[Any], float],
     *,
     window: Window,
-    blocks: Sequence[int] = (8, 6, 4, 3, 2),
+    blocks: Sequence[int] = BLOCKS,
     insert: int = 1,
     max_full: int | None = None,
     progress: bool = True,
@@ -126,20 +130,22 @@ def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
 def score_of(task: str, result: SuiteResult) -> float:
     """One number of a suite's rows, more is better: mean accuracy, mean of the tasks' own metrics, or −loss.
 
+    WikiText's perplexity takes no part in a mean.
+
     Raises:
         ValueError: a suite that has none.
     """
-    rows, metrics = result["rows"], {**COMMONSENSE, **RECALL}
-    if values := [row["accuracy"] for row in rows if "accuracy" in row]:
-        return sum(values) / len(values)
-    counted = [
-        r["value"] for r in rows if r.get("metric") == metrics.get(r.get("task", ""), "") and r["task"] != "wikitext"
+    rows = result["rows"]
+    measures = {(name, metric) for name, metric in _METRICS.items() if name != "wikitext"}
+    # RULER's metrics are lengths, all of which count
+    values = [row["accuracy"] for row in rows if "accuracy" in row] or [
+        row["value"] for row in rows if row.get("task") in RULER or (row.get("task"), row.get("metric")) in measures
     ]
-    if counted:
-        return sum(counted) / len(counted)
-    if values := [row["loss"] for row in rows if "loss" in row]:
-        return -sum(values) / len(values)
-    raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")
+    # of text the whole, not its parts, nor what the bigram model that stands beside loses
+    values = values or [-row["loss"] for row in rows if (row.get("predictor"), row.get("position")) == ("model", "all")]
+    if not values:
+        raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")
+    return sum(values) / len(values)
 
 
 def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
@@ -200,7 +206,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
         model,
         lambda m: score_of(args.task, suite.run(m, tokenizer, options)),
         window=window,
-        blocks=[block for block in args.blocks if block <= layers],
+        blocks=args.blocks or [block for block in BLOCKS if block <= layers],
         insert=args.insert,
         max_full=args.max_full,
     )

@@ -34,7 +34,7 @@ def check_windows(windows: Window | Sequence[Window], layers: int, slots: int = 
     Raises:
         ValueError: a wrong window, or another number of them.
     """
-    pattern = [windows] if isinstance(windows, int | str) else list(windows)
+    pattern = list(windows) if isinstance(windows, list | tuple) else [windows]
     if not pattern or layers % len(pattern):
         raise ValueError(
             f"window: expected one for each of the {layers} layers, or a pattern whose length divides them, "

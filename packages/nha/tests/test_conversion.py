@@ -21,7 +21,7 @@ from transformers import (
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
 from tokenmix_nha.cli import main
-from tokenmix_nha.convert import convert
+from tokenmix_nha.conversion import convert
 from tokenmix_nha.windows import nha_mixers, set_windows, using_windows, windows_of
 
 SIZES = {
@@ -219,6 +219,8 @@ def test_what_cannot_be_converted_is_refused():
     sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     with pytest.raises(ValueError, match="sliding windows have no counterpart"):
         convert(Qwen2ForCausalLM(sliding), "full")
+    with pytest.raises(ValueError, match="attention_dropout must be 0"):
+        convert(LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=0.1)), "full")
     converted = convert(original, "full", slots=0)
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="output_attentions"):
