@@ -10,7 +10,8 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_mixer
 from tokenmix_nha.config import NhaConfig
-from tokenmix_nha.mixer import NhaMixer, observed_shares
+from tokenmix_nha.mixer import NhaMixer
+from tokenmix_nha.shares import observed_shares
 
 WIDTH, HEADS, KV_HEADS, K, M, W, TOKENS = 32, 4, 2, 8, 5, 6, 21
 SIZES = {"vocab_size": 50, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_heads": HEADS}

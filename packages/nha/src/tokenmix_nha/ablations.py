@@ -1,8 +1,8 @@
-"""The ablations of Table 6 and the share of the slots.
+"""The ablations of Table 6: a sum of what slots and window give alone, and no token shift.
 
-A sum of what slots and window give alone takes the operation without a window for the slots. Where one softmax is to
-reach tokens that slots and window both hold, and for the share, what the operation computes in one kernel is a
-recurrence for the keys' slots, a softmax, and a recurrence for the values' slots, in plain PyTorch on every device.
+The sum takes the operation without a window for the slots. Where one softmax is to reach tokens that slots and window
+both hold, what the operation computes in one kernel is a recurrence for the keys' slots, a softmax, and a recurrence
+for the values' slots, in plain PyTorch on every device.
 """
 
 from __future__ import annotations
@@ -114,16 +114,3 @@ def attend_jointly(
         return o, None
     k, v, f, length = entering.ring
     return o, SlotWindowState(torch.cat(slots_k), torch.cat(slots_v), k, v, f, None, length)
-
-
-def slot_share(
-    q: Float[Tensor, "B T HQ K"],
-    entering: Entering,
-    cu_seqlens: Int[Tensor, "N_plus_1"] | None,
-    lse_window: Float[Tensor, "B T HQ"],
-) -> Float[Tensor, "B T HQ"]:
-    """ω_L: the share of attention that one softmax over slots and window gives to the slots (equation 5)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    b_q, b_k, b_f = (x.to(wide) for x in (q, entering.k, entering.f))
-    logits = q.shape[-1] ** -0.5 * GatedScan(-b_f.expm1(), b_k, b_f, None, cu_seqlens).columns(b_q)
-    return (logits.logsumexp(-1) - lse_window.to(wide)).sigmoid()

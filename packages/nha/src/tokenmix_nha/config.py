@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+# registers the layer
+import tokenmix_nha.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_core.ops.common import Impl
-from tokenmix_nha.mixer import Fusion, Positions, check_choices
+from tokenmix_nha.choices import Fusion, Positions, check_choices
 from tokenmix_nha.windows import Window, check_windows
 
 
@@ -55,13 +57,13 @@ class NhaConfig(HybridConfig):
             self.window = check_windows(self.window, self.num_hidden_layers, self.slots)
             for window in self.window:
                 check_choices(
-                    self.slots,
-                    window,
-                    self.positions,
-                    self.fusion,
-                    self.token_shift,
-                    self.long_weight,
-                    self.gate_normalizer,
+                    slots=self.slots,
+                    window=window,
+                    positions=self.positions,
+                    fusion=self.fusion,
+                    token_shift=self.token_shift,
+                    long_weight=self.long_weight,
+                    gate_normalizer=self.gate_normalizer,
                 )
         if self.random_windows is not None:
             if not self.random_windows:

@@ -13,7 +13,7 @@ from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResu
 from tokenmix_core.evaluation.perplexity import cut_sequences
 from tokenmix_core.evaluation.recall import MQAR_HELD_OUT, MQAR_LENGTHS
 from tokenmix_core.synthetic import mqar
-from tokenmix_nha.mixer import observed_shares
+from tokenmix_nha.shares import observed_shares
 from tokenmix_nha.windows import nha_mixers, windows_of
 
 # columns of the heatmap by position

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import packed_positions
-from tokenmix_core.fields import check_value
 from tokenmix_core.modeling import KVState, LayerState, Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn.attention import cached_attention_lse, mean_visible
 from tokenmix_core.nn.mixer import stepping
@@ -21,13 +18,15 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl
-from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed, slot_share
+from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
+from tokenmix_nha.choices import Fusion, Positions, check_choices
+from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops.slot_window_attention.prefix import with_zeros
+from tokenmix_nha.shares import share_of_slots
 from tokenmix_nha.state import SlotWindowPart
-from tokenmix_nha.windows import FULL, Window, check_window
+from tokenmix_nha.windows import FULL, Window
 
-Positions = Literal["window", "both", "none", "learned"]
-Fusion = Literal["softmax", "fixed", "learned"]
 # fields of the configuration that the layer is made of
 OPTIONS = (
     "num_heads",
@@ -103,7 +102,15 @@ class NhaMixer(Mixer):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_choices(slots, window, positions, fusion, token_shift, long_weight, gate_normalizer)
+        check_choices(
+            slots=slots,
+            window=window,
+            positions=positions,
+            fusion=fusion,
+            token_shift=token_shift,
+            long_weight=long_weight,
+            gate_normalizer=gate_normalizer,
+        )
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
@@ -146,19 +153,22 @@ class NhaMixer(Mixer):
         """Whether slots and window are under one softmax in the paper's form, which the operation computes."""
         return self.window == 0 or (self.fusion == "softmax" and self.token_shift)
 
+    @property
+    def own_slot_keys(self) -> bool:
+        """Whether the slots see other queries and keys than the window does."""
+        return bool(self.seen) and self.positions in ("window", "learned")
+
     def make_state(self) -> LayerState:
-        heads, dim = self.num_kv_heads, self.head_dim
+        window = KVState(self.num_kv_heads, self.head_dim, self.head_dim, window=self.seen)
         if self.seen is None or not self.slots:
-            return LayerState(kv=KVState(heads, dim, dim, window=self.seen))
-        own_keys = self.seen > 0 and self.positions in ("window", "learned")
-        if self.joined:
-            slots = SlotWindowPart(heads, self.slots, dim, dim, self.seen, own_slot_keys=own_keys)
-            return LayerState(slots=slots)
-        places = self.seen if self.token_shift else 0
-        return LayerState(
-            kv=KVState(heads, dim, dim, window=self.seen),
-            slots=SlotWindowPart(heads, self.slots, dim, dim, places),
-        )
+            return LayerState(kv=window)
+        return LayerState(slots=self._slots_part()) if self.joined else LayerState(kv=window, slots=self._slots_part())
+
+    def _slots_part(self) -> SlotWindowPart:
+        """The slots, and in a ring the tokens that have not entered them yet."""
+        places = (self.seen or 0) if self.token_shift else 0
+        sizes = self.num_kv_heads, self.slots, self.head_dim, self.head_dim
+        return SlotWindowPart(*sizes, places, own_slot_keys=self.joined and self.own_slot_keys)
 
     def forward(
         self,
@@ -168,57 +178,52 @@ class NhaMixer(Mixer):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         rotary: Rotation | None = None,
     ) -> MixerOutput:
-        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        call = Call(state, cu_seqlens, stepping(hidden_states, state))
+        heads = self._project(hidden_states, call, rotary)
+        if heads.f is None:
+            o = self._attend_plainly(heads, call)
+        elif self.joined:
+            o = self._attend(heads, call)
+        else:
+            o = self._attend_apart(heads, call)
+        if self.shares is not None and state is None:
+            self.shares.append(share_of_slots(self, heads, call).detach())
+        return self._keep_in_graph(self.o_proj(o.flatten(-2))), None
+
+    def _project(self, x: Tensor, call: Call, rotary: Rotation | None) -> Heads:
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        slots_qk = None if self.positions in ("both", "none") else (q, k)
+        placed = q, k
         if self.rotary_dim is not None:
             assert rotary is not None
-            turned = apply_rotary(q, rotary), apply_rotary(k, rotary)
+            placed = apply_rotary(q, rotary), apply_rotary(k, rotary)
         elif self.q_positions is not None and self.k_positions is not None:
-            turned = self._with_positions(q, k, state, cu_seqlens)
-        else:
-            turned = q, k
-        step = stepping(hidden_states, state)
-        f = self._gates(hidden_states)
-        if self.window == FULL or f is None:
-            o = self._attend_plainly(*turned, v, state, cu_seqlens, step)
-        elif self.joined:
-            # without a window nothing is turned but what the slots see turned, too
-            seen_qk = slots_qk if slots_qk and self.window == 0 else turned
-            o = self._attend(*seen_qk, v, f, slots_qk, state, cu_seqlens, step)
-        else:
-            weight = self._weight(hidden_states)
-            o = self._attend_apart(*turned, v, f, slots_qk or turned, weight, state, cu_seqlens, step)
-        if self.shares is not None and state is None:
-            self.shares.append(self._share(hidden_states, *turned, v, f, slots_qk or turned, cu_seqlens).detach())
-        o = self.o_proj(o.flatten(-2))
-        return self._keep_in_graph(o), None
+            placed = self._with_positions(q, k, call)
+        return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), self._gates(x), self._weight(x))
 
     def _gates(self, x: Tensor) -> Float[Tensor, "B T H M"] | None:
-        """Natural logs of the gates; None where the layer has no slots, or none that a token could enter."""
         if self.f_proj is None or self.window == FULL:
             return None
         f = at_least_float32(self.f_proj(x)).unflatten(-1, (self.num_kv_heads, self.slots))
         return F.logsigmoid(f) / self.gate_normalizer
 
-    def _weight(self, x: Tensor) -> Float[Tensor, "B T HQ"] | float | None:
-        """The weight of the slots in a sum; None for one softmax."""
-        if self.fusion == "softmax":
+    def _weight(self, x: Tensor) -> Float[Tensor, "B T HQ"] | None:
+        if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):
             return None
-        return self.long_weight if self.weight_proj is None else at_least_float32(self.weight_proj(x)).sigmoid()
+        if self.weight_proj is not None:
+            return at_least_float32(self.weight_proj(x)).sigmoid()
+        return x.new_full((1, 1, 1), self.long_weight, dtype=torch.promote_types(x.dtype, torch.float32))
 
-    def _with_positions(
-        self, q: Tensor, k: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _with_positions(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         assert self.q_positions is not None
         assert self.k_positions is not None
-        if state is not None:
-            positions = state.span.positions.view(*q.shape[:2])
-        elif cu_seqlens is not None:
-            positions = packed_positions(cu_seqlens, q.shape[1]).unsqueeze(0)
+        if call.state is not None:
+            positions = call.state.span.positions.view(*q.shape[:2])
+        elif call.cu_seqlens is not None:
+            positions = packed_positions(call.cu_seqlens, q.shape[1]).unsqueeze(0)
         else:
             positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
         positions = positions % self.q_positions.num_embeddings
@@ -227,24 +232,17 @@ class NhaMixer(Mixer):
         of_q, of_k = of_q.unflatten(-1, q.shape[2:]).to(q.dtype), of_k.unflatten(-1, k.shape[2:]).to(k.dtype)
         return q + of_q, k + of_k
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        f: Tensor,
-        slots_qk: tuple[Tensor, Tensor] | None,
-        state: LayerState | None,
-        cu_seqlens: Tensor | None,
-        step: bool,
-    ) -> Float[Tensor, "B T HQ V"]:
+    def _attend(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """Slots and window under one softmax."""
-        # without a window the queries and keys are those of the slots
-        q_slots, k_slots = (None, None) if slots_qk is None or self.window == 0 else slots_qk
-        if step and state is not None:
-            b_q, b_k, b_v, b_f = (x.squeeze(1) for x in (q, k, v, f))
-            b_qs, b_ks = (None if x is None else x.squeeze(1) for x in (q_slots, k_slots))
-            past = state.slots.get(len(q), q)
+        q, k, v, q_slots, k_slots, f, _ = heads
+        if not self.window:
+            q, k = q_slots, k_slots
+        own = (q_slots, k_slots) if self.own_slot_keys else (None, None)
+        if call.step:
+            assert call.state is not None
+            b_q, b_k, b_v, b_f, *b_own = (None if x is None else x.squeeze(1) for x in (q, k, v, f, *own))
+            past = call.state.slots.get(len(q), q)
+            b_qs, b_ks = b_own
             o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, q_slots=b_qs, k_slots=b_ks, impl=self.impl)
             return o.unsqueeze(1)
         o, after = slot_window_attention(
@@ -253,98 +251,57 @@ class NhaMixer(Mixer):
             v,
             f,
             window=self.seen or 0,
-            q_slots=q_slots,
-            k_slots=k_slots,
-            initial_state=None if state is None else state.slots.value,
-            cu_seqlens=cu_seqlens,
-            output_final_state=state is not None,
+            q_slots=own[0],
+            k_slots=own[1],
+            initial_state=None if call.state is None else call.state.slots.value,
+            cu_seqlens=call.cu_seqlens,
+            output_final_state=call.state is not None,
             impl=self.impl,
         )
-        if state is not None:
-            state.slots.set(after)
+        if call.state is not None:
+            call.state.slots.set(after)
         return o
 
-    def _attend_plainly(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, step: bool
-    ) -> Float[Tensor, "B T HQ V"]:
+    def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """Softmax attention, with M zero keys before it where the layer has slots."""
-        if state is None and self.slots:
+        q, k, v = heads.q, heads.k, heads.v
+        if call.state is None and self.slots:
             # one kernel for the zero keys too; it needs no gates to know that none is open
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
-            options = {"cu_seqlens": cu_seqlens, "output_final_state": False, "impl": self.impl}
+            options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}
             return slot_window_attention(q, k, v, closed, window=q.shape[1], **options).o
-        return with_zero_slots(self._window(q, k, v, state, cu_seqlens, step), self.slots)
+        return with_zeros(self.attend_to_window(heads, call), self.slots)
 
-    def _window(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, step: bool
-    ) -> AttentionOutput:
-        """Attention to the window alone."""
-        if state is not None:
-            return cached_attention_lse(q, k, v, state.kv, state.span, step=step, impl=self.impl)
-        return attention(q, k, v, window=self.seen, cu_seqlens=cu_seqlens, impl=self.impl)
-
-    def _attend_apart(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        f: Tensor,
-        slots_qk: tuple[Tensor, Tensor],
-        weight: Tensor | float | None,
-        state: LayerState | None,
-        cu_seqlens: Tensor | None,
-        step: bool,
-    ) -> Float[Tensor, "B T HQ V"]:
+    def _attend_apart(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """The ablated forms."""
-        window = self._window(q, k, v, state, cu_seqlens, step)
-        before, entering = self._entering(slots_qk[1], v, f, state, cu_seqlens)
-        q_slots, carried = slots_qk[0], state is not None
-        if weight is None:
-            o, after = attend_jointly(q_slots, entering, before, cu_seqlens, window, carried=carried)
+        window = self.attend_to_window(heads, call)
+        before, entering = self.entering(heads, call)
+        if heads.weight is None:
+            carried = call.state is not None
+            o, after = attend_jointly(heads.q_slots, entering, before, call.cu_seqlens, window, carried=carried)
         else:
-            long, after = attend_to_slots(q_slots, entering, before, cu_seqlens, self.impl)
-            share = weight.unsqueeze(-1) if isinstance(weight, Tensor) else weight
-            o = (share * long + (1 - share) * window.o).to(v.dtype)
-        if state is not None:
+            long, after = attend_to_slots(heads.q_slots, entering, before, call.cu_seqlens, self.impl)
+            weight = heads.weight.unsqueeze(-1)
+            o = (weight * long + (1 - weight) * window.o).to(heads.v.dtype)
+        if call.state is not None:
             assert after is not None
-            state.slots.set(after)
+            call.state.slots.set(after)
         return o
 
-    def _entering(
-        self, k: Tensor, v: Tensor, f: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
-    ) -> tuple[SlotWindowState, Entering]:
-        """The slots' state before the call, and the tokens that enter them."""
-        sequences = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
-        if state is not None:
-            before = state.slots.get(sequences, v)
-        else:
-            places = (self.seen or 0) if self.token_shift else 0
-            part = SlotWindowPart(self.num_kv_heads, self.slots, self.head_dim, self.head_dim, places)
-            before = part.empty(sequences, v)
-        return before, delayed(k, v, f, before, cu_seqlens)
+    def attend_to_window(self, heads: Heads, call: Call) -> AttentionOutput:
+        """Attention to the window alone."""
+        q, k, v = heads.q, heads.k, heads.v
+        if call.state is not None:
+            return cached_attention_lse(q, k, v, call.state.kv, call.state.span, step=call.step, impl=self.impl)
+        return attention(q, k, v, window=self.seen, cu_seqlens=call.cu_seqlens, impl=self.impl)
 
-    def _share(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        f: Tensor | None,
-        slots_qk: tuple[Tensor, Tensor],
-        cu_seqlens: Tensor | None,
-    ) -> Float[Tensor, "B T HQ"]:
-        """ω_L of the call."""
-        shape = q.shape[:3]
-        if not self.slots or self.window == 0:
-            return q.new_full(shape, 1.0 if self.slots else 0.0)
-        if f is not None and self.fusion != "softmax":
-            weight = self._weight(x)
-            return weight if isinstance(weight, Tensor) else q.new_full(shape, self.long_weight)
-        lse = self._window(q, k, v, None, cu_seqlens, False).lse
-        if f is None:
-            return (_log_slots(lse, self.slots) - lse).sigmoid()
-        _, entering = self._entering(slots_qk[1], v, f, None, cu_seqlens)
-        return slot_share(slots_qk[0], entering, cu_seqlens, lse)
+    def entering(self, heads: Heads, call: Call) -> tuple[SlotWindowState, Entering]:
+        """The slots before the call, and the tokens that enter them; of a layer whose slots and window are apart."""
+        sequences = len(heads.v) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
+        part = self._slots_part() if call.state is None else call.state.slots
+        before = part.get(sequences, heads.v)
+        assert heads.f is not None
+        return before, delayed(heads.k_slots, heads.v, heads.f, before, call.cu_seqlens)
 
     def _keep_in_graph(self, o: Tensor) -> Tensor:
         """o, with gradients of zero for parameters that this window does not use: distributed training waits for all.
@@ -369,46 +326,6 @@ class NhaMixer(Mixer):
         slots = 0 if self.seen is None else self.slots
         read = 4.0 * self.num_heads * self.head_dim * (keys + slots)
         return read + 4.0 * self.num_kv_heads * self.head_dim * slots
-
-
-@contextmanager
-def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Within it, calls without a cache record ω_L `[B, T, HQ]`: a list for each mixer, an entry for each call."""
-    for mixer in mixers:
-        mixer.shares = []
-    try:
-        yield [mixer.shares for mixer in mixers if mixer.shares is not None]
-    finally:
-        for mixer in mixers:
-            mixer.shares = None
-
-
-def with_zero_slots(out: AttentionOutput, slots: int) -> Float[Tensor, "B T HQ V"]:
-    """The outputs of a softmax that also holds `slots` logits 0 with value 0."""
-    if not slots:
-        return out.o
-    return (out.o * (out.lse - _log_slots(out.lse, slots)).sigmoid().unsqueeze(-1)).to(out.o.dtype)
-
-
-def _log_slots(like: Tensor, slots: int) -> Tensor:
-    return torch.full_like(like, slots).log()
-
-
-def check_choices(
-    slots: Any, window: Any, positions: Any, fusion: Any, token_shift: Any, long_weight: Any, gate_normalizer: Any
-) -> None:
-    """Raise a ValueError for what a layer cannot be."""
-    check_value("slots", slots, int)
-    check_value("positions", positions, Positions)
-    check_value("fusion", fusion, Fusion)
-    check_value("token_shift", token_shift, bool)
-    if slots < 0:
-        raise ValueError(f"slots must be at least 0, got {slots!r}")
-    check_window(window, slots)
-    if not 0 <= long_weight <= 1:
-        raise ValueError(f"long_weight must be from 0 to 1, got {long_weight!r}")
-    if not gate_normalizer > 0:
-        raise ValueError(f"gate_normalizer must be positive, got {gate_normalizer!r}")
 
 
 register_mixer("nha", NhaMixer)

@@ -16,7 +16,19 @@ from torch import Tensor
 from tokenmix_core.ops.attention.api import attention
 from tokenmix_core.ops.attention.autograd import attention_backward, attention_forward
 from tokenmix_core.ops.attention.backends import Call, Mask, choose_impl
-from tokenmix_core.ops.common import differentiable
+from tokenmix_core.ops.common import AttentionOutput, differentiable
+
+
+def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
+    """What a softmax gives `slots` ≥ 1 logits 0 that join those of `lse`."""
+    return (math.log(slots) - lse).sigmoid()
+
+
+def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
+    """The outputs of a softmax that also holds `slots` ≥ 0 logits 0 with value 0."""
+    if not slots:
+        return out.o
+    return (out.o * (out.lse - math.log(slots)).sigmoid().unsqueeze(-1)).to(out.o.dtype)
 
 
 def zero_prefix_attention(
@@ -24,9 +36,7 @@ def zero_prefix_attention(
 ) -> Tensor:
     """Causal attention `[B, T, HQ, V]` whose softmax also holds `slots` logits 0 with value 0."""
     if impl == "reference":
-        o, lse = attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens, impl="reference")
-        total = torch.logaddexp(lse, torch.full_like(lse, math.log(slots)))
-        return (o * (lse - total).exp().unsqueeze(-1)).to(o.dtype)
+        return with_zeros(attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens, impl="reference"), slots)
     if q.is_cuda:
         packed = cu_seqlens is not None
         heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
