@@ -150,8 +150,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             if name.endswith("_loss"):
                 total = total + values.sum()
         if num_items is None:
-            num_items = (targets != IGNORE).sum().clamp(min=1)
-        return total / num_items
+            num_items = (targets != IGNORE).sum()
+        # where nothing is predicted the loss is zero, not NaN
+        return total / (num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1))
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         own = self.config.mixer_inputs

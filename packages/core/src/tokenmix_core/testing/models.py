@@ -183,6 +183,8 @@ class ModelContract:
         count = (labels[:, 1:] != -100).sum()
         assert abs(out.loss.double() - exact - extra / count) < 1e-5 * exact
         assert abs(model(ids, labels=labels, num_items_in_batch=7, **self.inputs).loss * 7 / count - out.loss) < 1e-4
+        nothing = torch.full_like(labels, -100)
+        assert abs(model(ids, labels=nothing, num_items_in_batch=torch.tensor(0), **self.inputs).loss - extra) < 1e-5
 
     def test_tied_embeddings_follow_the_configuration(self, case):
         for tie in (True, False):
