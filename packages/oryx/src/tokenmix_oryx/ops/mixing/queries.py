@@ -34,20 +34,25 @@ def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.cons
 
 
 @triton.jit
-def locate(places, attends, N, groups, BT: tl.constexpr):
-    """A program's tokens, which of them there are, the rows of their queries, and which are in attention mode."""
+def locate_tokens(places, attends, cos, sin, N, groups, angles, HALF: tl.constexpr, BT: tl.constexpr):
+    """A program's tokens, the rows of their queries, which are in attention mode, and the angles they are turned by."""
     o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
     m_t = o_t < N
     o_row = o_t.to(tl.int64)
     if places is not None:
         o_row = tl.load(places + o_t, mask=m_t, other=0).to(tl.int64)
-    return o_t, m_t, o_row[:, None], (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+    m_a = (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
+    o_angle = (o_t % angles)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    b_cos = tl.load(cos + o_angle, mask=m_t[:, None], other=1.0)
+    return o_t, o_row[:, None], m_a, b_cos, tl.load(sin + o_angle, mask=m_t[:, None], other=0.0)
 
 
 @triton.jit
-def load_angles(cos, sin, o_t, m_t, angles, HALF: tl.constexpr):
-    o_angle = (o_t % angles)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    return tl.load(cos + o_angle, mask=m_t[:, None], other=1.0), tl.load(sin + o_angle, mask=m_t[:, None], other=0.0)
+def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
+    """The first half of the channels of a program's i-th head, and which of its tokens' there are."""
+    i_h = tl.program_id(0) % groups * HEADS + i
+    o_d = i_h * K + tl.arange(0, K // 2)[None, :]
+    return o_d, (o_t < N)[:, None] & (o_d < H * K)
 
 
 @cached_launch
@@ -59,12 +64,9 @@ def _queries_forward(
 ):  # fmt: skip
     HALF: tl.constexpr = K // 2
     groups = tl.cdiv(H, HEADS)
-    o_t, m_t, o_row, m_a = locate(places, attends, N, groups, BT)
-    b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
+    o_t, o_row, m_a, b_cos, b_sin = locate_tokens(places, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
-        i_h = tl.program_id(0) % groups * HEADS + i
-        o_d = i_h * K + tl.arange(0, HALF)[None, :]
-        m_x = m_t[:, None] & (o_d < H * K)
+        o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
         p_x = rows + o_row * (H * K) + o_d
         b_lo = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
         b_hi = tl.load(p_x + HALF, mask=m_x, other=0.0).to(tl.float32)
@@ -87,12 +89,9 @@ def _queries_backward(
 ):  # fmt: skip
     HALF: tl.constexpr = K // 2
     groups = tl.cdiv(H, HEADS)
-    o_t, m_t, o_row, m_a = locate(places, attends, N, groups, BT)
-    b_cos, b_sin = load_angles(cos, sin, o_t, m_t, angles, HALF)
+    o_t, o_row, m_a, b_cos, b_sin = locate_tokens(places, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
-        i_h = tl.program_id(0) % groups * HEADS + i
-        o_d = i_h * K + tl.arange(0, HALF)[None, :]
-        m_x = m_t[:, None] & (o_d < H * K)
+        o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
         # each row has the gradient of its own mode alone
         o_q = o_t.to(tl.int64)[:, None] * (H * K) + o_d
         b_first = tl.load(dq_attention + o_q, mask=m_x & m_a, other=0.0).to(tl.float32)
