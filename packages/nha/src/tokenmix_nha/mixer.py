@@ -235,14 +235,15 @@ class NhaMixer(Mixer):
     def _attend(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """Slots and window under one softmax."""
         q, k, v, q_slots, k_slots, f, _ = heads
+        assert f is not None
         if not self.window:
             q, k = q_slots, k_slots
         own = (q_slots, k_slots) if self.own_slot_keys else (None, None)
         if call.step:
             assert call.state is not None
-            b_q, b_k, b_v, b_f, *b_own = (None if x is None else x.squeeze(1) for x in (q, k, v, f, *own))
+            b_q, b_k, b_v, b_f = (x.squeeze(1) for x in (q, k, v, f))
+            b_qs, b_ks = (None if x is None else x.squeeze(1) for x in own)
             past = call.state.slots.get(len(q), q)
-            b_qs, b_ks = b_own
             o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, q_slots=b_qs, k_slots=b_ks, impl=self.impl)
             return o.unsqueeze(1)
         o, after = slot_window_attention(
