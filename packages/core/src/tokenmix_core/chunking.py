@@ -22,11 +22,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def num_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """N, the sequences of a batch x `[B, ...]`: its rows, or those packed into one row."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+
+
 def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
     """Slots for the chunks of a batch, as `tile.sequences` numbers them: exact unpacked, an upper bound packed."""
     if cu_seqlens is None:
         return batch * cdiv(tokens, chunk_size)
-    return tokens // chunk_size + len(cu_seqlens) - 1
+    return tokens // chunk_size + cu_seqlens.numel() - 1
 
 
 def sequence_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:

@@ -140,6 +140,34 @@ def causal_decay(b_row, b_col, o_row, o_col):
 
 
 @gluon.jit
+def add(x, y):
+    """What `gl.associative_scan` makes sums of."""
+    return x + y
+
+
+@gluon.jit
+def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
+    """As `tile.sequences.sequence_span`: a sequence's first row and length."""
+    if PACKED:
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
+    else:
+        begin = i_n.to(gl.int64) * T
+        length = T
+    return begin, length
+
+
+@gluon.jit
+def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
+    """As `tile.sequences.first_chunk`: the slot of a sequence's first chunk of C tokens."""
+    if PACKED:
+        slot = begin // C + i_n
+    else:
+        slot = i_n.to(gl.int64) * gl.cdiv(T, C)
+    return slot
+
+
+@gluon.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
     """As `tile.sequences.locate_chunk`: a slot's sequence, its first row and length, and the chunk's first token."""
     if PACKED:
@@ -150,14 +178,12 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.const
             slots = gl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) // C + o_n
             sequences += gl.sum(((slots <= i_c) & (o_n < N)).to(gl.int32), 0)
         i_n = sequences - 1
-        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
-        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
-        first = ((i_c - (begin // C + i_n)) * C).to(gl.int32)
+        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        first = ((i_c - first_chunk(i_n, begin, T, C, PACKED)) * C).to(gl.int32)
     else:
         chunks = gl.cdiv(T, C)
         i_n = i_c // chunks
-        begin = i_n.to(gl.int64) * T
-        length = T
+        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         first = (i_c - i_n * chunks) * C
     return i_n, begin, length, first
 

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.common import aligned, differentiable, direct_when_eager
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_slots, segment_states
@@ -170,7 +171,7 @@ step = direct_when_eager(step_op, _step, writes=5)
 
 @recurrent_op.register_fake
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
-    state = q.new_empty(sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1], dtype=torch.float32)
+    state = q.new_empty(num_sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1], dtype=torch.float32)
     return torch.empty_like(v, memory_format=torch.contiguous_format), state
 
 
@@ -180,7 +181,7 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     HV, V = v.shape[2:]
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
-        q.new_empty(sequences(q, cu_seqlens), HV, K, V, dtype=torch.float32),
+        q.new_empty(num_sequences(q, cu_seqlens), HV, K, V, dtype=torch.float32),
         k.new_empty(B, T, HV, CHUNK),
         k.new_empty(HV, B * T, 4, dtype=torch.float32),
         k.new_empty(segment_slots(k, v, cu_seqlens), HV, K, V, dtype=torch.float32),
@@ -194,7 +195,7 @@ def _(
     qk_l2norm,
 ):  # fmt: skip
     dinitial_state = q.new_empty(
-        0 if initial_state is None else sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1],
+        0 if initial_state is None else num_sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1],
         dtype=torch.float32,
     )  # fmt: skip
     return *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)), dinitial_state

@@ -6,9 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import (
@@ -170,7 +171,6 @@ def backward_chunk(
     HV, V = dv.shape[2:]
     group = HV // H
     dq, dg, dbeta = q.new_empty(B, T, HV, K), torch.empty_like(g), torch.empty_like(beta)
-    # that step sums what cancels in dg from products of matrices rounded to 16 bits, too little where keys are long
     if do is not None and qk_l2norm and hopper.takes(q, k) and hopper.takes(do):
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
@@ -189,9 +189,9 @@ def backward_chunk(
     else:
         dk = k.new_empty(B, T, HV, K)
         launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
-        backward_chunk_kernel[(chunk_slots(q, cu_seqlens), HV)](
+        backward_chunk_kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), HV)](
             q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,
-            dq, dk, dg, dbeta, scale, T, sequences(q, cu_seqlens), H, group, B * T,
+            dq, dk, dg, dbeta, scale, T, num_sequences(q, cu_seqlens), H, group, B * T,
             K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], do is not None, qk_l2norm,
             cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip

@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences, walks
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
@@ -102,39 +103,36 @@ def backward_state(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
+    segment: int,
     like_v: Tensor,
     initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
 
     `states` are those entering the chunks, `remainders` what rounding took from them, or empty. ⟨dS', S⟩ comes in
-    parts, `[slots, HV, parts]`. On Hopper alone `transitions`, M of segments, are used.
+    parts, `[slots, HV, parts]`. On Hopper alone sequences are split, into segments of `segment` tokens, with their M in
+    `transitions`.
     """
     B, T, H, K = q.shape
     HV, V = like_v.shape[2:]
-    N = sequences(q, cu_seqlens)
+    N = num_sequences(q, cu_seqlens)
     dv = torch.empty_like(like_v)
-    dstates = dv.new_empty(chunk_slots(q, cu_seqlens), HV, K, V)
+    dstates = dv.new_empty(chunk_slots(B, T, CHUNK, cu_seqlens), HV, K, V)
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
     if do is not None and (hopper.takes(q, k, do) or hopper.takes_heads(q, k, do)):
-        # only norms of 1 bound what a segment may leave out
-        segment = 0
-        if qk_l2norm:
-            packed = cu_seqlens is not None
-            segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, packed, walks(k, like_v))
-        carry = transitions if segment else transitions[:0]
-        ends = gates.new_empty(len(dstates), HV, V)
-        out = (dv, dstates, ends, dinitial_state)
-        options = (do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, carry, out)
+        from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
+
+        reverse = on_hopper.Reverse(
+            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment
+        )
+        out = (dv, dstates, gates.new_empty(len(dstates), HV, V), dinitial_state)
         # eight warps have all columns of V, where there are 128
         if hopper.takes(q, k, do) or (hopper.takes(q, k) and V == 128):
-            from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
-
-            on_hopper.backward_state(q, k, inverse, gates, states, remainders, *options)
+            on_hopper.backward_state(reverse, remainders, transitions, out)
         else:
             from tokenmix_core.ops.gated_delta_rule.hopper import backward_state_tiled as by_tiles
 
-            by_tiles.backward_state_tiled(q, k, inverse, gates, states, remainders, *options)
+            by_tiles.backward_state_tiled(reverse, remainders, transitions, out)
         return out
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     ends = gates.new_empty(len(dstates), HV, V // launch.BV)

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, dot_precision, sequences, walks
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, walks
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
@@ -206,12 +207,12 @@ def forward(
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    N = sequences(q, cu_seqlens)
+    N = num_sequences(q, cu_seqlens)
     none = v.new_empty(0)
     out = torch.empty_like(v) if output else none
     final_state = v.new_empty(N, HV, K, V, dtype=torch.float32) if output else none
     residual = torch.empty_like(v) if save else none
-    states = v.new_empty(chunk_slots(q, cu_seqlens), HV, K, V) if save else none
+    states = v.new_empty(chunk_slots(B, T, CHUNK, cu_seqlens), HV, K, V) if save else none
     rests = torch.empty_like(states) if remainders else none
     programs = len(entering) or N
     segment = tuning.gated_delta_rule_segment(N, HV, B * T, walks(k, v)) if len(entering) else 0

@@ -1,26 +1,14 @@
-"""What the launchers share: chunk length, numbers of sequences and chunk slots, precision of products."""
+"""What the launchers share: the chunk length, how programs are shared out, the precision of products."""
 
 import torch
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.common import interpreting, on_hopper
 
 CHUNK = 64
 
 # sizes that Triton would otherwise compile anew for: those equal to 1, and those divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
-
-
-def sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """N, for x of shape `[B, T, ...]`."""
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-
-
-def chunk_slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """How many slots the chunks of x `[B, T, ...]` take: see `tile.sequences.first_chunk`."""
-    B, T = x.shape[:2]
-    return B * cdiv(T, CHUNK) if cu_seqlens is None else T // CHUNK + cu_seqlens.numel() - 1
 
 
 def walks(k: Tensor, v: Tensor) -> int:

@@ -6,15 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import (
-    CHUNK,
-    SIZES,
-    chunk_slots,
-    dot_precision,
-    sequences,
-    solve_precision,
-)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, solve_precision
 from tokenmix_core.tile.decay import causal_decay, load_decay
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
@@ -154,8 +148,8 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2
         on_hopper.prepare(k, g, beta, cu_seqlens, qk_l2norm, (inverse, gates))
         return inverse, gates
     launch = tuning.gated_delta_rule("prepare", K, K, k.element_size(), B * HV)
-    prepare_kernel[(chunk_slots(k, cu_seqlens), H)](
-        k, g, beta, cu_seqlens, inverse, gates, T, sequences(k, cu_seqlens), H, HV // H, B * T,
+    prepare_kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), H)](
+        k, g, beta, cu_seqlens, inverse, gates, T, num_sequences(k, cu_seqlens), H, HV // H, B * T,
         K, launch.BV, CHUNK, qk_l2norm, cu_seqlens is not None, dot_precision(k), solve_precision(k),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

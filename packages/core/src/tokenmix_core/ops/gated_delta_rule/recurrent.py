@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
@@ -80,9 +81,9 @@ def recurrent_forward(
     state_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final states; the latter go to `state_out`, which may be `initial_state`, where it is given."""
-    B, T, H, K = q.shape
+    _, T, H, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    N = num_sequences(q, cu_seqlens)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     o = torch.empty_like(v)
     if state_out is None:

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule.forward import chunk_gates, forgotten, next_state, residual_of
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, sequences, walks
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, walks
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
@@ -207,7 +207,7 @@ def pass_back(
 def segment_slots(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
     """How many slots the segments of k `[B, T, ...]` take; 0 if sequences are not split."""
     B, T = k.shape[:2]
-    segment = tuning.gated_delta_rule_segment(sequences(k, cu_seqlens), v.shape[2], B * T, walks(k, v))
+    segment = tuning.gated_delta_rule_segment(num_sequences(k, cu_seqlens), v.shape[2], B * T, walks(k, v))
     return chunk_slots(B, T, segment, cu_seqlens) if segment else 0
 
 
@@ -227,7 +227,7 @@ def segment_states(
     """
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
-    N = sequences(k, cu_seqlens)
+    N = num_sequences(k, cu_seqlens)
     segment = tuning.gated_delta_rule_segment(N, HV, B * T, walks(k, v))
     slots = segment_slots(k, v, cu_seqlens)
     entering = k.new_empty(slots, HV, K, V, dtype=torch.float32)

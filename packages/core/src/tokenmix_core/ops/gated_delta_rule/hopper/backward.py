@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     BARRIERS,
     DS_READ,
@@ -40,19 +40,16 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     scale_rows,
     square,
 )
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import (
-    FORGOTTEN,
-    between_segments,
-    decay_over,
-    started_after,
-)
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Reverse, between_segments
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
     anew,
     causal_decay,
+    first_chunk,
     locate_chunk,
     log2,
     product_layout,
@@ -230,20 +227,12 @@ def backward_kernel(
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
-    if PACKED:
-        slot = begin // BT + i_n
-    else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = end
-    if CARRIED:
-        if decay_over(p_gates, end, gl.minimum(end + segment // BT, chunks), length, line) <= FORGOTTEN:
-            started = started_after(p_gates, end, chunks, length, True)
-    else:
-        started = started_after(p_gates, end, chunks, length, True)
+    started = start_after(p_gates, first, end, chunks, segment, length, line, True, False, CARRIED)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * D * D
     p_initial, known, wanted = passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
     if CARRIED and (started == end) & (end < chunks):
@@ -296,18 +285,9 @@ def backward_kernel(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
+    x: Reverse,
     g: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    states: Tensor,
     residual: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    segment: int,
     transitions: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
@@ -315,17 +295,14 @@ def backward(
 
     As `backward_state` about segments; q and k are normalised by the operation.
     """
-    B, T, H, D = q.shape
-    HV = do.shape[2]
-    segment = segment or -(-T // CHUNK) * CHUNK
-    passed = between_segments(
-        q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, True, segment, transitions, out[2]
-    )
-    order = longest_first(T, segment, cu_seqlens)
-    backward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV,)](
-        q, k, g, inverse, gates, cu_seqlens, order, states, residual, do,
-        gates if dfinal_state is None else dfinal_state, passed, *out,
-        scale, T, sequences(q, cu_seqlens), B * T, segment,
-        H, HV, D, CHUNK, dfinal_state is not None, len(out[5]) > 0, cu_seqlens is not None, order is not None,
+    B, T, H, D = x.q.shape
+    HV = x.do.shape[2]
+    passed = between_segments(x, transitions, out[2])
+    order = longest_first(T, x.segment, x.cu_seqlens)
+    backward_kernel[(chunk_slots(B, T, x.segment, x.cu_seqlens) * HV,)](
+        x.q, x.k, g, x.inverse, x.gates, x.cu_seqlens, order, x.states, residual, x.do,
+        x.gates if x.dfinal_state is None else x.dfinal_state, passed, *out,
+        x.scale, T, num_sequences(x.q, x.cu_seqlens), B * T, x.segment,
+        H, HV, D, CHUNK, x.dfinal_state is not None, len(out[5]) > 0, x.cu_seqlens is not None, order is not None,
         len(passed) > 0, num_warps=4,
     )  # fmt: skip

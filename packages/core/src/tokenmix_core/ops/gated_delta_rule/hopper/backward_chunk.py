@@ -8,11 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, chunk_slots, sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
+    add,
     causal_decay,
     fetch_rows,
     group_layout,
@@ -70,12 +72,6 @@ def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
         store_rows(p_x, s_half, stride, rows, 4)
         s_half.store(b_second)
         store_rows(p_x + 64, s_half, stride, rows, 4)
-
-
-@gluon.jit
-def add(x, y):
-    """For sums along a sequence."""
-    return x + y
 
 
 @gluon.jit
@@ -249,8 +245,8 @@ def backward_chunk(
     HV, V = dv.shape[2:]
     # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
     kernel, warps, registers = form or (backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
-    kernel[(chunk_slots(q, cu_seqlens), HV)](
+    kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), HV)](
         q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
+        scale, T, num_sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
         num_warps=warps, maxnreg=registers,
     )  # fmt: skip

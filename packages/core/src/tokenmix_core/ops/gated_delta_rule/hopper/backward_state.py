@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -10,14 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.segments import pass_back
 from tokenmix_core.tile.hopper import (
     causal_decay,
     fetch_rows,
+    first_chunk,
     group_layout,
     locate_chunk,
     product_layout,
@@ -25,73 +27,6 @@ from tokenmix_core.tile.hopper import (
     store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
-
-# base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
-FORGOTTEN = gl.constexpr(-32.0)
-
-
-@gluon.jit
-def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
-    """One past the last chunk that a segment ending before chunk `end` has to start from, `chunks` at most.
-
-    What comes later is forgotten there: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
-    """
-    chunk = end
-    if BOUNDED:
-        decay = 0.0
-        while (chunk < chunks) & (decay > FORGOTTEN):
-            decay = decay + gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4)
-            chunk = chunk + 1
-    else:
-        chunk = chunks
-    return chunk
-
-
-@gluon.jit
-def decay_over(p_gates, first, end, length, layout: gl.constexpr):
-    """Base-2 logarithm of the decay over chunks `first` to `end`."""
-    decay = 0.0
-    for i in range(first, end, 128):
-        o_c = i + gl.arange(0, 128, layout)
-        p_c = p_gates + gl.minimum(o_c * 64 + 63, length - 1) * 4
-        decay = decay + gl.sum(gl.load(p_c, mask=o_c < end, other=0.0), 0)
-    return decay
-
-
-@gluon.jit
-def load_gates(p_gates, token, length, layout: gl.constexpr):
-    """b, β r and r of the chunk at `token` and its last b; of the first or last chunk where there is none."""
-    token = gl.maximum(gl.minimum(token, length - 1), 0)
-    p_gates += token.to(gl.int64) * 4
-    rows = gl.maximum(gl.minimum(length - token, 64), 1)
-    b_b, b_w = load_gate(p_gates, rows, layout), load_gate(p_gates + 1, rows, layout)
-    return b_b, b_w, load_gate(p_gates + 2, rows, layout), gl.load(p_gates + (rows - 1) * 4)
-
-
-@gluon.jit
-def start_after(
-    p_gates, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
-    CARRIED: gl.constexpr,
-):  # fmt: skip
-    """One past the chunk that a segment of chunks `first` to `end` starts from; `first` if it has nothing to do.
-
-    LOCAL and CARRIED are those of the kernels: a gradient is passed back from a segment if it, or the one before it,
-    remembers, but not from a sequence's first, which passes it to the initial state alone.
-    """
-    started = end
-    if LOCAL:
-        started = first
-        if first > 0:
-            # a little more than is going to be used, as sums in another order may differ
-            earlier = decay_over(p_gates, first - segment // 64, first, length, layout)
-            if (decay_over(p_gates, first, end, length, layout) > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
-                started = started_after(p_gates, first, end, length, L2NORM)
-    elif CARRIED:
-        if decay_over(p_gates, end, gl.minimum(end + segment // 64, chunks), length, layout) <= FORGOTTEN:
-            started = started_after(p_gates, end, chunks, length, L2NORM)
-    else:
-        started = started_after(p_gates, end, chunks, length, L2NORM)
-    return started
 
 
 @cached_launch
@@ -132,10 +67,7 @@ def backward_state_kernel(
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
-    if PACKED:
-        slot = begin // BT + i_n
-    else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     p_do, p_dv = do + (begin * HV + i_hv) * V, dv + (begin * HV + i_hv) * V
@@ -260,99 +192,77 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds)
 
 
+class Reverse(NamedTuple):
+    """What every form of the reverse pass takes; segments of `segment` tokens, which is a multiple of the chunk."""
+
+    q: Tensor
+    k: Tensor
+    inverse: Tensor
+    gates: Tensor
+    states: Tensor
+    do: Tensor
+    dfinal_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+    qk_l2norm: bool
+    segment: int
+
+
 def launch_kernel(
     kernel: Any,
     columns: int,
     warps: int,
     remainders: Tensor,
-    q: Tensor,
-    k: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    states: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    segment: int,
+    x: Reverse,
     passed: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     local: bool,
 ) -> None:
     """Launch a form of the kernel of which a program takes so many columns of V."""
-    B, T, H, K = q.shape
-    HV, V = do.shape[2:]
-    order, final = longest_first(T, segment, cu_seqlens), gates if dfinal_state is None else dfinal_state
-    kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // columns),)](
-        q, k, inverse, gates, cu_seqlens, order, states, remainders, do, final, passed, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, columns, dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0, qk_l2norm,
-        cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local, num_warps=warps,
+    B, T, H, K = x.q.shape
+    HV, V = x.do.shape[2:]
+    order = longest_first(T, x.segment, x.cu_seqlens)
+    kernel[(chunk_slots(B, T, x.segment, x.cu_seqlens) * HV * (V // columns),)](
+        x.q, x.k, x.inverse, x.gates, x.cu_seqlens, order, x.states, remainders, x.do,
+        x.gates if x.dfinal_state is None else x.dfinal_state, passed, *out,
+        x.scale, T, num_sequences(x.q, x.cu_seqlens), H, HV // H, B * T, x.segment,
+        K, V, CHUNK, columns, x.dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0,
+        x.qk_l2norm, x.cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local,
+        num_warps=warps,
     )  # fmt: skip
 
 
-def between_segments(
-    q: Tensor,
-    k: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    states: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    segment: int,
-    transitions: Tensor,
-    dv: Tensor,
-    launch: Callable[..., None] | None = None,
-) -> Tensor:
+def between_segments(x: Reverse, transitions: Tensor, dv: Tensor, launch: Callable[..., None] | None = None) -> Tensor:
     """The gradient that every segment passes back where it does not forget, by its M; empty if there are no M.
 
     What is computed for one segment alone writes nothing else: `dv` is not changed.
     """
-    B, T = q.shape[:2]
-    HV, V = do.shape[2:]
-    slots = chunk_slots(B, T, segment, cu_seqlens) if len(transitions) else 0
-    passed = gates.new_empty(slots, HV, q.shape[3], V)
+    B, T, _, K = x.q.shape
+    HV, V = x.do.shape[2:]
+    slots = chunk_slots(B, T, x.segment, x.cu_seqlens) if len(transitions) else 0
+    passed = x.gates.new_empty(slots, HV, K, V)
     # nothing that is passed back depends on S
-    launch = launch or partial(launch_kernel, backward_state_kernel, V, V // 16, gates[:0])
+    launch = launch or partial(launch_kernel, backward_state_kernel, V, V // 16, x.gates[:0])
     if slots:
-        out = (dv, dv, gates, gates[:0])
-        launch(q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, passed, out, True)
-        pass_back(gates, transitions, passed, T, sequences(q, cu_seqlens), HV, segment, cu_seqlens)
+        launch(x, passed, (dv, dv, x.gates, x.gates[:0]), True)
+        pass_back(x.gates, transitions, passed, T, num_sequences(x.q, x.cu_seqlens), HV, x.segment, x.cu_seqlens)
     return passed
 
 
 def backward_state(
-    q: Tensor,
-    k: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    states: Tensor,
+    x: Reverse,
     remainders: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    segment: int,
     transitions: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     form: tuple[Any, int, int] | None = None,
 ) -> None:
     """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient, if not empty, into `out`.
 
-    S is the sum of `states` and, if not empty, `remainders`.
-
-    Sequences are split into segments of `segment` tokens, unless that is 0. Where a segment does not forget, its M of
-    `transitions` carries gradients through it; if that is empty, a segment starts as far back as it takes.
+    S is the sum of `states` and, if not empty, `remainders`. Where a segment does not forget, its M of `transitions`
+    carries gradients through it; if that is empty, a segment starts as far back as it takes.
 
     `form` is another kernel with its columns of V a program and warps.
     """
-    segment = segment or -(-q.shape[1] // CHUNK) * CHUNK
-    inputs = (q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment)
-    V = do.shape[-1]
+    V = x.do.shape[-1]
     launch = partial(launch_kernel, *(form or (backward_state_kernel, V, V // 16)), remainders)
-    launch(*inputs, between_segments(*inputs, transitions, out[0], launch), out, False)
+    launch(x, between_segments(x, transitions, out[0], launch), out, False)

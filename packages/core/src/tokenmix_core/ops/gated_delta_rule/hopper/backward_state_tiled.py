@@ -7,14 +7,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state, load_gates, start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
     causal_decay,
     fetch_rows,
+    first_chunk,
     group_layout,
     locate_chunk,
     row_layout,
@@ -78,10 +81,7 @@ def backward_state_kernel(
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
-    if PACKED:
-        slot = begin // BT + i_n
-    else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV

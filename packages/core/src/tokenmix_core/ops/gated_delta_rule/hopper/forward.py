@@ -18,13 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import add, load_gate
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, sequences
+from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.tile.hopper import (
     await_kernels_before,
     causal_decay,
     fetch_rows,
+    first_chunk,
     locate_chunk,
     product_layout,
     store_rows,
@@ -33,17 +35,6 @@ from tokenmix_core.tile.launch import cached_launch
 
 # chunks that are in shared memory or on their way there
 PLACES = gl.constexpr(2)
-# base-2 logarithm of a decay that leaves nothing of a state
-FORGOTTEN = gl.constexpr(-32.0)
-
-
-@gluon.jit
-def forgotten(p_gates, segment, WARPS: gl.constexpr = 4):
-    """As in `..forward`: how many of a segment's chunks need not be run for the state that leaves it; 0 if all do."""
-    o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
-    b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
-    b_left = gl.associative_scan(b_b, 0, add, reverse=True)
-    return gl.max(gl.where((b_left < FORGOTTEN) & (o_c < segment // 64), o_c, 0), 0)
 
 
 @gluon.jit
@@ -283,21 +274,12 @@ def forward_kernel(
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return
-    # what is forgotten at the segment's begin is found by beginning some chunks before it
-    begun = first
-    if L2NORM and first > 0:
-        before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
-        skipped = forgotten(before, segment)
-        if skipped > 0:
-            begun = first - segment + skipped * BT
+    begun = begun_at(gates, i_hv, tokens, begin, first, segment, L2NORM, 4)
     token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
-    if PACKED:
-        slot = begin // BT + i_n + begun // BT
-    else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, BT) + begun // BT
+    slot = first_chunk(i_n, begin, T, BT, PACKED) + begun // BT
 
     rows, end = length - begun, gl.minimum(first + segment, length)
     # the chunks before the segment come first, and nothing of them is stored
@@ -367,7 +349,7 @@ def forward(
     BV = tuning.gated_delta_rule_columns(programs, V)
     forward_kernel[(programs * (V // BV),)](
         q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
-        scale, T, sequences(q, cu_seqlens), B * T, segment,
+        scale, T, num_sequences(q, cu_seqlens), B * T, segment,
         H, HV, K, V, CHUNK, BV, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -6,14 +6,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import load_gates
-from tokenmix_core.ops.gated_delta_rule.hopper.forward import forgotten
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, sequences
+from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
     fetch_rows,
+    first_chunk,
     group_layout,
     locate_chunk,
     row_layout,
@@ -56,17 +57,8 @@ def forward_kernel(
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return
-    # what is forgotten at the segment's begin is found by beginning some chunks before it
-    begun = first
-    if L2NORM and first > 0:
-        before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
-        skipped = forgotten(before, segment, WARPS)
-        if skipped > 0:
-            begun = first - segment + skipped * BT
-    if PACKED:
-        slot = begin // BT + i_n
-    else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, BT)
+    begun = begun_at(gates, i_hv, tokens, begin, first, segment, L2NORM, WARPS)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
@@ -214,7 +206,7 @@ def forward_tiled(
     segment = segment or (T // CHUNK + 1) * CHUNK
     forward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // COLUMNS),)](
         q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
-        scale, T, sequences(q, cu_seqlens), H, HV // H, B * T, segment,
+        scale, T, num_sequences(q, cu_seqlens), H, HV // H, B * T, segment,
         K, V, CHUNK, COLUMNS, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
         num_warps=8,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import add
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, chunk_slots, sequences
-from tokenmix_core.tile.hopper import LOG2_E, LOWEST, fetch_rows, let_next_begin, locate_chunk, parts, store_rows
+from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.tile.hopper import LOG2_E, LOWEST, add, fetch_rows, let_next_begin, locate_chunk, parts, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 # warps that share a multiprocessor: its registers are enough for no more without spills
@@ -217,10 +217,10 @@ def prepare(
     """Write Ã and the gates into `out`."""
     B, T, H, K = k.shape
     HV = g.shape[2]
-    units = chunk_slots(k, cu_seqlens) * H
+    units = chunk_slots(B, T, CHUNK, cu_seqlens) * H
     # shared memory is enough for fewer where keys are long
     warps = WARPS if K < 256 else 5
     prepare_kernel[(min(units, warps * tuning.multiprocessors(k.device)),)](
-        k, g, beta, cu_seqlens, *out, T, sequences(k, cu_seqlens), B * T, units,
+        k, g, beta, cu_seqlens, *out, T, num_sequences(k, cu_seqlens), B * T, units,
         H, HV, K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=255,
     )  # fmt: skip

@@ -1,0 +1,87 @@
+"""From how far before a segment its state is found, and from how far behind it the gradient of its last state."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenmix_core.tile.hopper import add
+
+# base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
+FORGOTTEN = gl.constexpr(-32.0)
+
+
+@gluon.jit
+def forgotten(p_gates, segment, WARPS: gl.constexpr):
+    """As in `..forward`: how many of a segment's chunks need not be run for the state that leaves it; 0 if all do."""
+    o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
+    b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
+    b_left = gl.associative_scan(b_b, 0, add, reverse=True)
+    return gl.max(gl.where((b_left < FORGOTTEN) & (o_c < segment // 64), o_c, 0), 0)
+
+
+@gluon.jit
+def begun_at(gates, i_hv, tokens, begin, first, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
+    """The token that a segment's state is run from: of chunks before the segment, if they forget all before them.
+
+    `first` itself means that the state entering the segment is not forgotten within the segment before.
+    """
+    begun = first
+    if L2NORM and first > 0:
+        before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
+        skipped = forgotten(before, segment, WARPS)
+        if skipped > 0:
+            begun = first - segment + skipped * 64
+    return begun
+
+
+@gluon.jit
+def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
+    """One past the last chunk that a segment ending before chunk `end` has to start from, `chunks` at most.
+
+    What comes later is forgotten there: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
+    """
+    chunk = end
+    if BOUNDED:
+        decay = 0.0
+        while (chunk < chunks) & (decay > FORGOTTEN):
+            decay = decay + gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4)
+            chunk = chunk + 1
+    else:
+        chunk = chunks
+    return chunk
+
+
+@gluon.jit
+def decay_over(p_gates, first, end, length, layout: gl.constexpr):
+    """Base-2 logarithm of the decay over chunks `first` to `end`."""
+    decay = 0.0
+    for i in range(first, end, 128):
+        o_c = i + gl.arange(0, 128, layout)
+        p_c = p_gates + gl.minimum(o_c * 64 + 63, length - 1) * 4
+        decay = decay + gl.sum(gl.load(p_c, mask=o_c < end, other=0.0), 0)
+    return decay
+
+
+@gluon.jit
+def start_after(
+    p_gates, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
+    CARRIED: gl.constexpr,
+):  # fmt: skip
+    """One past the chunk that a segment of chunks `first` to `end` starts from; `first` if it has nothing to do.
+
+    LOCAL and CARRIED are those of the kernels: a gradient is passed back from a segment if it, or the one before it,
+    remembers, but not from a sequence's first, which passes it to the initial state alone.
+    """
+    started = end
+    if LOCAL:
+        started = first
+        if first > 0:
+            # a little more than is going to be used, as sums in another order may differ
+            earlier = decay_over(p_gates, first - segment // 64, first, length, layout)
+            if (decay_over(p_gates, first, end, length, layout) > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
+                started = started_after(p_gates, first, end, length, L2NORM)
+    elif CARRIED:
+        if decay_over(p_gates, end, gl.minimum(end + segment // 64, chunks), length, layout) <= FORGOTTEN:
+            started = started_after(p_gates, end, chunks, length, L2NORM)
+    else:
+        started = started_after(p_gates, end, chunks, length, L2NORM)
+    return started
