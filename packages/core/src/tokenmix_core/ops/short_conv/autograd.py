@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core import tuning
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager
 
 
@@ -15,10 +16,6 @@ def token_rows(x: Tensor) -> Tensor:
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
     # one token may lie at any stride in what is contiguous
     return x if rows else x.clone(memory_format=torch.contiguous_format)
-
-
-def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -66,7 +63,7 @@ def short_conv_forward_op(
 @short_conv_forward_op.register_fake
 def _(x, weight, bias, activation, initial_state, cu_seqlens):
     D, W = weight.shape
-    return x.new_empty(x.shape), x.new_empty((_sequences(x, cu_seqlens), D, W - 1))
+    return x.new_empty(x.shape), x.new_empty((num_sequences(x, cu_seqlens), D, W - 1))
 
 
 @torch.library.custom_op("tokenmix_core::short_conv_backward", mutates_args=())

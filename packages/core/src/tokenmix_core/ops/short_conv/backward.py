@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.chunking import cdiv, chunk_slots
+from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.ops.short_conv.forward import load_input, sigmoid, within
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
@@ -120,7 +120,7 @@ def short_conv_backward(
     """Gradients of x, weight, bias and the initial state; the latter two None where their tensors are."""
     B, T, D = x.shape
     W = weight.shape[1]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(x, cu_seqlens)
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
     # sums over the tokens of a run, then over runs: a fixed order, so the result never changes

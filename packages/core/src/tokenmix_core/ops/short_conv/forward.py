@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv, chunk_slots
+from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
@@ -94,7 +94,7 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
     """o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x lie at one stride."""
     B, T, D = x.shape
     W = weight.shape[1]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(x, cu_seqlens)
     o = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
     final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
     short_conv_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), cdiv(D, config.BD))](

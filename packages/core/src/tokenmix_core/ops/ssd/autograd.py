@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, on_hopper
 
 
@@ -25,12 +25,8 @@ def token_rows(x: Tensor) -> Tensor:
 
 def _plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuning.SSDPlan:
     B, T, G, K = q.shape
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     return tuning.ssd(B, T, N, G, v.shape[2], K, v.shape[3], v.dtype)
-
-
-def _sequences(v: Tensor, cu_seqlens: Tensor | None) -> int:
-    return v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
 
 
 def run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +107,7 @@ def run_recurrent(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None)
 
     q, k, v, g = token_rows(q), token_rows(k), token_rows(v), aligned(g)
     initial_state, dt, D = map(aligned, (initial_state, dt, D))
-    shape = (_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
+    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
     final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
     return ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens), final_state
 
@@ -139,7 +135,7 @@ def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     segment = _plan(q, v, cu_seqlens).segment
-    final_state = v.new_empty((_sequences(v, cu_seqlens), HV, K, V), dtype=torch.float32)
+    final_state = v.new_empty((num_sequences(v, cu_seqlens), HV, K, V), dtype=torch.float32)
     before = (chunk_slots(B, T, segment, cu_seqlens), HV, K, V) if segment else (0,)
     return torch.empty_like(v, memory_format=torch.contiguous_format), final_state, final_state.new_empty(before)
 
@@ -154,7 +150,7 @@ def ssd_recurrent_op(
 
 @ssd_recurrent_op.register_fake
 def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None):
-    shape = (_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
+    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
     return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
 
 
@@ -172,7 +168,7 @@ def ssd_backward_op(
 
 @ssd_backward_op.register_fake
 def _(q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt=None, D=None):
-    shape = (_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
+    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g))
     of_steps = (g.new_empty(0) if x is None else x.new_empty(x.shape) for x in (dt, D))
     return *grads, v.new_empty(shape, dtype=torch.float32), *of_steps

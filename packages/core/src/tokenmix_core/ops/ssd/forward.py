@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import cdiv, num_sequences
 from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
 from tokenmix_core.tile.launch import cached_launch
@@ -95,9 +95,9 @@ def ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, segment, co
     With `segment` tokens a program, `initial_state [slots, HV, K, V]` holds the state before each segment; with
     `segment = 0` a program takes a whole sequence and `initial_state [N, HV, K, V]` may be None.
     """
-    B, T, G, K = q.shape
+    _, T, G, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
     spans = len(initial_state) if segment else N

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
 from tokenmix_core.tile.launch import cached_launch
@@ -123,7 +123,7 @@ def ssd_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, c
     """
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     dv = torch.empty_like(v, memory_format=torch.contiguous_format)
     dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     if config.hopper is not None and on_hopper(q.device):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.tile.decay import load_decay
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import last_of
@@ -171,7 +171,7 @@ def segment_states(x, y, g, dt, scale, initial, cu_seqlens, segment, reverse, co
     """
     B, T, G, K = x.shape
     HV, V = y.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(x, cu_seqlens)
     spans = chunk_slots(B, T, segment, cu_seqlens)
     states = torch.empty(spans, HV, K, V, dtype=torch.float32, device=y.device)
     totals = torch.empty(spans, HV, dtype=torch.float32, device=y.device)
@@ -201,7 +201,7 @@ def border_states(q, k, v, do, g, dt, scale, before, after, cu_seqlens, segment,
     """
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     chunks = chunk_slots(B, T, config.BT, cu_seqlens)
     states = torch.empty(1 + gradients, chunks, HV, K, V, dtype=v.dtype, device=v.device)
     initial_gradient = None

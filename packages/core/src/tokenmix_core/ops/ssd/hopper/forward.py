@@ -12,28 +12,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.ssd.hopper.vectors import allocate_vectors, as_matrix, load_numbers, store_decays
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
     causal_decay,
     fetch_rows,
+    first_chunk,
+    group_layout,
     locate_chunk,
     product_layout,
+    sequence_span,
     store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
-
-
-@gluon.jit
-def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
-    """As `tile.sequences.sequence_span`: a sequence's first row and length."""
-    if PACKED:
-        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
-        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
-    else:
-        begin, length = i_n.to(gl.int64) * T, T
-    return begin, length
 
 
 @gluon.jit
@@ -45,7 +38,7 @@ def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED:
     else:
         i_n, start = i_s, 0
         begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
-    i_c = (begin // 64 + i_n if PACKED else i_n.to(gl.int64) * gl.cdiv(T, 64)) + start // 64
+    i_c = first_chunk(i_n, begin, T, 64, PACKED) + start // 64
     return begin + start, length, i_c
 
 
@@ -148,7 +141,7 @@ def hopper_forward_kernel(
     tile: gl.constexpr = product_layout(KP, W)
     flat: gl.constexpr = product_layout(BT, W)
     # P is shared out among all warps: a warp group for each part of its columns
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BT * 4 // W, 16])
+    square: gl.constexpr = group_layout(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
@@ -277,9 +270,9 @@ def hopper_forward(q, k, v, g, dt, D, o, scale, initial_state, final_state, cu_s
 
     Segments with final states look back to the beginnings of their sequences.
     """
-    B, T, G, K = q.shape
+    _, T, G, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     hopper_forward_kernel[(spans * HV * (V // BV),)](
         q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
         *(x.stride(1) // 8 for x in (q, k, v)), scale, T, N, G, HV, segment,

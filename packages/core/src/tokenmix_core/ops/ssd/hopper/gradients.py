@@ -10,11 +10,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
 from tokenmix_core.ops.ssd.hopper.group import group_gradients_kernel
-from tokenmix_core.ops.ssd.hopper.products import multiply, product
-from tokenmix_core.tile.hopper import await_copies, barrier, causal_decay, fetch_rows, locate_chunk, store_rows
+from tokenmix_core.ops.ssd.hopper.products import multiply
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    causal_decay,
+    fetch_rows,
+    group_layout,
+    locate_chunk,
+    store_rows,
+)
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tuning import SSDHopper
 
@@ -24,7 +32,7 @@ CHUNK = gl.constexpr(64)
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(product(D, gl.num_warps())).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(group_layout(D, gl.num_warps())).to(gl.float32), 1), row)
 
 
 @gluon.jit
@@ -45,10 +53,10 @@ def hopper_gradients_kernel(
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product(BT, W)
+    square: gl.constexpr = group_layout(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
-    left: gl.constexpr = gl.DotOperandLayout(0, product(K, W), 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, group_layout(K, W), 2)
     # not the layout of copies: their addresses would be kept from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -127,7 +135,7 @@ def hopper_gradients_kernel(
     # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
     b_dq = multiply(s_do, s_s.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, product(K, W)))[:, None]
+    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, group_layout(K, W)))[:, None]
     crossing_i += dot_rows(b_dq, s_q, row, K)
     if OVERLAY:
         barrier()
@@ -149,12 +157,12 @@ def hopper_gradients_kernel(
         await_copies(0)
     b_kd = multiply(s_k, s_d, V)
     b_kd = warpgroup_mma_wait(0, deps=[b_kd])
-    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, product(V, W)))[:, None]
+    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, group_layout(V, W)))[:, None]
     later_i = dot_rows(b_kd, s_v, row, V)
     if dt is not None:
         gl.store(ddt + (first + o_i) * HV + i_h, ddt_i + later_i, mask=o_i < rows)
         later_i, to_i = later_i * dt_i, to_i * dt_i
-        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, product(V, W)))[:, None]
+        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, group_layout(V, W)))[:, None]
     b_dv += b_kd
     barrier()
     s_do.store(b_dv.to(dtype))
@@ -183,7 +191,7 @@ def hopper_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens
     """Write dv and dg; return dq and dk as sums of `config.heads` value heads each, `[B, T, HV / heads, K]`, dΔ, dD."""
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     parts = HV // config.heads
     dq = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
     dk = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)

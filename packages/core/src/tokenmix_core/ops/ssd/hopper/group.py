@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.ops.ssd.hopper.inner import inner_gradients
-from tokenmix_core.ops.ssd.hopper.products import multiply, product
+from tokenmix_core.ops.ssd.hopper.products import multiply
 from tokenmix_core.ops.ssd.hopper.vectors import (
     allocate_parts,
     allocate_vectors,
@@ -31,6 +31,7 @@ from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
     fetch_rows,
+    group_layout,
     locate_chunk,
     row_layout,
     store_rows,
@@ -51,8 +52,8 @@ def group_gradients_kernel(
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = product(K, W)
-    narrow: gl.constexpr = product(V, W)
+    wide: gl.constexpr = group_layout(K, W)
+    narrow: gl.constexpr = group_layout(V, W)
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     lines: gl.constexpr = row_layout(V, W)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -93,7 +94,7 @@ def group_gradients_kernel(
         dt_h = allocate_vectors(R, BT)
         as_matrix(dt_h, R, BT).store(load_numbers(dt + first * HV + i_r * R, HV, rows, R))
     b_dq, b_dk = gl.zeros([BT, K], gl.float32, wide), gl.zeros([BT, K], gl.float32, wide)
-    sum_dp = gl.zeros([BT, BT], gl.float32, product(BT, W))
+    sum_dp = gl.zeros([BT, BT], gl.float32, group_layout(BT, W))
     for r in range(R):
         here, then = r % 2, (r + 1) % 2
         s_v, s_do, s_s, s_d = v_2.index(here), do_2.index(here), s_2.index(here), d_2.index(here)

@@ -3,9 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.ops.ssd.hopper.products import product
 from tokenmix_core.ops.ssd.hopper.vectors import store_row_sums
-from tokenmix_core.tile.hopper import causal_decay
+from tokenmix_core.tile.hopper import causal_decay, group_layout
 
 
 @gluon.jit
@@ -16,7 +15,7 @@ def inner_gradients(b_qk, b_dp, s_b, s_dt, b_skip, row_h, column_h, own_h, skip_
     dO Vᵀ.
     """
     BT: gl.constexpr = b_qk.shape[0]
-    square: gl.constexpr = product(BT, gl.num_warps())
+    square: gl.constexpr = group_layout(BT, gl.num_warps())
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)

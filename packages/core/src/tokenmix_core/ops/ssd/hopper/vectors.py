@@ -6,12 +6,7 @@ Sums over rows are kept in parts, by warp or warp group, until they are gathered
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import LOG2_E, LOWEST
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
+from tokenmix_core.tile.hopper import LOG2_E, LOWEST, add
 
 
 @gluon.constexpr_function

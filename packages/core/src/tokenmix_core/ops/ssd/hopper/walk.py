@@ -14,9 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.ssd.hopper.forward import locate_span
 from tokenmix_core.ops.ssd.hopper.inner import inner_gradients
-from tokenmix_core.ops.ssd.hopper.products import multiply, product
+from tokenmix_core.ops.ssd.hopper.products import multiply
 from tokenmix_core.ops.ssd.hopper.vectors import (
     allocate_parts,
     allocate_vectors,
@@ -29,7 +30,7 @@ from tokenmix_core.ops.ssd.hopper.vectors import (
     store_decays,
     store_row_sums,
 )
-from tokenmix_core.tile.hopper import anew, await_copies, barrier, fetch_rows, store_rows
+from tokenmix_core.tile.hopper import anew, await_copies, barrier, fetch_rows, group_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 
 
@@ -75,8 +76,8 @@ def walk_gradients_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = state_layout(K, V, W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
-    wide: gl.constexpr = product(K, W)
-    narrow: gl.constexpr = product(V, W)
+    wide: gl.constexpr = group_layout(K, W)
+    narrow: gl.constexpr = group_layout(V, W)
     by_head: gl.constexpr = head_rows(W)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_h, i_s = gl.program_id(0) % HV, gl.program_id(0) // HV
@@ -230,7 +231,7 @@ def walk_gradients(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segm
     """
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     spans = len(after) if segment else N
     dq, dk = (torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device) for _ in range(2))
     dv = torch.empty_like(v, memory_format=torch.contiguous_format)
