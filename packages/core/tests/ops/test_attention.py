@@ -330,7 +330,9 @@ BAD_CALLS = {
     "window, both ways": (dict(window=2, causal=False), "a window needs causal=True"),
     "negative sinks": (dict(window=2, sinks=-1), "sinks must be an integer of at least 0, got -1"),
     "negative scale": (dict(scale=-1.0), "scale must be positive"),
-    "scale of NaN": (dict(scale=math.nan), "scale must be positive"),
+    "scale of NaN": (dict(scale=math.nan), "scale must be a finite number, got nan"),
+    "infinite scale": (dict(scale=math.inf), "scale must be a finite number, got inf"),
+    "scale in words": (dict(scale="half"), "scale must be a finite number, got 'half'"),
     "unknown impl": (dict(impl="cuda"), "None or one of 'triton', 'sdpa', .*, got 'cuda'"),
     "flash-attn on a CPU": (dict(impl="flash_attn"), "flash_attn.*needs CUDA"),
     "torch's kernel with fewer keys": (

@@ -130,7 +130,7 @@ def cached_attention(
     *,
     step: bool,
     scale: float | None = None,
-    impl: str | None = None,
+    impl: AttentionImpl | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
     """The outputs of `cached_attention_lse`."""
     return cached_attention_lse(q, k, v, kv, span, step=step, scale=scale, impl=impl).o
@@ -145,7 +145,7 @@ def cached_attention_lse(
     *,
     step: bool,
     scale: float | None = None,
-    impl: str | None = None,
+    impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
     """Causal attention over what `kv` holds and over the call's own tokens, which are then stored.
 

@@ -9,14 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.ops.attention import autograd
-from tokenmix_core.ops.attention.backends import IMPLS, Call, Mask, choose_impl, limit
+from tokenmix_core.ops.attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
 from tokenmix_core.ops.common import (
     AttentionOutput,
+    Impl,
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
     check_multiple,
     check_same_dtype,
+    check_scale,
 )
 from tokenmix_core.ops.replay import Checked
 
@@ -33,7 +35,7 @@ def attention(
     sinks: int = 0,
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-    impl: str | None = None,
+    impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
     """Softmax attention with grouped heads, differentiable in q, k and v through both outputs.
 
@@ -107,7 +109,7 @@ def attention_decode(
     window: int | None = None,
     sinks: int = 0,
     scale: float | None = None,
-    impl: str | None = None,
+    impl: Impl | None = None,
 ) -> AttentionOutput:
     """Causal attention of each sequence's last TQ tokens to its cache; no gradient.
 
@@ -185,14 +187,13 @@ def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mas
         raise ValueError(f"{op}: a window needs causal=True, got window={window} with causal=False")
     if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
         raise ValueError(f"{op}: sinks must be an integer of at least 0, got {sinks!r}")
-    if scale is None:
-        scale = dims["K"] ** -0.5
-    elif not scale > 0:
+    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
     # a window that holds every key hides nothing, and without a window nothing is hidden from a sink
     keys = dims.get("TK", dims.get("S"))
     window = None if window is not None and window >= keys else window
-    return Mask(bool(causal), window, 0 if window is None else sinks), float(scale)
+    return Mask(bool(causal), window, 0 if window is None else sinks), factor
 
 
 def _resolve(op: str, impl: str | None, call: Call) -> str:
