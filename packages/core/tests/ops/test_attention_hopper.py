@@ -37,7 +37,7 @@ def hopper():
     names = "tile.masks", "tile.hopper", "ops.attention.hopper.backward", "ops.attention.hopper.forward"
     _, _, *modules = gluon.load("tokenmix_core", *names)
     for module in modules:
-        for name in {"key_tiles", "query_tiles", "first_place", "visible"} & vars(module).keys():
+        for name in {"key_tiles", "query_tiles", "tile_of_queries", "first_place", "visible"} & vars(module).keys():
             function = getattr(module, name).fn
             setattr(module, name, types.FunctionType(function.__code__, function.__globals__ | {"tl": module.gl}))
         module.TILE = 16

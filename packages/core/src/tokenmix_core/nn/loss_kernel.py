@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.launch import cached_launch
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @cached_launch
@@ -31,13 +30,13 @@ def softmax_gradient_kernel(
     for first in range(0, V, BV):
         b_l = tl.load(p_l + first + o_v, mask=first + o_v < V, other=float("-inf")).to(tl.float32)
         above = tl.maximum(top, tl.max(b_l, 0))
-        total = total * tl.exp2((top - above) * LOG2E) + tl.sum(tl.exp2((b_l - above) * LOG2E), 0)
+        total = total * tl.exp2((top - above) * LOG2_E) + tl.sum(tl.exp2((b_l - above) * LOG2_E), 0)
         top = above
     tl.store(losses + i_t, top + tl.log(total) - target)
     if GRADIENT:
         for first in range(0, V, BV):
             b_l = tl.load(p_l + first + o_v, mask=first + o_v < V, other=float("-inf")).to(tl.float32)
-            b_d = tl.exp2((b_l - top) * LOG2E) / total - tl.where(first + o_v == label, 1.0, 0.0)
+            b_d = tl.exp2((b_l - top) * LOG2_E) / total - tl.where(first + o_v == label, 1.0, 0.0)
             tl.store(p_l + first + o_v, b_d.to(logits.dtype.element_ty), mask=first + o_v < V)
 
 

@@ -11,12 +11,21 @@ import triton
 import triton.language as tl
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.selection import first_place, list_tiles, listed, selected_rows
-from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, query_tiles, store_tile
+from tokenmix_core.ops.attention.tiles import (
+    add_product,
+    key_tiles,
+    load_tile,
+    masked_tile,
+    query_tiles,
+    store_tile,
+    tile_of_queries,
+)
 from tokenmix_core.ops.common import on_hopper
+from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.sequences import locate_chunk
@@ -49,11 +58,7 @@ def _attention_backward_queries(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    i_t = tiles - 1 - pid % tiles
-    i_h = (pid // tiles % HQ).to(tl.int64)
-    i_b = (pid // tiles // HQ).to(tl.int64)
-    i_hk = i_h // (HQ // H)
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
     keys = TK
@@ -70,14 +75,13 @@ def _attention_backward_queries(
                 p_dq = dq + (i_b * TQ + start) * HQ * K + i_h * K
                 store_tile(p_dq, tl.zeros([BM, BK], tl.float32), i_t * BM, queries, HQ * K, K, BM, BK)
             return
-    log2e: tl.constexpr = 1.4426950408889634
     p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
     p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
     b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
     b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
     o_t = i_t * BM + tl.arange(0, BM)
     o_row = (i_b * HQ + i_h) * TQ + start
-    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * log2e
+    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * LOG2_E
     b_o = load_tile(o + (i_b * TQ + start) * HQ * V + i_h * V, i_t * BM, queries, HQ * V, V, BM, BV, True)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if THROUGH_LSE:
@@ -91,13 +95,13 @@ def _attention_backward_queries(
     far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
     for i_k in range(full, end):
         b_dq = meet_keys(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * log2e,
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * LOG2_E,
             K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
         )  # fmt: skip
     for i in range(0, far_sinks + full - near + stop - end):
         b_dq = meet_keys(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
-            keys, window, sinks, scale * log2e, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+            keys, window, sinks, scale * LOG2_E, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
         )  # fmt: skip
     store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
 
@@ -108,12 +112,11 @@ def meet_queries(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    log2e: tl.constexpr = 1.4426950408889634
     o_q = i_q * BM + tl.arange(0, BM)
     m_q = o_q < queries
     b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
     b_do = load_tile(p_do, i_q * BM, queries, s_dt, V, BM, BV, MASKED)
-    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * log2e
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * LOG2_E
     b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
     b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
     if MASKED:
@@ -150,7 +153,6 @@ def _attention_backward_keys(
         if first_row >= queries:
             return
         i_t = first_row // BN
-    log2e: tl.constexpr = 1.4426950408889634
     shift = keys - queries
     first = i_t * BN
     last = tl.minimum(first + BN, keys) - 1
@@ -175,14 +177,14 @@ def _attention_backward_keys(
         for i_q in range(full, end):
             b_dk, b_dv = meet_queries(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, listed(order, i_q), o_k,
-                queries, shift, keys, window, sinks, scale * log2e,
+                queries, shift, keys, window, sinks, scale * LOG2_E,
                 K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
             )  # fmt: skip
         for i in range(0, full - near + stop - end):
             b_dk, b_dv = meet_queries(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt,
                 listed(order, masked_tile(i, 0, near, full, end)), o_k, queries, shift, keys,
-                window, sinks, scale * log2e, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+                window, sinks, scale * LOG2_E, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,
             )  # fmt: skip
     store_tile(dk + (i_b * TK + start) * H * K + i_hk * K, b_dk * scale, first, keys, H * K, K, BN, BK)
     store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
@@ -217,7 +219,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
         hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill)
     else:
         BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
-        tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
+        tiles = chunk_slots(1, TQ, BM, cu_seqlens)
         _attention_backward_queries[(tiles * HQ * B,)](
             q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
             TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
@@ -228,7 +230,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
         hopper.backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)
     else:
         BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
-        tiles = cdiv(TK, BN) if cu_seqlens is None else TK // BN + N
+        tiles = chunk_slots(1, TK, BN, cu_seqlens)
         ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
         _attention_backward_keys[(tiles * H * B,)](
             q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,

@@ -16,6 +16,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile
+from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
@@ -82,10 +83,9 @@ def _merge_splits(
     o_s = tl.arange(0, BS)
     o_d = tl.arange(0, BV)
     b_lse = tl.load(lse_parts + i_row * splits + o_s, mask=o_s < splits, other=float("-inf"))
-    log2e: tl.constexpr = 1.4426950408889634
     b_top = tl.max(b_lse, 0)
-    b_w = tl.exp2((b_lse - tl.where(b_top == float("-inf"), 0.0, b_top)) * log2e)
-    b_norm, b_sum = finish_softmax(b_top, tl.sum(b_w, 0), log2e)
+    b_w = tl.exp2((b_lse - tl.where(b_top == float("-inf"), 0.0, b_top)) * LOG2_E)
+    b_norm, b_sum = finish_softmax(b_top, tl.sum(b_w, 0), LOG2_E)
     p_o = o_parts + (i_row * splits + o_s)[:, None] * V + o_d[None, :]
     b_o = tl.load(p_o, mask=(o_s < splits)[:, None] & (o_d < V)[None, :], other=0.0)
     b_o = tl.sum(b_o * b_w[:, None], 0) * b_norm

@@ -9,10 +9,17 @@ import triton
 import triton.language as tl
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.chunking import cdiv, chunk_slots, next_power_of_2
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.selection import selected_rows
-from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.attention.tiles import (
+    add_product,
+    key_tiles,
+    load_tile,
+    masked_tile,
+    store_tile,
+    tile_of_queries,
+)
 from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
@@ -46,12 +53,7 @@ def _attention_forward(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    # tiles of one head run together, to share its keys in the cache; the last, which see most keys, start first
-    pid = tl.program_id(0)
-    i_t = tiles - 1 - pid % tiles
-    i_h = (pid // tiles % HQ).to(tl.int64)
-    i_b = (pid // tiles // HQ).to(tl.int64)
-    i_hk = i_h // (HQ // H)
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
     keys = TK
@@ -122,7 +124,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
             return o, lse
     BM, BN, warps, stages = tuning.attention("forward", max(K, V), q.dtype)
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    tiles = cdiv(TQ, BM) if cu_seqlens is None else TQ // BM + N
+    tiles = chunk_slots(1, TQ, BM, cu_seqlens)
     _attention_forward[(tiles * HQ * B,)](
         q, k, v, o, lse, cu_seqlens, selected,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import cdiv, num_sequences
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 
@@ -61,7 +61,7 @@ def list_tiles(selected: Tensor, cu_seqlens: Tensor | None, BM: int) -> tuple[Te
     Both int32, in places that `first_place` counts; a sequence's ranks end with its number of such tiles.
     """
     B, TQ = selected.shape
-    sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = num_sequences(selected, cu_seqlens)
     places = B * (cdiv(TQ, BM) + 1) if cu_seqlens is None else TQ // BM + 2 * sequences
     ranks, order = torch.empty(2, places, dtype=torch.int32, device=selected.device)
     _list_tiles[(sequences,)](selected, ranks, order, cu_seqlens, TQ, cdiv(TQ, BM), BM, cu_seqlens is not None, 64)

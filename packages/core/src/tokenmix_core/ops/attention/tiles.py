@@ -9,6 +9,19 @@ import triton.language as tl
 
 
 @triton.jit
+def tile_of_queries(tiles, HQ, H):
+    """The row, head, head of keys (int64) and tile of queries that a program takes.
+
+    Tiles of one head run together, to share its keys in the cache; the last, which see most keys, start first.
+    """
+    pid = tl.program_id(0)
+    i_t = tiles - 1 - pid % tiles
+    i_h = (pid // tiles % HQ).to(tl.int64)
+    i_b = (pid // tiles // HQ).to(tl.int64)
+    return i_b, i_h, i_h // (HQ // H), i_t
+
+
+@triton.jit
 def key_tiles(first, last, keys, window, sinks, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Tiles of keys for queries at positions `first` … `last`.
 

@@ -12,11 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops.attention.hopper import TILE, WARPS
 from tokenmix_core.ops.attention.selection import first_place, list_tiles
-from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles
+from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
+    LOG2_E,
     await_copies,
     barrier,
     begin_copy,
@@ -54,11 +55,7 @@ def _backward_queries(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
-    pid = gl.program_id(0)
-    i_t = tiles - 1 - pid % tiles
-    i_h = (pid // tiles % HQ).to(gl.int64)
-    i_b = (pid // tiles // HQ).to(gl.int64)
-    i_hk = i_h // (HQ // H)
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
     keys = TK
@@ -107,9 +104,8 @@ def _backward_queries(
             b_delta -= gl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
         gl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
         b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
-        log2e: gl.constexpr = 1.4426950408889634
         o_m = gl.arange(0, BT, gl.SliceLayout(1, scores))
-        b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * log2e
+        b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
 
         b_dq = gl.zeros([BT, D], gl.float32, sums)
         zeros = gl.zeros([BT, BT], gl.float32, scores)
@@ -123,7 +119,7 @@ def _backward_queries(
             begin_copy(sh_v.index((i + 1) % 2), p_v, i_next * BT, keys, s_vt)
             async_copy.commit_group()
             b_s = warpgroup_mma_wait(1, [b_s])
-            b_p = gl.exp2(b_s * (scale * log2e) - b_lse[:, None])
+            b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
             if (i_k < full) | (i_k >= end):
                 o_k = i_k * BT + gl.arange(0, BT, gl.SliceLayout(0, scores))
                 m_s = visible(first + o_m[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW)
@@ -213,7 +209,6 @@ def _backward_keys(
         b_dk = gl.zeros([BT, D], gl.float32, sums)
         b_dv = gl.zeros([BT, D], gl.float32, sums)
         zeros = gl.zeros([BT, BT], gl.float32, scores)
-        log2e: gl.constexpr = 1.4426950408889634
         o_n = gl.arange(0, BT, gl.SliceLayout(1, scores))
         o_m = gl.arange(0, BT, gl.SliceLayout(0, scores))
         i_q = near
@@ -238,9 +233,9 @@ def _backward_keys(
             begin_vector_copy(sh_lse.index((i + 1) % 2), p_lse, t_next * BT, left)
             begin_vector_copy(sh_delta.index((i + 1) % 2), p_delta, t_next * BT, left)
             async_copy.commit_group()
-            b_lse = sh_lse.index(i % 2).load(gl.SliceLayout(0, scores)) * log2e
+            b_lse = sh_lse.index(i % 2).load(gl.SliceLayout(0, scores)) * LOG2_E
             b_st = warpgroup_mma_wait(1, [b_st])
-            b_pt = gl.exp2(b_st * (scale * log2e) - b_lse[None, :])
+            b_pt = gl.exp2(b_st * (scale * LOG2_E) - b_lse[None, :])
             if (i_q < full) | (i_q >= end):
                 o_q = t_q * BT + o_m
                 m_s = visible(o_q[None, :] + shift, first + o_n[:, None], keys, window, sinks, CAUSAL, WINDOW)
@@ -268,7 +263,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, sca
     """Write dq, and delta for `backward_keys`."""
     (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    tiles = cdiv(TQ, TILE) if cu_seqlens is None else TQ // TILE + N
+    tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _backward_queries[(tiles * HQ * B,)](
         q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *_strides(q, k, v, do),
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
@@ -281,7 +276,7 @@ def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, sele
     ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, TILE)
     (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    tiles = cdiv(TK, TILE) if cu_seqlens is None else TK // TILE + N
+    tiles = chunk_slots(1, TK, TILE, cu_seqlens)
     _backward_keys[(tiles * H * B,)](
         q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *_strides(q, k, v, do),
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),

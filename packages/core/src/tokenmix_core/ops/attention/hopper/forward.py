@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.attention.hopper import TILE, WARPS
-from tokenmix_core.ops.attention.tiles import key_tiles
+from tokenmix_core.ops.attention.tiles import key_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import await_copies, barrier, begin_copy, product_layout, store_rows
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
@@ -31,11 +31,7 @@ def _forward(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    pid = gl.program_id(0)
-    i_t = tiles - 1 - pid % tiles
-    i_h = (pid // tiles % HQ).to(gl.int64)
-    i_b = (pid // tiles // HQ).to(gl.int64)
-    i_hk = i_h // (HQ // H)
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     scores: gl.constexpr = product_layout(BT, gl.num_warps())
     sums: gl.constexpr = product_layout(D, gl.num_warps())
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
