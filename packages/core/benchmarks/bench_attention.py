@@ -173,9 +173,3 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor |
     return lambda: compiled(
         *(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=grouped
     ).transpose(1, 2)
-
-
-if __name__ == "__main__":
-    from tokenmix_core.testing.benchmarking import table
-
-    print(table(rows("cuda" if torch.cuda.is_available() else "cpu")))

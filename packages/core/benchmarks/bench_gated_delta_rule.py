@@ -137,9 +137,3 @@ def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> lis
     # of length one already, for peers that leave the norm out
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     return [q, k, v, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]
-
-
-if __name__ == "__main__":
-    from tokenmix_core.testing.benchmarking import table
-
-    print(table(rows("cuda" if torch.cuda.is_available() else "cpu")))

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from tokenmix_core.chunking import cdiv
+
 
 class HeadFit:
     """Fits the heads of a linear recurrence to the sizes of a kernel, exactly.
@@ -30,7 +32,7 @@ class HeadFit:
         self.kernel_key_size = next(size for size in sizes if size >= key_size)
         divisors = [size for size in sizes if value_size % size == 0]
         if value_size in sizes or not divisors:
-            self.parts = -(-value_size // sizes[-1])
+            self.parts = cdiv(value_size, sizes[-1])
             self.kernel_value_size = next(size for size in sizes if size * self.parts >= value_size)
         else:
             self.kernel_value_size = divisors[-1]

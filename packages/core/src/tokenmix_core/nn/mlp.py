@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tokenmix_core.chunking import cdiv
+
 
 def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
     """The width of a SwiGLU with the parameters of a plain MLP of width `ratio` · `hidden_size`, rounded up."""
-    return -(-int(hidden_size * ratio * 2 / 3) // multiple) * multiple
+    return cdiv(int(hidden_size * ratio * 2 / 3), multiple) * multiple
 
 
 class SwiGLU(nn.Module):

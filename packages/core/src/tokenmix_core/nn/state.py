@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cu_seqlens_from_lengths
+from tokenmix_core.chunking import cdiv, cu_seqlens_from_lengths
 
 # where a token is in its sequence: of one token, or of several
 Position = TypeVar("Position", int, Tensor)
@@ -333,7 +333,7 @@ class KVState(StatePart):
     def _room(self, needed: int) -> int:
         known = self.expected >= needed
         room = needed if self._stored is None and not known else needed + needed // 2
-        room = -(-room // 64) * 64
+        room = cdiv(room, 64) * 64
         return min(room, self.expected) if known else room
 
 

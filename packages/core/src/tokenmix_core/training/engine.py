@@ -133,15 +133,15 @@ class RecipeTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self._require_finite_weights(model)
         step = self.state.global_step
-        partial = self._redirected = self.output_dir / checkpoint.PARTIAL
+        aside = self._redirected = self.output_dir / checkpoint.PARTIAL
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._redirected = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            checkpoint.write_manifest(partial / f"checkpoint-{step}", {"step": step, "identity": self.identity})
-            checkpoint.publish(partial, self.output_dir)
+            checkpoint.write_manifest(aside / f"checkpoint-{step}", {"step": step, "identity": self.identity})
+            checkpoint.publish(aside, self.output_dir)
             checkpoint.remove_old_checkpoints(self.output_dir, self.args.save_total_limit or 1)
         self.accelerator.wait_for_everyone()
 
@@ -163,12 +163,12 @@ class RecipeTrainer(Trainer):
 
     def save_final(self) -> None:
         """Write model and tokenizer into the output folder; each file appears whole."""
-        partial = self.output_dir / checkpoint.PARTIAL
-        self.save_model(str(partial))
+        aside = self.output_dir / checkpoint.PARTIAL
+        self.save_model(str(aside))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            (partial / "training_args.bin").unlink(missing_ok=True)
-            checkpoint.publish(partial, self.output_dir)
+            (aside / "training_args.bin").unlink(missing_ok=True)
+            checkpoint.publish(aside, self.output_dir)
         self.accelerator.wait_for_everyone()
 
 
