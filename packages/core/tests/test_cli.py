@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import tokenmix_core
 from tokenmix_core.cli import main
 
 COMMANDS = ["train", "eval", "generate", "bench", "data prepare", "info"]
@@ -136,10 +137,14 @@ def test_a_package_brings_its_own_suites_beside_cores(checkpoint, recipes, tmp_p
 
 
 def test_registries_are_found_by_module_and_attribute(tmp_path, monkeypatch, capsys):
-    (tmp_path / "some_paper.py").write_text("class R:\n    description = 'its recipe'\nRECIPES = {'its': R}\n")
+    (tmp_path / "some_paper.py").write_text(
+        "class R:\n    description = 'its recipe'\nRECIPES = {'its': R}\n__version__ = '7.8'\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["info"], recipes="some_paper:RECIPES") == 0
-    assert "its recipe" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "its recipe" in out
+    assert f"tokenmix-core {tokenmix_core.__version__}, some-paper 7.8, Python 3" in out
 
 
 def test_generate_is_what_the_model_generates(checkpoint, recipes, tokenizer, capsys, monkeypatch):
@@ -192,6 +197,19 @@ def test_info_tells_sizes_without_making_weights(checkpoint, recipes, capsys):
         assert f"{model.num_parameters():,}" in out
         assert f"{model.state_bytes(100, 1, torch.bfloat16):,} bytes" in out
         assert "gated_delta_net, attention" in out
+
+
+def test_the_fields_that_info_shows_are_a_config_of_the_same_recipe(recipes, tmp_path, capsys):
+    from tokenmix_core.training.recipe import overridden
+
+    assert main(["info", "nano", "--fields"], recipes=recipes) == 0
+    path = tmp_path / "nano.yaml"
+    path.write_text(capsys.readouterr().out)
+    made = recipes["nano"]()
+    assert overridden(made, config=path) == made
+    changed = path.read_text().replace(f"seed: {made.run.seed}", "seed: 91")
+    path.write_text(changed)
+    assert overridden(made, config=path).run.seed == 91
 
 
 def test_info_lists_what_there_is(recipes, capsys):

@@ -428,6 +428,8 @@ COMMANDS = [
     (("data", "prepare", "no.jsonl", "out"), "'no.jsonl' does not exist"),
     (("data", "prepare", "stdlib", "out", "--held-out", "2"), "held_out must be a share .*got 2.0"),
     (("data", "prepare", "stdlib", "out", "--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
+    (("train", "nano", "--output_dir", "x"), "unknown field --output_dir; `info RECIPE --fields` shows all"),
+    (("info", ".", "--fields"), "--fields shows those of a recipe, got '.'"),
     (("info", "nothing"), "no recipe 'nothing'; the nearest are .*nano"),
     (("info", "."), "holds no model: expected a folder with config.json"),
 ]

@@ -111,7 +111,9 @@ def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Par
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
     sub.add_argument("--no-eval", action="store_true", help="do not evaluate the trained model")
-    sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with fields of the recipe")
+    sub.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of fields; `info RECIPE --fields` shows all"
+    )
 
     sub = command(commands, "eval", "evaluate a checkpoint", "runs/tiny --suite mqar --suite niah --lengths 1024,2048")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model")
@@ -177,6 +179,7 @@ def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Par
     sub.add_argument(
         "--lengths", type=numbers, default="2048,32768", metavar="T,T", help="contexts to size the cache for"
     )
+    sub.add_argument("--fields", action="store_true", help="show a recipe's fields, as the YAML that --config takes")
     if more is not None:
         more(partial(command, commands))
     return parser

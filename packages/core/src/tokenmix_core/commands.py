@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-import tokenmix_core.modeling
+# registers core's family
+import tokenmix_core.modeling  # noqa: F401
 from tokenmix_core.corpora import prepare as corpora
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
@@ -48,6 +50,9 @@ class Context:
 
     def __init__(self, recipes: Mapping[str, Any] | str | None, suites: Mapping[str, Suite] | str | None) -> None:
         self.recipes = self._load(recipes or RECIPES)
+        own = [x.partition(":")[0].partition(".")[0] for x in (recipes, suites) if isinstance(x, str)]
+        # whose versions `info` names
+        self.packages = list(dict.fromkeys(["tokenmix_core", *own]))
         self.suites = {**SUITES, **self._load(suites or {})}
 
     @staticmethod
@@ -174,11 +179,17 @@ def prepare(args: argparse.Namespace, context: Context) -> None:
 
 def info(args: argparse.Namespace, context: Context) -> None:
     """Show versions, recipes and suites, or what a model is."""
+    if args.fields:
+        if args.target not in context.recipes:
+            raise ValueError(f"--fields shows those of a recipe, got {args.target!r}; `info` lists the recipes")
+        print(yaml.safe_dump(context.recipe(args.target).values(), sort_keys=False, allow_unicode=True), end="")
+        return
     if args.target is not None:
         print(describe_model(args.target, args.lengths, context))
         return
-    versions = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
-    print(f"tokenmix-core {tokenmix_core.__version__}, Python {platform.python_version()}, {versions}")
+    ours = {name.replace("_", "-"): getattr(sys.modules[name], "__version__", "") for name in context.packages}
+    versions = {**ours, "Python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+    print(", ".join(f"{name} {number}".rstrip() for name, number in versions.items()))
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     print(f"device: {', '.join(map(device_name, gpus or [torch.device('cpu')]))}")
     here = [name for name in EXTRAS if importlib.util.find_spec(name) is not None]

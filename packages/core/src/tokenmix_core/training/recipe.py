@@ -319,8 +319,9 @@ def _model_fields(recipe: Recipe) -> list[str]:
 def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
     if name in known:
         return name
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ValueError(f"unknown field {shown}; the nearest is {near[0]!r}" if near else f"unknown field {shown}")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"the nearest is {near[0]!r}" if near else "`info RECIPE --fields` shows all"
+    raise ValueError(f"unknown field {shown}; {hint}")
 
 
 def _parser(recipe: Recipe) -> Any:
