@@ -177,6 +177,18 @@ def test_generation_follows_its_plan_with_and_without_a_cache(model, ids, plan):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("plan", ["linear then attention", "a switch while generating", "a tensor"])
+def test_embeddings_generate_what_their_tokens_do(model, ids, plan):
+    embeds, (options, _) = model.get_input_embeddings()(ids[:1]), PLANS[plan]
+    tokens = generate(model, ids[:1], **options)
+    for use_cache in (True, False):
+        found = generate(
+            model, ids[:1, :0], inputs_embeds=embeds, attention_mask=torch.ones(1, 19), use_cache=use_cache, **options
+        )
+        assert torch.equal(found, tokens[:, 19:])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("plan", ["linear then attention", "a switch while generating", "shares of the prompt"])
 def test_a_padded_batch_generates_what_its_sequences_do(model, ids, plan):
     lengths, (options, _) = [19, 12], PLANS[plan]

@@ -133,6 +133,16 @@ def test_generation_that_would_go_wrong_is_refused(model, ids, options, message)
         model.generate(ids[:1], max_new_tokens=3, **options)
 
 
+def test_a_cache_is_refused_where_activations_are_recomputed(model, ids):
+    # it would stay empty, and what comes after would not know of these tokens
+    model = copy.deepcopy(model).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="exclude each other"):
+        model(ids, past_key_values=model.make_cache())
+    with pytest.raises(ValueError, match="call model.eval"):
+        model.generate(ids, max_new_tokens=3)
+
+
 def test_another_cache_or_batch_is_refused(model, ids):
     from transformers import DynamicCache
 

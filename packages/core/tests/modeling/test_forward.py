@@ -136,6 +136,7 @@ def call(**changed):
         ({"inputs_embeds": torch.zeros(2, 11)}, r"inputs_embeds must have shape \[B, T, D\]"),
         (call(attention_mask=torch.ones(2, 10)), r"attention_mask must have shape \[B, T\] = \[2, 11\], got \[2, 10\]"),
         (call(attention_mask=torch.ones(2, 1, 11, 11)), r"got \[2, 1, 11, 11\]"),
+        (call(attention_mask={"full_attention": None}), "attention_mask must be a tensor, got dict"),
         (call(position_ids=torch.zeros(2, 9)), r"position_ids must have shape \[2, 11\] or \[1, 11\], got \[2, 9\]"),
         (call(labels=torch.zeros(2, 9, dtype=torch.int64)), r"labels must have shape \[2, 11\], got \[2, 9\]"),
         (call(cu_seqlens=torch.tensor([0, 11])), "B = 1"),

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState, Span
-from tokenmix_core.modeling.backbone import real_tokens, token_positions
+from tokenmix_core.modeling.backbone import real_tokens, refuse_recomputing, token_positions
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.windows import check_windows, nha_mixers
@@ -156,6 +156,7 @@ class HybridizedModel:
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not training and cu_seqlens is None)
         if training and self.gradient_checkpointing:  # type: ignore[attr-defined]
+            refuse_recomputing(past_key_values)
             use_cache = False
         if use_cache and cu_seqlens is not None:
             raise ValueError("cu_seqlens and a cache exclude each other")

@@ -121,10 +121,13 @@ class OryxForCausalLM(HybridForCausalLM):
         plan = ModePlan(prefill, generation_mode, _prompt_tokens(inputs, kwargs), keep_kv)
         return super().generate(inputs, *args, mode=plan, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # embeddings by name: transformers looks for them here to tell whether it may generate from them
         plan = kwargs.pop("mode", None)
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        inputs = prepare(input_ids, *args, **kwargs)
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs if plan is None else {**inputs, "mode": plan.for_call(inputs, input_ids)}
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:

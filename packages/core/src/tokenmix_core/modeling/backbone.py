@@ -242,7 +242,7 @@ class HybridModel(HybridPreTrainedModel):
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training and cu_seqlens is None)
         if self.training and self.gradient_checkpointing:
-            # the recomputation would update the states a second time
+            refuse_recomputing(cache)
             use_cache = False
         if not use_cache:
             return None
@@ -271,6 +271,8 @@ def real_tokens(
 ) -> Bool[Tensor, "B T"] | None:
     """Which tokens of the call are real; None when all are."""
     past = 0 if cache is None else cache.length
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)):
         raise ValueError(
             f"attention_mask must have shape [B, T] = {[batch, tokens]}"
@@ -287,6 +289,12 @@ def real_tokens(
     if cache is not None:
         cache.padding_at_end = real is not None and not bool(real[:, -1].all())
     return real
+
+
+def refuse_recomputing(cache: HybridCache | None) -> None:
+    """Raise a ValueError for a cache where activations are recomputed, which would update its states a second time."""
+    if cache is not None:
+        raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
 
 
 def token_positions(position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None) -> Tensor:
