@@ -40,6 +40,23 @@ def distribution(package: str) -> dict:
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
 
 
+def distributions(folder: Path) -> list[Path]:
+    """The sdists and wheels of a folder."""
+    return sorted((*folder.glob("*.tar.gz"), *folder.glob("*.whl")))
+
+
+def check_version(session: nox.Session, package: str) -> None:
+    """Fail unless a package tells the version that it is published under, and its changelog knows it."""
+    project, folder = distribution(package), ROOT / "packages" / package
+    module = folder / "src" / project["name"].replace("-", "_") / "__init__.py"
+    for file, line in (
+        (module, f'__version__ = "{project["version"]}"'),
+        (folder / "CHANGELOG.md", f"## {project['version']}"),
+    ):
+        if line not in file.read_text().splitlines():
+            session.error(f"{file.relative_to(ROOT)} has no line {line}")
+
+
 def sync(session: nox.Session, *args: str) -> None:
     """Install from the workspace's lock into the session's own environment."""
     session.run_install(
@@ -122,11 +139,14 @@ def contracts(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all packages; install each alone from its wheel and import it without Triton and without a GPU."""
+    """Build all packages, check what an index will show of them, and use each alone without Triton and without a GPU."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     session.run_install("uv", "build", "--quiet", "--all-packages", "--no-sources", f"--out-dir={dist}", external=True)
+    session.install("twine")
+    session.run("twine", "check", "--strict", *map(str, distributions(dist)))
     for package in PACKAGES:
+        check_version(session, package)
         project = distribution(package)
         module = project["name"].replace("-", "_")
         env = Path(session.create_tmp()) / package
@@ -207,14 +227,12 @@ def release(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in PACKAGES:
         session.error(f"name the package to release: one of {', '.join(PACKAGES)}")
     package, *options = session.posargs
+    check_version(session, package)
     project = distribution(package)
-    changelog = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
-    if f"## {project['version']}" not in changelog:
-        session.error(f"packages/{package}/CHANGELOG.md says nothing of {project['version']}")
     dist = ROOT / "dist" / package
     shutil.rmtree(dist, ignore_errors=True)
     session.run("uv", "build", f"--package={project['name']}", "--no-sources", f"--out-dir={dist}", external=True)
-    session.run("uv", "publish", *options, *map(str, sorted(dist.glob("*.*"))), external=True)
+    session.run("uv", "publish", *options, *map(str, distributions(dist)), external=True)
 
 
 if __name__ == "__main__":
