@@ -139,7 +139,7 @@ def test_a_cache_is_refused_where_activations_are_recomputed(model, ids):
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="exclude each other"):
         model(ids, past_key_values=model.make_cache())
-    with pytest.raises(ValueError, match="call model.eval"):
+    with pytest.raises(ValueError, match=r"call model\.eval"):
         model.generate(ids, max_new_tokens=3)
 
 
