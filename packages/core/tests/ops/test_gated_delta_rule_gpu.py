@@ -44,7 +44,7 @@ def borders(values=PACKED):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
+def check(x, form=chunk_gated_delta_rule, factor=2.0, upstream=None, **options):
     """Assert that values and gradients err at most `factor` times as much as the eager reference in the same dtype."""
     options = {"qk_l2norm": True} | options
     function = partial(form, impl="triton", **options)
@@ -52,7 +52,7 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, **options):
     dtype = x["q"].dtype
     # a test may choose other tiles or segments between its calls: those recorded before would be replayed
     Replayed.forget()
-    got, upstream = values_and_gradients(function, x)
+    got, upstream = values_and_gradients(function, x, upstream)
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
     with RoundedProducts(dtype) if dtype.itemsize == 2 else nullcontext():
         eager, _ = values_and_gradients(reference, x, upstream)
@@ -136,6 +136,15 @@ def test_without_norm_or_states():
     x = inputs(2, 200, 2, 2, 128, 128)
     x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).bfloat16()
     check(x, qk_l2norm=False, scale=0.3)
+
+
+@pytest.mark.parametrize("least", [0, 1000], ids=["one step", "two steps"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 64), (256, 64), (256, 256)])
+def test_small_gradients_in_float16(K, V, least, monkeypatch):
+    monkeypatch.setattr(hopper, "_LEAST", least)
+    x = inputs(2, 200, 1, 2, K, V, dtype=torch.float16)
+    upstream = {"o": torch.randn_like(x["v"]) / 256, "final_state": torch.zeros(2, 2, K, V, device="cuda")}
+    check(x, upstream=upstream)
 
 
 def test_inputs_that_begin_between_16_bytes():

@@ -67,6 +67,21 @@ def check(x, **options):
         assert_within(name, value, exact[name], eager[name], floor=torch.finfo(torch.float16).eps / 2)
 
 
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 64)])
+def test_small_gradients_in_float16(K, V, on_hopper):
+    # E has the norms of q and k in it, which are small where heads are wide: too small for float16, unless given room
+    x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 33, 1, 1, K, V).items()}
+    form = partial(chunk_gated_delta_rule, qk_l2norm=True)
+    function, reference = partial(form, impl="triton"), partial(form, impl="reference")
+    upstream = {"o": torch.randn(x["v"].shape).half() / 256, "final_state": torch.zeros(1, 1, K, V)}
+    got, _ = values_and_gradients(function, x, upstream)
+    exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
+    with RoundedProducts(torch.float16):
+        eager, _ = values_and_gradients(reference, x, upstream)
+    for name in ("dg", "dbeta"):
+        assert_within(name, got[name], exact[name], eager[name], floor=torch.finfo(torch.float16).eps / 2)
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_packed_sequences_with_grouped_heads_and_states(D, on_hopper):
     x = inputs(1, 130, 1, 2, D, N=4)

@@ -37,6 +37,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     add,
     multiply,
     nonzero,
+    room,
     scale_rows,
     square,
 )
@@ -75,17 +76,17 @@ def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def columns(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr):
-    """β r or, where the dtype has no room for a small β, what gradients can be divided by in its place."""
+def columns(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, ROOM: gl.constexpr):
+    """β r or, where the dtype has no room for a small β, what gradients can be divided by in its place, and `room`."""
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
-        w_j = nonzero(w_j, g_r.load(col))
+        w_j = nonzero(w_j, g_r.load(col)) * ROOM
     return w_j
 
 
 @gluon.jit
 def keep(b_x, s_x, g_w, g_r, col: gl.constexpr):
-    """Store X, which has `columns` as a factor, and return it with β r in their place."""
+    """Store X, which has `columns` as a factor, and return it with β r and `room` in their place."""
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
@@ -103,6 +104,7 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
+    ROOM: gl.constexpr = room(dtype, D)
     row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
     left: gl.constexpr = gl.DotOperandLayout(0, product_layout(D, 4), 2)
@@ -136,18 +138,18 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_i, w_i, r_i = g_b.load(row), g_w.load(row), g_r.load(row)
         d_i = w_i
         if dtype != gl.bfloat16:
-            d_i = nonzero(w_i, r_i)
+            d_i = nonzero(w_i, r_i) * ROOM
         mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
         rq_i = g_n.load(row)
         b_c = causal_decay(b_i + log2(rq_i), g_b.load(col), o_i, o_j)
-        b_c *= (columns(g_w, g_r, col, dtype) * scale)[None, :]
+        b_c *= (columns(g_w, g_r, col, dtype, ROOM) * scale)[None, :]
         b_e = warpgroup_mma_wait(1, deps=[b_e])
         b_e = keep(b_e * b_c, s_e, g_w, g_r, col)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-        b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, D)
+        b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * ROOM, D)
         b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
         b_q = s_q.load(product_layout(D, 4))
-        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / ROOM)
         dot_i, b_dq = unnormalise(b_dq, b_q, rq_i, row, D)
         b_dq = b_dq.to(dtype)
         b_first, b_second = gl.split(b_dq.reshape([BT, 2, D // 2]).permute((0, 2, 1)))
@@ -163,7 +165,7 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_dk = multiply(s_r, s_ds.permute((1, 0)), D)
         o_i, o_j = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col))
         b_c = causal_decay(b_i + log2(r_i), g_b.load(col), o_i, o_j + 1)
-        b_c *= -columns(g_w, g_r, col, dtype)[None, :]
+        b_c *= -columns(g_w, g_r, col, dtype, ROOM)[None, :]
         b_f = warpgroup_mma_wait(1, deps=[b_f])
         b_f = keep(b_f * b_c, s_f, g_w, g_r, col)
 
@@ -175,20 +177,22 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_dk = scale_rows(b_dk, gl.exp2(load_last(g_b, row) - b_i) * d_i, D)
         b_dk = accumulate(s_e.permute((1, 0)), s_q, b_dk)
         b_dk = accumulate(s_f.permute((1, 0)), s_k, b_dk)
-        b_y = scale_tile(s_dy.load(left), gl.convert_layout(-gl.exp2(b_i) * r_i, gl.SliceLayout(1, left))[:, None])
+        b_y = s_dy.load(left)
+        y_i = gl.convert_layout(-gl.exp2(b_i) * r_i * ROOM, gl.SliceLayout(1, left))
+        b_y = scale_tile(b_y, y_i[:, None])
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         dbeta_i = dot_rows(b_dk, s_k, row, D) * (r_i / d_i)
 
         # dK̂ = β X − γ dY Sᵀ + F β K̂
         if dtype != gl.bfloat16:
-            b_dk = scale_rows(b_dk, w_i / d_i, D)
+            b_dk = scale_rows(b_dk, w_i / d_i * ROOM, D)
         b_dk = accumulate(b_y, s_s.permute((1, 0)), b_dk)
         b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
         gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
         g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
         mbarrier.wait(barriers.index(SUMMED), parity)
         end = gl.sum(s_ends.load(line), 0)
-        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / ROOM)
         mbarrier.arrive(barriers.index(DY_READ))
         mbarrier.arrive(barriers.index(S_READ))
         dot_k_i, b_dk = unnormalise(b_dk, s_k.load(product_layout(D, 4)), r_i, row, D)

@@ -29,6 +29,12 @@ from tokenmix_core.tile.launch import cached_launch
 SMALLEST = gl.constexpr(2.0**-8)
 
 
+@gluon.constexpr_function
+def room(dtype, K):
+    """A factor of E and F, which have two norms in them, some 1 / K: else float16 would keep few of their digits."""
+    return 1.0 if dtype == gl.bfloat16 else K / 4
+
+
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Begin A B."""
@@ -121,6 +127,7 @@ def backward_chunk_kernel(
     and nothing is spilled.
     """
     dtype: gl.constexpr = q.dtype.element_ty
+    ROOM: gl.constexpr = room(dtype, K)
     row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
     left: gl.constexpr = gl.DotOperandLayout(0, product_layout(K, 4), 2)
@@ -158,9 +165,9 @@ def backward_chunk_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
     b_i, last = load_gate(p_gates, rows, row), gl.load(p_gates + (gl.minimum(rows, BT) - 1) * 4)
     r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
-    d_i = nonzero(beta_i * r_i, r_i)
+    d_i = nonzero(beta_i * r_i, r_i) * ROOM
     w_j = load_gate(p_gates + 1, rows, col)
-    d_j = nonzero(w_j, load_gate(p_gates + 2, rows, col))
+    w_j, d_j = w_j * ROOM, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * ROOM
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
 
     # E = scale dO Rᵀ ⊙ Γ meets β K̂, and as Eᵀ Q̂: dQ̂ = scale γ dO Sᵀ + E β K̂
@@ -175,9 +182,9 @@ def backward_chunk_kernel(
     b_dq = multiply(s_do, s_state.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     s_e.store(b_et)
-    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, K)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * ROOM, K)
     b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
-    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / ROOM)
     dot_i = dot_rows(b_dq, s_q, row, K)
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K)
     store_result(dq + o_dqk, b_dq.to(dtype), s_dq, HV * K, rows, K)
@@ -191,10 +198,10 @@ def backward_chunk_kernel(
     s_f.store(b_ft)
     fetch_rows(s_state, dstates + o_s, V, K, 4)
     async_copy.commit_group()
-    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i, K)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * ROOM, K)
     fence_async_shared()
     b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
-    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / ROOM)
     dot_k_i = dot_rows(b_dk, s_k, row, K)
 
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂

@@ -12,6 +12,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     backward_chunk,
     dot_rows,
     nonzero,
+    room,
     scale_rows,
     store_gates,
     unnormalise,
@@ -45,6 +46,7 @@ def backward_chunk_kernel(
     are made beside each other, so that S is read once. All operands of products are in shared memory.
     """
     dtype: gl.constexpr = q.dtype.element_ty
+    ROOM: gl.constexpr = room(dtype, K)
     square: gl.constexpr = group_layout(BT, WARPS)
     tile: gl.constexpr = group_layout(K, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
@@ -93,9 +95,9 @@ def backward_chunk_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
     b_i, last = load_gate(p_gates, rows, row), gl.load(p_gates + (gl.minimum(rows, BT) - 1) * 4)
     r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
-    d_i = nonzero(beta_i * r_i, r_i)
+    d_i = nonzero(beta_i * r_i, r_i) * ROOM
     w_j = load_gate(p_gates + 1, rows, col)
-    d_j = nonzero(w_j, load_gate(p_gates + 2, rows, col))
+    w_j, d_j = w_j * ROOM, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * ROOM
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BT, BT], gl.float32, square)
     b_zero = gl.zeros([BT, K], gl.float32, tile)
@@ -136,9 +138,9 @@ def backward_chunk_kernel(
     barrier()
 
     # dQ̂ = scale γ dO Sᵀ + E β K̂
-    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i, K, WARPS)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * ROOM, K, WARPS)
     b_dq = accumulate(s_e, s_k, b_dq)
-    b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / ROOM)
     dot_i = dot_rows(b_dq, s_q, row, K, WARPS)
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K, WARPS)
     s_out.store(b_dq.to(dtype))
@@ -150,9 +152,9 @@ def backward_chunk_kernel(
     async_copy.commit_group()
 
     # dK̂ = −γ dY Sᵀ + F β K̂ + β X
-    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i, K, WARPS)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * ROOM, K, WARPS)
     b_dk = accumulate(s_f, s_k, b_dk)
-    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / ROOM)
     dot_k_i = dot_rows(b_dk, s_k, row, K, WARPS)
 
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
