@@ -139,7 +139,7 @@ def contracts(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all packages, check what an index will show of them, and use each alone without Triton and without a GPU."""
+    """Build all packages, check what an index shows of them; use each alone, without Triton and without a GPU."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     session.run_install("uv", "build", "--quiet", "--all-packages", "--no-sources", f"--out-dir={dist}", external=True)
