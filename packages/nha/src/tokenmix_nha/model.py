@@ -16,7 +16,7 @@ class NhaModel(HybridModel):
 
 
 class NhaForCausalLM(HybridForCausalLM):
-    """The language model."""
+    """The causal language model; `set_windows` and `using_windows` choose its windows at any time."""
 
     config: NhaConfig
     config_class = NhaConfig

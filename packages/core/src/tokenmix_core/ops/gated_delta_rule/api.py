@@ -86,7 +86,10 @@ def recurrent_gated_delta_rule(
     qk_l2norm: bool = False,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """The gated delta rule token by token, for short inputs and decoding; arguments as `chunk_gated_delta_rule`'s."""
+    """The same function as `chunk_gated_delta_rule`, computed token by token: best for a few tokens a sequence.
+
+    Arguments, results and errors are those of `chunk_gated_delta_rule`; gradients too.
+    """
     op = "recurrent_gated_delta_rule"
     impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl)
     if impl == "reference":
@@ -108,9 +111,18 @@ def gated_delta_rule_step(
     qk_l2norm: bool = False,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """One token of decoding: updates `state` (float32, contiguous) in place and returns the outputs.
+    """One decoding step: update `state` in place and read it out. Not differentiable.
 
-    Nothing is differentiated through it.
+    Args:
+        q, k: `[B, H, K]`, one token of each sequence; H divides HV.
+        v: `[B, HV, V]`.
+        g: `[B, HV]`, natural log of the decay, at most 0.
+        beta: `[B, HV]`, strength of the write.
+        state: `[B, HV, K, V]` float32, contiguous; overwritten with the state after this token.
+        scale, qk_l2norm, impl: as for `chunk_gated_delta_rule`.
+
+    Returns:
+        o `[B, HV, V]` in v's dtype: scale · stateᵀ q, of the updated state.
 
     Raises:
         ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
