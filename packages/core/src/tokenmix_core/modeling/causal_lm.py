@@ -37,8 +37,8 @@ class HybridCausalLMOutput(ModelOutput):
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     """The backbone with an output layer: every baseline by configuration alone, every paper by its mixers.
 
-    A transformers model: `from_pretrained`, `save_pretrained`, `generate`, `gradient_checkpointing_enable`, peft and the
-    Trainer work. Built of a `HybridConfig` it has random weights; mixers are looked up by name (`register_mixer`).
+    A transformers model: `from_pretrained`, `save_pretrained`, `generate`, gradient checkpointing, peft and the Trainer
+    work. Built of a `HybridConfig` it has random weights; mixers are looked up by name (`register_mixer`).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
