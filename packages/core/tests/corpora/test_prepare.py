@@ -244,6 +244,16 @@ def test_a_hub_dataset_is_streamed_and_errors_of_the_hub_are_told(monkeypatch, t
         open_source("fineweb-edu", text_field="body")
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TOKENMIX_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(prepare_module, "stdlib_source", lambda: Source({"sha256": "0" * 64}, lambda n: iter(["a"]), 1))
+    with pytest.raises(
+        ValueError, match=r"corpus cannot be kept in .*file/cache \(Not a directory\); set TOKENMIX_CACHE"
+    ):
+        built_in_corpus()
+
+
 def test_the_built_in_corpus_is_python_without_tests_or_machine_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENMIX_CACHE", str(tmp_path))
     first, second = stdlib_source(), stdlib_source()
@@ -256,6 +266,8 @@ def test_the_built_in_corpus_is_python_without_tests_or_machine_paths(tmp_path, 
     part = Source(first.description, lambda n: iter(texts[n:60]), 60)
     monkeypatch.setattr(prepare_module, "stdlib_source", lambda: part)
     path = built_in_corpus()
+    # nothing is written beside one that is there, which may be another user's
+    monkeypatch.setattr(prepare_module, "FileLock", None)
     assert built_in_corpus() == path
     train, held_out = (documents(path, split) for split in ("train", "held_out"))
     assert sorted(train + held_out) == sorted(text for text in texts[:60] if text)

@@ -116,18 +116,27 @@ def cache_folder() -> Path:
 def built_in_corpus(tokenizer: str = BYTES) -> Path:
     """The folder of the built-in corpus as a token file; it is made at the first call.
 
-    Processes that ask at the same time wait for the one that makes it.
+    Processes that ask at the same time wait for the one that makes it. One that is there is only read.
+
+    Raises:
+        ValueError: it is damaged, or there is none and the folder for it cannot be written.
     """
     source = stdlib_source()
     fingerprint = tokenizer_fingerprint(load_tokenizer(tokenizer))
     path = cache_folder() / f"{STDLIB}-{source.description['sha256'][:12]}-{fingerprint[:12]}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(str(path) + ".lock"):
-        if path.exists():
-            try:
-                TokenFile(path, fingerprint=fingerprint)
-                return path
-            except ValueError as error:
-                raise ValueError(f"{error}; remove {path} to have it made again") from error
-        prepare(source, path, tokenizer=tokenizer, held_out=BUILT_IN_HELD_OUT)
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(str(path) + ".lock"):
+                if not path.exists():
+                    prepare(source, path, tokenizer=tokenizer, held_out=BUILT_IN_HELD_OUT)
+    except OSError as error:
+        raise ValueError(
+            f"the built-in corpus cannot be kept in {path.parent} ({error.strerror or error}); set TOKENMIX_CACHE to a "
+            "folder that can be written"
+        ) from error
+    try:
+        TokenFile(path, fingerprint=fingerprint)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {path} to have it made again") from error
     return path
