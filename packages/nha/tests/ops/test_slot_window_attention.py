@@ -361,6 +361,8 @@ def test_ops_are_registered_for_compilation():
         ({"f": torch.zeros(2, 8, 1, 5, dtype=torch.int64)}, "f must be"),
         ({"q_slots": torch.zeros(2, 8, 2, 8)}, "q_slots without k_slots"),
         ({"scale": 0.0}, "scale must be positive"),
+        ({"scale": float("inf")}, "scale must be a finite number, got inf"),
+        ({"scale": "half"}, "scale must be a finite number, got 'half'"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "a packed batch has B = 1"),
         ({"impl": "cuda"}, "impl must be None or one of"),
         ({"impl": "triton"}, "needs K in 64, 128, got K=8"),

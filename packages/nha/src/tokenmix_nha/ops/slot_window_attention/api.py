@@ -14,6 +14,7 @@ from tokenmix_core.ops.common import (
     check_dtype,
     check_multiple,
     check_same_dtype,
+    check_scale,
     resolve_impl,
 )
 from tokenmix_core.ops.replay import Checked
@@ -219,9 +220,10 @@ def _reference(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens
 def _scale(op: str, dims: dict[str, int], scale: float | None) -> float:
     if scale is None:
         return dims["K"] ** -0.5
-    if not scale > 0:
+    number = check_scale(op, scale)
+    if number <= 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    return float(scale)
+    return number
 
 
 def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
