@@ -39,6 +39,12 @@ GOALS = (
 )
 
 
+def of(rows: Iterable[dict]) -> list[dict]:
+    """The rows of the shapes that have a goal."""
+    shapes = {(goal.op, goal.shape) for goal in GOALS}
+    return [row for row in rows if (row["op"], row["shape"]) in shapes]
+
+
 def table(rows: Sequence[dict], sweep: Sequence[dict]) -> str:
     """Every goal with our time, the best peer's and the verdict; then where peak memory and the sweep miss theirs."""
     pairs = {(row["op"], row["shape"]): row for row in results.beside(rows)}
