@@ -277,6 +277,10 @@ def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -
     return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])
 
 
+# bytes up to which the forward pass keeps R and the states of chunks, which else the backward pass makes anew
+GATED_DELTA_RULE_KEEPS = 8 << 20
+
+
 def gated_delta_rule_segment(sequences: int, HV: int, tokens: int, walks: int = 1) -> int:
     """Tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences.
 

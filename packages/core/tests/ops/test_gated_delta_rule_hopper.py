@@ -69,8 +69,8 @@ def check(x, **options):
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 64)])
 def test_small_gradients_in_float16(K, V, on_hopper):
-    # E has the norms of q and k in it, which are small where heads are wide: too small for float16, unless given room
-    x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 33, 1, 1, K, V).items()}
+    # operands have norms of q and k in them, which are small where heads are wide: float16 has to be given room for that
+    x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 70, 1, 1, K, V, N=1).items()}
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
     function, reference = partial(form, impl="triton"), partial(form, impl="reference")
     upstream = {"o": torch.randn(x["v"].shape).half() / 256, "final_state": torch.zeros(1, 1, K, V)}
@@ -78,7 +78,7 @@ def test_small_gradients_in_float16(K, V, on_hopper):
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
     with RoundedProducts(torch.float16):
         eager, _ = values_and_gradients(reference, x, upstream)
-    for name in ("dg", "dbeta"):
+    for name in ("dg", "dbeta", "dinitial_state"):
         assert_within(name, got[name], exact[name], eager[name], floor=torch.finfo(torch.float16).eps / 2)
 
 
@@ -138,6 +138,25 @@ def test_segments(decay, then, borders, on_hopper, monkeypatch):
     x = inputs(1, 540, 1, 1, 64, N=sequences, decay=decay)
     x["g"][:, 256:] *= then / decay
     check(x, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("segment", [0, 128])
+def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(segment, on_hopper, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: segment)
+    x = inputs(1, 200, 1, 2, 128, N=3)
+    x = {name: (value.half() if name in "qkv" else value).requires_grad_() for name, value in x.items()}
+    cu_seqlens = torch.tensor([0, 40, 40, 200], dtype=torch.int32)
+    gradients, kept = [], []
+    for room in (0, 1 << 20):
+        monkeypatch.setattr(tuning, "GATED_DELTA_RULE_KEEPS", room)
+        output = chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, qk_l2norm=True, impl="triton")
+        kept.append(output.o.grad_fn.saved_tensors[5].numel())
+        upstream = [value.detach().cos() for value in output]
+        # what is kept is there for a second time
+        for again in (True, False):
+            gradients.append(torch.autograd.grad(output, list(x.values()), upstream, retain_graph=again))
+    assert kept[1] > kept[0]
+    assert all(torch.equal(a, b) for others in gradients[1:] for a, b in zip(gradients[0], others, strict=True))
 
 
 @pytest.mark.parametrize("columns", [64, 128])

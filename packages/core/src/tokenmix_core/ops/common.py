@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +15,9 @@ from torch.autograd.graph import increment_version
 from tokenmix_core.ops.replay import Replayed, is_plain
 
 Impl = Literal["triton", "reference"]
+
+# a tensor's shape and dtype
+Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 class ScanOutput(NamedTuple):
@@ -78,7 +81,13 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
 
 
 def differentiable(
-    op: Callable, run: Callable, save: Callable, gradients: Callable, *, outputs: int | None = None
+    op: Callable,
+    run: Callable,
+    save: Callable,
+    gradients: Callable,
+    *,
+    outputs: int | None = None,
+    keep: Callable | None = None,
 ) -> Callable:
     """The same, with gradients by one pair of functions: the op's, and those of an autograd function around `run`.
 
@@ -89,9 +98,11 @@ def differentiable(
         gradients: `(ctx, *output_gradients)`, a gradient or None for each input.
         outputs: how many of the outputs are results, passed on and differentiated; None for all. The others are kept
             for the backward pass alone.
+        keep: what runs in place of `run` in eager mode where gradients may be asked for, with other things kept.
     """
     op.register_autograd(gradients, setup_context=save)
     run = Replayed(run)
+    keep = run if keep is None else Replayed(keep)
 
     def foresee(inputs, output):
         # the gradient of the first result alone: what most calls are for
@@ -103,7 +114,11 @@ def differentiable(
         @staticmethod
         def forward(ctx, *inputs):
             *inputs, found = inputs
-            output = run.with_match(found, inputs, foresee if any(ctx.needs_input_grad) else None)
+            if found is None:
+                output = keep.anew(inputs, foresee if any(ctx.needs_input_grad) else None)
+            else:
+                call, stream, tensors, pointers = found
+                output = call(stream, tensors, pointers)
             save(ctx, inputs, output)
             return output if outputs is None else output[:outputs]
 
@@ -122,9 +137,12 @@ def differentiable(
         elif not torch.is_grad_enabled() and forward_ad._current_level < 0:
             output = run(*inputs)
         else:
+            for match in keep.recent:
+                found = match(*inputs)
+                if found is not None:
+                    return apply(*inputs, found)
             # torch says that forward-mode derivatives are not available, also where it records nothing
-            found = run.match(*inputs)
-            return (Eager.apply if found is None else apply)(*inputs, found)
+            return Eager.apply(*inputs, None)
         return output if outputs is None else output[:outputs]
 
     return call
@@ -140,6 +158,26 @@ def refuse_graph() -> None:
             "gradients of gradients are not available: call backward without create_graph=True "
             "(only operations with impl='reference' have them)"
         )
+
+
+def parts_of(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
+    """Tensors of these shapes and dtypes, one after the other in `whole`, bytes: a tensor to keep in place of many."""
+    start, parts = 0, []
+    for shape, dtype in layouts:
+        end = start + math.prod(shape) * dtype.itemsize
+        parts.append(whole[start:end].view(dtype).view(shape))
+        start = _next_part(end)
+    return parts
+
+
+def room_for(layouts: Iterable[Layout]) -> int:
+    """How many bytes `parts_of` takes."""
+    return sum(_next_part(math.prod(shape) * dtype.itemsize) for shape, dtype in layouts)
+
+
+def _next_part(end: int) -> int:
+    # where the allocator would begin a tensor of its own
+    return -(-end // 512) * 512
 
 
 def aligned(x: Tensor | None) -> Any:
@@ -232,6 +270,9 @@ def check_scale(op: str, scale: object) -> float:
     """The scale as a float; a ValueError for what is no finite number."""
     try:
         number = float(scale)  # type: ignore[arg-type]
+        if torch.compiler.is_compiling():
+            # it may be a number that is not known yet
+            return number
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

@@ -59,30 +59,20 @@ class Replayed:
         self.run = run
         # by kind; None where calls cannot be replayed
         self._known: dict[tuple, _Replay | None] = {}
-        # `match` of the kinds seen last
-        self._recent: tuple[Callable, ...] = ()
+        # of the kinds seen last `match(*inputs)`: a replay's `call, stream, tensors, pointers`, or None for other kinds
+        self.recent: tuple[Callable, ...] = ()
         _remembering.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.with_match(self.match(*inputs), inputs)
-
-    def match(self, *inputs: Any) -> tuple | None:
-        """A replay of one of the last kinds, if that is what inputs ask for, for `with_match`."""
-        for match in self._recent:
+        for match in self.recent:
             found = match(*inputs)
             if found is not None:
-                return found
-        return None
+                call, stream, tensors, pointers = found
+                return call(stream, tensors, pointers)
+        return self.anew(inputs)
 
-    def with_match(self, found: tuple | None, inputs: tuple, foresee: Callable | None = None) -> Any:
-        """The call whose `match` was found; `foresee(inputs, output)` makes a call that will follow the first one."""
-        if found is None:
-            return self._find(inputs, foresee)
-        call, stream, tensors, pointers = found
-        return call(stream, tensors, pointers)
-
-    def _find(self, inputs: tuple, foresee: Callable | None) -> Any:
-        """A call of another kind than the last ones."""
+    def anew(self, inputs: tuple, foresee: Callable | None = None) -> Any:
+        """A call that no match of `recent` fits; `foresee(inputs, output)` makes one that will follow the first one."""
         kind, tensors, pointers = [], [], []
         for x in inputs:
             if isinstance(x, Tensor):
@@ -98,11 +88,11 @@ class Replayed:
         device = launch.current_device()
         if tensors[0].get_device() != device:
             with torch.cuda.device(tensors[0].device):
-                return self._find(inputs, foresee)
+                return self.anew(inputs, foresee)
         # a tensor given twice makes another kind of call; empty ones have no address, and look all alike
         addresses = [x for x in pointers if x]
         twice = len(set(addresses)) < len(addresses)
-        if twice or not launch.replays_on(device):
+        if twice or launch.replays_on(device) is None:
             return self.run(*inputs)
         key = (device, *kind)
         if key not in self._known:
@@ -110,7 +100,7 @@ class Replayed:
         known = self._known[key]
         if known is None:
             return self.run(*inputs)
-        if known.match in self._recent:
+        if known.match in self.recent:
             renew(known.match, inputs)
         self._expect(known)
         return known.call(launch.current_stream(device), tensors, pointers)
@@ -133,12 +123,12 @@ class Replayed:
     def _expect(self, known: _Replay) -> None:
         """Compare the next calls with this kind first."""
         if known.match is not None:
-            self._recent = (known.match, *(x for x in self._recent if x is not known.match))[:_TRIED]
+            self.recent = (known.match, *(x for x in self.recent if x is not known.match))[:_TRIED]
 
     def clear(self) -> None:
         """Forget this function's calls."""
         self._known.clear()
-        self._recent = ()
+        self.recent = ()
 
     @staticmethod
     def forget() -> None:
@@ -190,8 +180,13 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
+        self._tensors = inputs
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
+        # by storage, the input that alone lies there: others in it are views of this one
+        self._alone: dict[int, int | None] = {}
+        for slot, x in enumerate(inputs):
+            self._alone[_storage(x)] = None if _storage(x) in self._alone else slot
         self._first = self._slots = len(inputs)
         # by storage, what was made last there: its slot, size and stride
         self._made: dict[int, tuple[int, tuple, tuple]] = {}
@@ -254,6 +249,8 @@ class _Recorder(TorchDispatchMode):
                 places.append((place, self._addresses[pointer], 0))
             elif pointer and _storage(x) in self._made:
                 places.append((place, self._made[_storage(x)][0], pointer - x.untyped_storage().data_ptr()))
+            elif pointer and (slot := self._alone.get(_storage(x))) is not None:
+                places.append((place, slot, pointer - self._tensors[slot].data_ptr()))
             elif pointer:
                 self._possible = False
         self._steps.append(Step(buffers, pack, True, [], places, None))

@@ -127,15 +127,13 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if _Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
         return None
-    full = [f"p{i}" for i, x in tensors.items() if x.numel()]
     given, places = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
     lines = [
         *(f"p{i} = x{i}.data_ptr()" for i in tensors),
-        f"if ({' | '.join(f'p{i}' for i in tensors)}) & 15 or len({{{', '.join(full)}}}) != {len(full)}:",
+        f"stream = None if ({' | '.join(f'p{i}' for i in tensors)}) & 15 else launching.replays_on({device})",
+        "if stream is None:",
         "    return None",
-        f"if not launching.replays_on({device}):",
-        "    return None",
-        f"return call, launching.current_stream({device}), ({given},), ({places},)",
+        f"return call, stream, ({given},), ({places},)",
     ]
     return _guarded("match", inputs, lines, {"call": call, "launching": launching})
 

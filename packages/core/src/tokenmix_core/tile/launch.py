@@ -121,25 +121,23 @@ def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
         _taker.take = before
 
 
+# the device and the stream that kernels are launched on, asked as Triton's driver does but without its Python, in torch
+# for GPUs
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
 def observed() -> bool:
     """Whether something, such as a profiler, wants to be told of launches by Triton itself."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-def replays_on(device: int) -> bool:
-    """Whether launches of this thread are made on a device, and nobody has to see each of them."""
-    return _taker.take is None and current_device() == device and not observed()
-
-
-def current_device() -> int:
-    """The device that kernels are launched on, as Triton's driver asks for it, but without its Python."""
-    return torch._C._cuda_getDevice()
-
-
-def current_stream(device: int) -> int:
-    """The stream that kernels are launched on."""
-    return torch._C._cuda_getCurrentRawStream(device)
+def replays_on(device: int) -> int | None:
+    """The stream of launches of this thread, if they are made on a device, and nobody has to see each of them."""
+    runtime = knobs.runtime
+    seen = _taker.take or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    return None if seen or current_device() != device else current_stream(device)
 
 
 class _Launcher:

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.common import aligned, differentiable, direct_when_eager
+from tokenmix_core.ops.common import aligned, differentiable, direct_when_eager, parts_of, room_for
 from tokenmix_core.ops.gated_delta_rule import hopper
 from tokenmix_core.ops.gated_delta_rule.backward import backward
-from tokenmix_core.ops.gated_delta_rule.forward import forward
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.ops.gated_delta_rule.forward import Forward, forward
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term_layouts
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_slots, segment_states
@@ -86,15 +87,15 @@ def run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     return out.o, out.final_state, *terms
 
 
-def _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm):
+def _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm, into=None):
     """Ã, the gates, the states that enter segments and their M: what forward and backward share."""
-    terms = prepare(k, g, beta, cu_seqlens, qk_l2norm)
+    terms = prepare(k, g, beta, cu_seqlens, qk_l2norm, into)
     return *terms, *segment_states(k, v, *terms, initial_state, cu_seqlens, qk_l2norm)
 
 
 def run_backward(
     do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens, scale,
-    qk_l2norm,
+    qk_l2norm, residual=None, states=None,
 ):  # fmt: skip
     """Gradients of q, k, v, g, β and the initial state (empty where there is none)."""
     q, k, v, g, beta = map(aligned, (q, k, v, g, beta))
@@ -102,24 +103,48 @@ def run_backward(
     terms, options = (inverse, gates), (cu_seqlens, scale, qk_l2norm)
     # the steps on Hopper sum ⟨dS', S⟩ from what is stored in 16 bits alone
     parts = q.element_size() == 2 and not (do is not None and hopper.takes(q, k, do))
-    saved = forward(q, k, v, *terms, entering, initial_state, *options, output=False, save=True, remainders=parts)
+    spare = parts or states is None
+    if spare:
+        saved = forward(q, k, v, *terms, entering, initial_state, *options, output=False, save=True, remainders=parts)
+    else:
+        none = v.new_empty(0)
+        saved = Forward(none, none, residual, states, none)
     inputs = (q, k, v, g, beta, *terms, transitions, saved)
-    return backward(*inputs, do, dfinal_state, *options, initial_state is not None)
+    return backward(*inputs, do, dfinal_state, *options, initial_state is not None, spare)
 
 
-def _forward(*inputs):
-    """`run_forward`, with None for what it leaves empty: fewer buffers to make and to keep."""
-    *results, entering, transitions = run_forward(*inputs)
-    return *results, *(x if len(x) else None for x in (entering, transitions))
+def _results(*inputs):
+    """`run_forward` where nobody asks for gradients."""
+    return run_forward(*inputs)[:2]
 
 
-def _backward(do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, *options):
-    """`run_backward` after `_forward`, with None in place of an empty gradient."""
+def _layouts(k, v, cu_seqlens):
+    """What is kept of the forward pass in one buffer: Ã, the gates and, where that is little, R and S of all chunks."""
+    states = state_layouts(k, v, cu_seqlens) if v.shape[3] == 128 and hopper.takes(k, v) else ()
+    return *term_layouts(k, v.shape[2]), *(states if room_for(states) <= tuning.GATED_DELTA_RULE_KEEPS else ())
+
+
+def _keep(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
+    """`run_forward`, with what `_backward` takes: that buffer, and what enters segments, None where there are none."""
+    q, k, v, g, beta, initial_state = map(aligned, (q, k, v, g, beta, initial_state))
+    layouts = _layouts(k, v, cu_seqlens)
+    kept = k.new_empty(room_for(layouts), dtype=torch.uint8)
+    inverse, gates, *states = parts_of(kept, layouts)
+    *found, transitions = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm, (inverse, gates))
+    options = initial_state, cu_seqlens, scale, qk_l2norm
+    out = forward(q, k, v, *found, *options, save=bool(states), into=states)
+    return out.o, out.final_state, kept, *(x if len(x) else None for x in (found[2], transitions))
+
+
+def _backward(do, dfinal_state, q, k, v, g, beta, kept, entering, transitions, initial_state, cu_seqlens, *options):
+    """`run_backward` after `_keep`, with None in place of an empty gradient."""
+    k, v = aligned(k), aligned(v)
+    inverse, gates, *states = parts_of(kept, _layouts(k, v, cu_seqlens))
     if entering is None:
         HV, V, K = *v.shape[2:], k.shape[-1]
         entering, transitions = (gates.new_empty(0, HV, K, size) for size in (V, K))
-    terms = inverse, gates, entering, transitions
-    *grads, dinitial_state = run_backward(do, dfinal_state, q, k, v, g, beta, *terms, initial_state, *options)
+    saved = inverse, gates, entering, transitions, initial_state, cu_seqlens
+    *grads, dinitial_state = run_backward(do, dfinal_state, q, k, v, g, beta, *saved, *options, *states)
     return *grads, None if initial_state is None else dinitial_state
 
 
@@ -132,39 +157,41 @@ def _step(q, k, v, g, beta, state, scale, qk_l2norm):
 
 
 def _save_chunk(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, beta, *output[2:], initial_state, cu_seqlens)
 
 
 def _save_recurrent(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens)
 
 
-def _gradients(ctx, do, dfinal_state, q, *saved):
+def _gradients(ctx, run, do, dfinal_state, *saved):
     """Gradients in the order of the forward arguments."""
-    run = _replayed_backward if is_plain(q) else backward_op
-    *grads, dinitial_state = run(do, dfinal_state, q, *saved, ctx.scale, ctx.qk_l2norm)
-    return *grads, dinitial_state if ctx.needs_input_grad[5] else None, None, None, None
+    *grads, dinitial_state = run(do, dfinal_state, *saved, *ctx.options)
+    *_, initial_state, _ = saved
+    return *grads, None if initial_state is None else dinitial_state, None, None, None
 
 
 def _backward_of_chunk(ctx, do, dfinal_state, *_):
-    return _gradients(ctx, do, dfinal_state, *ctx.saved_tensors)
+    saved = ctx.saved_tensors
+    # what was kept in one buffer is one tensor less
+    run = _replayed_backward if len(saved) == 10 else backward_op
+    return _gradients(ctx, run, do, dfinal_state, *saved)
 
 
 def _backward_of_recurrent(ctx, do, dfinal_state):
     q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
     if is_plain(q):
-        k, v, g, beta, initial_state = map(aligned, (k, v, g, beta, initial_state))
-        terms = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, ctx.qk_l2norm)
+        run, kept = _replayed_backward, _keep(q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options)
     else:
-        terms = chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, ctx.scale, ctx.qk_l2norm)[2:]
-    return _gradients(ctx, do, dfinal_state, q, k, v, g, beta, *terms, initial_state, cu_seqlens)
+        run, kept = backward_op, chunk_op(q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options)
+    return _gradients(ctx, run, do, dfinal_state, q, k, v, g, beta, *kept[2:], initial_state, cu_seqlens)
 
 
-chunk = differentiable(chunk_op, _forward, _save_chunk, _backward_of_chunk, outputs=2)
+chunk = differentiable(chunk_op, _results, _save_chunk, _backward_of_chunk, outputs=2, keep=_keep)
 recurrent = differentiable(recurrent_op, recurrent_forward, _save_recurrent, _backward_of_recurrent)
 step = direct_when_eager(step_op, _step, writes=5)
 

@@ -29,8 +29,9 @@ def backward(
     scale: float,
     qk_l2norm: bool,
     initial: bool,
+    spare: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, β and, if `initial`, the initial state; what is saved may be overwritten."""
+    """Gradients of q, k, v, g, β and, if `initial`, the initial state; what is saved may be overwritten if `spare`."""
     B, T, H, D = q.shape
     HV, N = v.shape[2], num_sequences(q, cu_seqlens)
     segment = 0
@@ -48,7 +49,7 @@ def backward(
             q, k, inverse, gates, *states, do, dfinal_state, *options, segment, v, initial
         )
         dq, dk, dg, dbeta = backward_chunk(
-            q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, *options
+            q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, *options, spare
         )
         return dq, dk, dv, dg, dbeta, dinitial_state
 
@@ -56,7 +57,8 @@ def backward(
     from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Reverse
 
     # a program has read a chunk's rows of R when it writes those of dK: one tensor less at the peak of memory
-    dq, dk, dv = q.new_empty(B, T, HV, D), saved.residual, torch.empty_like(v)
+    dk = saved.residual if spare else torch.empty_like(saved.residual)
+    dq, dv = q.new_empty(B, T, HV, D), torch.empty_like(v)
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     dinitial_state = v.new_empty(N if initial else 0, HV, D, D, dtype=torch.float32)
     reverse = Reverse(q, k, inverse, gates, saved.states, do, dfinal_state, *options, segment)

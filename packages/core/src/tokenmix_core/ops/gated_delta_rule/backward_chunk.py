@@ -165,8 +165,9 @@ def backward_chunk(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
+    spare: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of; `residual` may be overwritten."""
+    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of; `residual` may be overwritten if `spare`."""
     B, T, H, K = q.shape
     HV, V = dv.shape[2:]
     group = HV // H
@@ -175,7 +176,7 @@ def backward_chunk(
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
         # a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
-        dk = residual if K == V else k.new_empty(B, T, HV, K)
+        dk = residual if spare and K == V else k.new_empty(B, T, HV, K)
         on_hopper.backward_chunk(
             q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
         )

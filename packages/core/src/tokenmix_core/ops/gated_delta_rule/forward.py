@@ -4,6 +4,7 @@ The state is held transposed, `[BV, K]`: every matrix that is computed is then t
 which Hopper's matrix units take from registers, and nothing between two states passes through shared memory.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, walks
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, state_layouts, walks
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.launch import cached_launch
@@ -200,10 +201,12 @@ def forward(
     output: bool = True,
     save: bool = False,
     remainders: bool = False,
+    into: Sequence[Tensor] | None = None,
 ) -> Forward:
     """Run along the sequences, or along the segments that `entering` (see `segments.py`) holds the states of.
 
-    What `output`, `save` or, besides `save`, `remainders` do not ask for is empty.
+    What `output`, `save` or, besides `save`, `remainders` do not ask for is empty. What `save` asks for goes `into` two
+    tensors, if they are given.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -211,18 +214,19 @@ def forward(
     none = v.new_empty(0)
     out = torch.empty_like(v) if output else none
     final_state = v.new_empty(N, HV, K, V, dtype=torch.float32) if output else none
-    residual = torch.empty_like(v) if save else none
-    states = v.new_empty(chunk_slots(B, T, CHUNK, cu_seqlens), HV, K, V) if save else none
+    residual = states = none
+    if save:
+        residual, states = into or (v.new_empty(shape) for shape, _ in state_layouts(k, v, cu_seqlens))
     rests = torch.empty_like(states) if remainders else none
     programs = len(entering) or N
     segment = tuning.gated_delta_rule_segment(N, HV, B * T, walks(k, v)) if len(entering) else 0
     order = longest_first(T, segment, cu_seqlens)
     results = Forward(out, final_state, residual, states, rests)
-    if output != save and not remainders and V == 128 and hopper.takes(q, k, v):
+    if not remainders and V == 128 and hopper.takes(q, k, v):
         from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
 
         terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
-        on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, save, results[:4])
+        on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, output, save, results[:4])
         return results
     if output != save and save == remainders and K > 64 and hopper.takes_heads(q, k, v):
         from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles

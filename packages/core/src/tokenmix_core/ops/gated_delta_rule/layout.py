@@ -3,12 +3,25 @@
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import interpreting, on_hopper
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.ops.common import Layout, interpreting, on_hopper
 
 CHUNK = 64
 
 # sizes that Triton would otherwise compile anew for: those equal to 1, and those divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
+
+
+def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
+    """Ã and the gates of `prepare`."""
+    B, T = k.shape[:2]
+    return ((B, T, HV, CHUNK), k.dtype), ((HV, B * T, 4), torch.float32)
+
+
+def state_layouts(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, ...]:
+    """R and the state entering each chunk, of `forward`."""
+    B, T, HV, V = v.shape
+    return (tuple(v.shape), v.dtype), ((chunk_slots(B, T, CHUNK, cu_seqlens), HV, k.shape[-1], V), v.dtype)
 
 
 def walks(k: Tensor, v: Tensor) -> int:

@@ -1,6 +1,7 @@
 """What a chunk's keys and gates decide alone: cumulative decays, key norms and the inverse Ã. Parallel over chunks."""
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, solve_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, solve_precision, term_layouts
 from tokenmix_core.tile.decay import causal_decay, load_decay
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
@@ -136,12 +137,18 @@ def prepare_kernel(
         store_rows(p_a + 48, a_33, s_a, rows - 48, 16, 16)
 
 
-def prepare(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool) -> tuple[Tensor, Tensor]:
+def prepare(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Ã `[B, T, HV, C]` in k's dtype, and float32 `[HV, B · T, 4]`: b, β r, r and β, with r the keys' inverse norms."""
     B, T, H, K = k.shape
     HV = g.shape[2]
-    inverse = k.new_empty(B, T, HV, CHUNK)
-    gates = k.new_empty(HV, B * T, 4, dtype=torch.float32)
+    inverse, gates = out or (k.new_empty(shape, dtype=dtype) for shape, dtype in term_layouts(k, HV))
     if hopper.takes_heads(k):
         from tokenmix_core.ops.gated_delta_rule.hopper import prepare as on_hopper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ import triton
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.ops.common import aligned, differentiable, direct_when_eager, on_hopper
+from tokenmix_core.ops.common import aligned, differentiable, on_hopper, parts_of, room_for
+from tokenmix_core.ops.replay import Replayed
 from tokenmix_core.tile.launch import compiled_together
 from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_gates import slot_window_backward_gates_kernel
@@ -99,12 +101,15 @@ def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: L
 
 
 def _run(
-    q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before: int, window: int, scale: float
-) -> _Eight:
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before: int, window: int, scale: float,
+    kept: Sequence[Tensor] | None = None,
+) -> _Eight:  # fmt: skip
+    """All outputs; those that the backward pass needs may be given as `kept`."""
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v = map(aligned, (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
-    o, final_k, final_v, lse, end, splits, states_k, states_v = outputs = _outputs(
-        q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
-    )
+    o, final_k, final_v, lse, end, splits, states_k, states_v = outputs = (
+        *_results(q, v, f, y), *(kept or _empty(q, _kept_layouts(q, y)))
+    )  # fmt: skip
     M, K, V = (y.constants[x] for x in "MKV")
     with compiled_together() as launch:
         if window <= tuning.HOPPER_WINDOW and _on_hopper(y.constants, (q, k, v, f, q_slots, k_slots)):
@@ -150,21 +155,28 @@ def _run(
     return outputs
 
 
-def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
-    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+def _empty(x: Tensor, layouts: Sequence[tuple]) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in layouts)
+
+
+def _results(q: Tensor, v: Tensor, f: Tensor, y: Layout) -> tuple[Tensor, ...]:
+    """o and the final slots."""
+    K, V = y.constants["K"], y.constants["V"]
+    slots = y.sequences, y.heads, f.shape[3]
+    return _empty(q, (((*q.shape[:3], V), q.dtype), ((*slots, K), torch.float32), ((*slots, V), torch.float32)))
+
+
+def _kept_layouts(q: Tensor, y: Layout) -> tuple[tuple, ...]:
+    """Log-sum-exp, decays, splits and slots of chunks."""
     M, K, V = (y.constants[x] for x in "MKV")
     tiles = y.entries * y.rows, y.heads
-    wide = dict(dtype=torch.float32)
-    return (
-        q.new_empty(*q.shape[:3], V),
-        q.new_empty(y.sequences, y.heads, f.shape[3], K, **wide),
-        q.new_empty(y.sequences, y.heads, f.shape[3], V, **wide),
-        q.new_empty(q.shape[:3], **wide),
-        q.new_empty(*tiles, M, **wide),
-        q.new_empty(tiles, dtype=torch.int32),
-        q.new_empty(*tiles, K, M),
-        q.new_empty(*tiles, V, M),
-    )
+    small = (q.shape[:3], torch.float32), ((*tiles, M), torch.float32), (tiles, torch.int32)
+    return *small, ((*tiles, K, M), q.dtype), ((*tiles, V, M), q.dtype)
+
+
+def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+    return *_results(q, v, f, y), *_empty(q, _kept_layouts(q, y))
 
 
 @torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
@@ -192,6 +204,8 @@ def _run_backward(
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
     before: int, window: int, scale: float, initial: bool,
 ) -> _Eight:  # fmt: skip
+    q, k, v, f, q_slots, k_slots = map(aligned, (q, k, v, f, q_slots, k_slots))
+    do, dfinal_k, dfinal_v = map(aligned, (torch.zeros_like(o) if do is None else do, dfinal_k, dfinal_v))
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     M, K, V = (y.constants[x] for x in "MKV")
     dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = gradients = _empty_gradients(
@@ -315,7 +329,8 @@ def _empty_gradients(
 def slot_window_attention_backward_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
     cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, end: Tensor, splits: Tensor, states_k: Tensor, states_v: Tensor,
-    do: Tensor, dfinal_k: Tensor | None, dfinal_v: Tensor | None, before: int, window: int, scale: float, initial: bool,
+    do: Tensor | None, dfinal_k: Tensor | None, dfinal_v: Tensor | None, before: int, window: int, scale: float,
+    initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
     return _run_backward(
@@ -327,15 +342,33 @@ def slot_window_attention_backward_op(
 slot_window_attention_backward_op.register_fake(_empty_gradients)
 
 
-def _asked_for(q, k, v, f, q_slots, *inputs) -> tuple[Tensor | None, ...]:
-    """`_run_backward`, with None for gradients that nobody gets: fewer buffers to make."""
-    *grads, dq_slots, dk_slots, dinitial_k, dinitial_v = _run_backward(q, k, v, f, q_slots, *inputs)
+def _results_alone(*inputs) -> tuple[Tensor, ...]:
+    """`_run` where nobody asks for gradients."""
+    return _run(*inputs)[:3]
+
+
+def _keep(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+    """`_run`, with one buffer of all that the backward pass needs."""
+    layouts = _kept_layouts(q, _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window))
+    kept = q.new_empty(room_for(layouts), dtype=torch.uint8)
+    inputs = q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
+    return *_run(*inputs, parts_of(kept, layouts))[:3], kept
+
+
+def _asked_for(
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, kept, do, dfinal_k, dfinal_v, before, window, scale, initial
+) -> tuple[Tensor | None, ...]:
+    """`_run_backward` after `_keep`, with None for gradients that nobody gets: fewer buffers to make."""
+    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+    *grads, dq_slots, dk_slots, dinitial_k, dinitial_v = _run_backward(
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *parts_of(kept, _kept_layouts(q, y)), do, dfinal_k,
+        dfinal_v, before, window, scale, initial,
+    )  # fmt: skip
     slots = (None, None) if q_slots is None else (dq_slots, dk_slots)
-    *_, initial = inputs
     return *grads, *slots, *((dinitial_k, dinitial_v) if initial else (None, None))
 
 
-_backward = direct_when_eager(slot_window_attention_backward_op, _asked_for)
+_replayed_backward = Replayed(_asked_for)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -349,19 +382,15 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     tensors = ctx.saved_tensors
-    do, dfinal_k, dfinal_v = map(aligned, (torch.zeros_like(tensors[8]) if do is None else do, dfinal_k, dfinal_v))
-    *grads, dinitial_k, dinitial_v = _backward(*tensors, do, dfinal_k, dfinal_v, *ctx.options, ctx.initial)
+    # the last one holds all that was kept
+    run = _replayed_backward if len(tensors) == 10 else slot_window_attention_backward_op
+    *grads, dinitial_k, dinitial_v = run(*tensors, do, dfinal_k, dfinal_v, *ctx.options, ctx.initial)
     slots = grads[4:] if tensors[4] is not None else (None, None)
     initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
     return *grads[:4], *slots, *initial, None, None, None, None, None
 
 
-_attention = differentiable(slot_window_attention_op, _run, _save, _gradients, outputs=3)
-
-
-def slot_window_attention_triton(
-    q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o and the final slots, by the kernels; keys are the window before the queries and theirs."""
-    tensors = map(aligned, (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
-    return _attention(*tensors, start, cu_seqlens, before, window, scale)
+# o and the final slots, by the kernels; keys are the window before the queries and theirs
+slot_window_attention_triton = differentiable(
+    slot_window_attention_op, _results_alone, _save, _gradients, outputs=3, keep=_keep
+)

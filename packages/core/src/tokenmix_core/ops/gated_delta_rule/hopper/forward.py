@@ -143,22 +143,28 @@ def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, 
 
 @gluon.jit
 def write_outputs(
-    p_o, tiles, results, barriers, s_o, scale, rows, early, chunks, stride: gl.constexpr, L2NORM: gl.constexpr
+    pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, L2NORM: gl.constexpr,
+    SAVE: gl.constexpr,
 ):  # fmt: skip
-    """O = n ⊙ (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ)."""
+    """O = n ⊙ (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ).
+
+    With SAVE also S and R of each chunk.
+    """
+    p_o, p_r, p_s = pointers
+    rows, early, chunks = span
     q_s, k_s, _, _, gates_s = tiles
     s_s, s_r = results
     full, empty, states, residuals = barriers
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
-    V: gl.constexpr = s_s.shape[1]
     square: gl.constexpr = product_layout(BT, 4)
-    tile: gl.constexpr = product_layout(V, 4)
+    BV: gl.constexpr = s_s.shape[1]
+    tile: gl.constexpr = product_layout(BV, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     row_o: gl.constexpr = gl.SliceLayout(1, tile)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
-    zero, zero_o = gl.zeros([BT, BT], gl.float32, square), gl.zeros([BT, V], gl.float32, tile)
+    zero, zero_o = gl.zeros([BT, BT], gl.float32, square), gl.zeros([BT, BV], gl.float32, tile)
     for i in range(chunks):
         here = i % PLACES
         s_q, s_k, s_b, s_w = q_s.index(here), k_s.index(here), gates_s.index(here * 4), gates_s.index(here * 4 + 1)
@@ -181,23 +187,31 @@ def write_outputs(
         b_g = gl.convert_layout(b_n * gl.exp2(b_i), row_o)
         mbarrier.wait(states.index(0), i & 1)
         b_o = warpgroup_mma(s_q, s_s, zero_o, use_acc=False, is_async=True)
+        if SAVE:
+            store_rows(p_s, s_s, V, gl.where(i < early, 0, s_s.shape[0]), 4)
         b_o = warpgroup_mma_wait(0, deps=[b_o])
         mbarrier.arrive(states.index(1))
         mbarrier.arrive(empty.index(here))
         b_o *= b_g[:, None]
         mbarrier.wait(residuals.index(0), i & 1)
         b_o = warpgroup_mma(b_p, s_r, b_o, is_async=True)
+        if SAVE:
+            store_rows(p_r, s_r, HV * V, gl.where(i < early, 0, rows), 4)
         b_o, b_p = warpgroup_mma_wait(0, deps=[b_o, b_p])
         mbarrier.arrive(residuals.index(1))
         s_o.store(b_o.to(dtype))
-        store_rows(p_o, s_o, stride, gl.where(i < early, 0, rows), 4)
-        p_o += BT * stride
+        store_rows(p_o, s_o, HV * V, gl.where(i < early, 0, rows), 4)
+        p_o += BT * HV * V
+        p_r += BT * HV * V
+        p_s += HV * s_s.shape[0] * V
         rows -= BT
 
 
 @gluon.jit
-def keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV: gl.constexpr, V: gl.constexpr):
+def keep_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.constexpr):
     """Write S and R of each chunk."""
+    _, p_r, p_s = pointers
+    rows, early, chunks = span
     s_s, s_r = results
     _, _, states, residuals = barriers
     for i in range(chunks):
@@ -215,14 +229,12 @@ def keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV: gl.constex
 @gluon.jit
 def write_results(
     pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, L2NORM: gl.constexpr,
-    SAVE: gl.constexpr,
+    OUTPUT: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    p_o, p_r, p_s = pointers
-    rows, early, chunks = span
-    if SAVE:
-        keep_states(p_s, p_r, results, barriers, rows, early, chunks, HV, V)
+    if OUTPUT:
+        write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)
     else:
-        write_outputs(p_o, tiles, results, barriers, s_o, scale, rows, early, chunks, HV * V, L2NORM)
+        keep_states(pointers, results, barriers, span, HV, V)
 
 
 @cached_launch
@@ -231,9 +243,10 @@ def forward_kernel(
     q, k, v, inverse, gates, entering, initial_state, cu_seqlens, order, o, final_state, residual, saved,
     scale, T, N, tokens, segment,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    SAVE: gl.constexpr, INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+    OUTPUT: gl.constexpr, SAVE: gl.constexpr, INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states or, with SAVE, R and the state entering each chunk: of BV columns a program.
+    """With OUTPUT outputs and final states; with SAVE R and the state entering each chunk: of BV columns a program.
 
     With ORDERED programs take segments by `order`.
     """
@@ -259,7 +272,7 @@ def forward_kernel(
     for i in gl.static_range(places):
         # each of 128 threads tells of its copies, and one of the gates
         mbarrier.init(full.index(i), 129)
-        mbarrier.init(empty.index(i), groups if SAVE else groups + 1)
+        mbarrier.init(empty.index(i), groups + 1 if OUTPUT else groups)
     mbarrier.init(states.index(0), groups)
     mbarrier.init(states.index(1), 1)
     mbarrier.init(residuals.index(0), groups)
@@ -293,7 +306,7 @@ def forward_kernel(
     if begun < first:
         known = 0
     wanted = 0
-    if (not SAVE) & (end >= length):
+    if OUTPUT & (end >= length):
         wanted = V
     tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states, residuals)
     inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates)
@@ -305,8 +318,8 @@ def forward_kernel(
             [
                 (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
                 (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
-                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)),
-                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, not SAVE)),
+                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, OUTPUT, SAVE)),
+                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT)),
             ],
             [4, 4, 4], [160, 136, 56],
         )  # fmt: skip
@@ -314,8 +327,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
-                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)),
-                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, not SAVE)),
+                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, OUTPUT, SAVE)),
+                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT)),
             ],
             [4, 4], [200, 96],
         )  # fmt: skip
@@ -334,10 +347,11 @@ def forward(
     scale: float,
     qk_l2norm: bool,
     segment: int,
+    output: bool,
     save: bool,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Write outputs and final states or, with `save`, R and the states of chunks into `out`, which has all four.
+    """Write, with `output`, outputs and final states and, with `save`, R and the states of chunks into `out`, all four.
 
     Sequences are split into segments of `segment` tokens, unless that is 0.
     """
@@ -350,6 +364,6 @@ def forward(
     forward_kernel[(programs * (V // BV),)](
         q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
         scale, T, num_sequences(q, cu_seqlens), B * T, segment,
-        H, HV, K, V, CHUNK, BV, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
-        num_warps=4, launch_pdl=True,
+        H, HV, K, V, CHUNK, BV, output, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
+        order is not None, num_warps=4, launch_pdl=True,
     )  # fmt: skip
