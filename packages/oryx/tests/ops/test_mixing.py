@@ -1,10 +1,12 @@
 """A mixed call as one operation: the fused kernels against the eager layer in float64, in value and gradient."""
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn.rotary import RotaryEmbedding, Rotation
 from tokenmix_core.testing.agreement import assert_agrees
@@ -168,16 +170,18 @@ def test_kernels_on_a_gpu(family, kind, dtype):
 
 
 @pytest.mark.parametrize("family", ["mamba2", "delta rule"])
-def test_traced_calls_give_the_same(family, device):
+def test_traced_and_recomputed_calls_give_the_same(family, device):
     options, K = (MAMBA2, 16) if family == "mamba2" else (DELTA, 64)
     attends = modes("runs", 1, 20, device)
     ours, *_ = functions(options, attends, K, places=token_order(attends).places)
     leaves = {name: t.requires_grad_() for name, t in made(options, 1, 20, K, device=device).items()}
     found = []
-    for run in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+    recomputed = partial(checkpoint, ours, use_reentrant=False)
+    for run in (ours, recomputed, torch.compile(ours, backend="aot_eager", fullgraph=True)):
         y = run(**leaves).y
         found.append((y, *torch.autograd.grad(y.sum(), list(leaves.values()))))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for first, *others in zip(*found, strict=True):
+        assert all(torch.equal(first, x) for x in others)
 
 
 def test_bad_input_is_named(device):

@@ -186,9 +186,10 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, dy, *_):
     if dy is None:
         return (None,) * 20
-    inputs, kept = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
-    grads = iter(mix_backward(*inputs, *kept, dy, *ctx.options))
-    return *(None if x is None else next(grads) for x in inputs[:8]), *(None,) * 12
+    # asked for once: activations that are recomputed are there only once
+    saved = ctx.saved_tensors
+    grads = iter(mix_backward(*saved, dy, *ctx.options))
+    return *(None if x is None else next(grads) for x in saved[:8]), *(None,) * 12
 
 
 mix = differentiable(mix_op, _forward, _save, _gradients, outputs=1)
