@@ -152,7 +152,7 @@ def _run(
                 **y.constants, BM=y.slots, STRONG=strong, HEADS=heads, BN=t.BN, num_warps=t.num_warps,
                 num_stages=t.num_stages,
             )  # fmt: skip
-    return outputs
+    return o, final_k, final_v, lse, end, splits, states_k, states_v
 
 
 def _empty(x: Tensor, layouts: Sequence[tuple]) -> tuple[Tensor, ...]:
