@@ -398,6 +398,7 @@ COMMANDS = [
     (("train", "nano", "--resume"), "holds no checkpoint to resume from"),
     (("train", "nano", "--config", "none.yaml"), "none.yaml cannot be read"),
     (("train", "nano", "--evaluations", "mqra"), "no suite 'mqra'; choose from .*mqar"),
+    (("train", "nano", "--report_to", "no_such_logger"), "no_such_logger is no logger that is installed here"),
     (("train", "nano", "--sources", "no/such/tokens"), "no/such/tokens is no token file"),
     (("train", "nano", "--batch_tokens", "100"), "got 100"),
     (("eval", "CHECKPOINT"), "--suite"),

@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import tokenmix_core
+import tokenmix_oryx
 from tokenmix_core.corpora.prepare import prepare
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
-from tokenmix_core.training.trainer import train, training_rows
+from tokenmix_core.training.trainer import build_trainer, run_record, train, training_rows
 from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS
 
 NAMED = {"130m": 130e6, "380m": 380e6, "810m": 810e6, "1.4b": 1.4e9}
@@ -132,6 +134,12 @@ def test_the_assignment_is_the_recipe_s(small, assignment):
     rows, _ = training_rows(recipe, byte_tokenizer())
     drawn = torch.stack([rows[i]["inputs"]["mode"] for i in range(24)])
     assert bool((drawn.all(1) == drawn.any(1)).all()) is (assignment == "sequence")
+
+
+def test_a_run_s_record_names_the_versions_of_core_and_of_this_package(small, tmp_path):
+    versions = run_record(small, build_trainer(small, tmp_path, progress=False))["versions"]
+    expected = {"tokenmix_core": tokenmix_core.__version__, "tokenmix_oryx": tokenmix_oryx.__version__}
+    assert expected.items() <= versions.items()
 
 
 def test_a_resumed_run_goes_on_with_the_same_modes(small, tmp_path):

@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
+from transformers.integrations import get_available_reporting_integrations
 
 from tokenmix_core.corpora.prepare import built_in_corpus
 from tokenmix_core.corpora.sources import STDLIB
@@ -94,8 +96,19 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
 
 
 def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
-    """The recipe in the Trainer's terms, for this process and its device."""
+    """The recipe in the Trainer's terms, for this process and its device.
+
+    Raises:
+        ValueError: `report_to` names what is not known or not installed.
+    """
     run, optimizer = recipe.run, recipe.optimizer
+    known = get_available_reporting_integrations()
+    if absent := [name for name in run.report_to if name not in (*known, "all", "none")]:
+        here = ", ".join(known) or "none"
+        raise ValueError(
+            f"report_to: {', '.join(absent)} is no logger that is installed here (there is {here}); tensorboard and "
+            "wandb come with: pip install 'tokenmix-core[tensorboard,wandb]'"
+        )
     cuda = torch.cuda.is_available()
     bf16 = run.precision == "bf16" or (run.precision == "auto" and cuda and torch.cuda.is_bf16_supported())
     args = TrainingArguments(
@@ -132,6 +145,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         save_steps=run.save_steps,
         save_total_limit=run.save_total_limit,
         report_to=run.report_to or "none",
+        run_name=recipe.name,
         disable_tqdm=True,
     )
     # one process drives one device: several GPUs take several processes, never torch's DataParallel
@@ -257,10 +271,10 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     """What a run was, as plain data."""
     import transformers
 
-    import tokenmix_core
-
     args, model = trainer.args, trainer.model
     assert model is not None
+    # core, and the package that the model is of
+    packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
     return {
         "recipe": recipe.name,
         "values": recipe.values(),
@@ -270,7 +284,7 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
         "device": device_name(args),
         "versions": {
             "python": platform.python_version(),
-            "tokenmix_core": tokenmix_core.__version__,
+            **{package.__name__: package.__version__ for package in packages if hasattr(package, "__version__")},
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
