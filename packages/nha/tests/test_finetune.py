@@ -91,6 +91,12 @@ def test_only_attention_asks_for_gradients_in_stage_one(converted):
     assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
 
 
+def test_the_second_stage_begins_with_other_rows(converted):
+    first, second = (finetune(str(converted), stage).data for stage in (1, 2))
+    assert first.data_seed != second.data_seed
+    assert first.sources == second.sources
+
+
 def test_wrong_stages_and_folders_are_refused(converted, tmp_path, capsys):
     with pytest.raises(ValueError, match="stage must be"):
         finetune(str(converted), 3)

@@ -45,8 +45,9 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         description="attention alone, FFN frozen" if stage == 1 else f"LoRA of rank {rank} on everything",
         model=fields,
         model_type=config.model_type,
+        # the second stage begins with other rows than the first
         data=DataRecipe(
-            sources=["data/slimpajama"], tokenizer=checkpoint, seq_len=2048, documents="joined", data_seed=42
+            sources=["data/slimpajama"], tokenizer=checkpoint, seq_len=2048, documents="joined", data_seed=41 + stage
         ),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("5B"),
