@@ -213,6 +213,25 @@ def ssd_step(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))
 
 
+class StateStep(NamedTuple):
+    """BV columns of the state a program, of which BK rows at a time are in registers."""
+
+    BV: int
+    BK: int
+    num_warps: int
+
+
+def state_step(sequence_heads: int, K: int, V: int) -> StateStep | None:
+    """The tile of one token on Hopper, of the gated delta rule and SSD; None where Triton's form is taken.
+
+    As many tiles as a multiprocessor has room for are on their way at once; wide ones, whose rows are longer, where
+    they make many rounds.
+    """
+    if K != 128 or V < 64:
+        return None
+    return StateStep(64, 32, 4) if sequence_heads * V >= 64 * _MANY else StateStep(32, 32, 2)
+
+
 class ScanTile(NamedTuple):
     """BV columns of the state a program; for kernels that are not split along V, the tile they take at a time."""
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tokenmix_core import tuning
-from tokenmix_core.ops import chunk_gated_delta_rule
-from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
+from tokenmix_core.ops.gated_delta_rule import hopper, recurrent
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within
@@ -167,3 +167,23 @@ def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper,
     x = inputs(1, 300, 1, 2, 128, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
     assert on_hopper >= {"forward", "backward"}
+
+
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+@pytest.mark.parametrize("V", [64, 128])
+def test_one_token(V, qk_l2norm, monkeypatch):
+    (module,) = gluon.load(hopper.__name__, "step")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(recurrent, "on_hopper", lambda device: True)
+    monkeypatch.setattr(recurrent, "recurrent_kernel", None)
+    x = {name: value.squeeze(1) for name, value in inputs(3, 1, 1, 2, 128, V, N=3).items()}
+    x["k"] *= 128**-0.5
+    for widest in (False, True):
+        monkeypatch.setattr(tuning, "_MANY", 0 if widest else 2048)
+        results = []
+        for dtype, impl in ((torch.float32, "triton"), (torch.float64, "reference"), (torch.float32, "reference")):
+            token = {name: value.to(dtype, copy=True) for name, value in x.items()}
+            state = token.pop("initial_state")
+            results.append((gated_delta_rule_step(**token, state=state, qk_l2norm=qk_l2norm, impl=impl), state))
+        for name, *values in zip(("o", "state"), *results, strict=True):
+            assert_within(name, *values)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tokenmix_core import tuning
-from tokenmix_core.ops import chunk_ssd
-from tokenmix_core.ops.ssd import autograd, forward, gradients
+from tokenmix_core.ops import chunk_ssd, ssd_step
+from tokenmix_core.ops.ssd import autograd, forward, gradients, recurrent
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import assert_agrees
+from tokenmix_core.testing.closeness import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -101,3 +102,22 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
     ssd = partial(chunk_ssd, scale=0.7)
     assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), x)
     assert on_hopper == {"forward", "gradients"}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
+@pytest.mark.parametrize("widest", [False, True])
+def test_one_token(widest, weighted, monkeypatch):
+    (module,) = gluon.load("tokenmix_core", "ops.ssd.hopper.step")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(recurrent, "on_hopper", lambda device: True)
+    monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)
+    monkeypatch.setattr(tuning, "_MANY", 0 if widest else 2048)
+    x = inputs(B=3, T=1, G=2, HV=4, K=128, N=3, steps=weighted)
+    x = {name: value if name in ("initial_state", "D") else value.squeeze(1) for name, value in x.items()}
+    results = []
+    for dtype, impl in ((torch.float32, "triton"), (torch.float64, "reference"), (torch.float32, "reference")):
+        token = {name: value.to(dtype, copy=True) for name, value in x.items()}
+        state = token.pop("initial_state")
+        results.append((ssd_step(**token, state=state, scale=0.7, impl=impl), state))
+    for name, *values in zip(("o", "state"), *results, strict=True):
+        assert_within(name, *values)

@@ -196,6 +196,10 @@ def _cumulative_sum(x: Tensor, axis: int, combine: Callable, reverse: bool = Fal
     return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
 
 
+def _sums(values: Sequence[Tensor], axis: int, combine: Callable) -> tuple[Tensor, ...]:
+    return tuple(x.sum(axis) for x in values)
+
+
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
     """A logarithm; all else changes nothing, but keeps the compiler from knowing it."""
     if asm.startswith("lg2"):
@@ -232,6 +236,7 @@ def _language() -> ModuleType:
         "abs": torch.abs,
         "inline_asm_elementwise": _assembly,
         "associative_scan": _cumulative_sum,
+        "reduce": _sums,
         "expand_dims": torch.unsqueeze,
         "join": lambda x, y: torch.stack((x, y), -1),
         "split": lambda x: x.unbind(-1),

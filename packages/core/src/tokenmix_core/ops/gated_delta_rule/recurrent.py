@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
+from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
@@ -90,6 +91,15 @@ def recurrent_forward(
         state_out = q.new_empty(N, HV, K, V, dtype=torch.float32)
         initial_state = None if initial_state is None else initial_state.contiguous()
     step = T == 1 and cu_seqlens is None
+    tile = tuning.state_step(N * HV, K, V) if step and initial_state is state_out and on_hopper(q.device) else None
+    if tile is not None:
+        from tokenmix_core.ops.gated_delta_rule.hopper.step import hopper_step_kernel
+
+        hopper_step_kernel[(N * HV * (V // tile.BV),)](
+            q, k, v, g, beta, o, state_out, scale, H, HV // H, K, V, tile.BV, tile.BK, qk_l2norm,
+            num_warps=tile.num_warps,
+        )  # fmt: skip
+        return o, state_out
     launch = tuning.gated_delta_rule("step" if step else "recurrent", K, V, q.element_size(), N * HV)
     recurrent_kernel[(N * HV * (V // launch.BV),)](
         q, k, v, g, beta, cu_seqlens, o, initial_state if initial_state is not None else state_out, state_out,

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmix_core import tuning
+from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
-from tokenmix_core.tuning import ssd_recurrent as ssd_recurrent_config
-from tokenmix_core.tuning import ssd_step as ssd_step_config
 
 
 @triton.jit
@@ -69,8 +69,17 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
     HV, V = v.shape[2:]
     N = len(final_state)
     step = T == 1 and cu_seqlens is None
-    config = ssd_step_config(N * HV, K, V) if step else ssd_recurrent_config(N * HV, K, V)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    tile = tuning.state_step(N * HV, K, V) if step and initial_state is final_state and on_hopper(q.device) else None
+    if tile is not None:
+        from tokenmix_core.ops.ssd.hopper.step import hopper_step_kernel
+
+        hopper_step_kernel[(N * HV * (V // tile.BV),)](
+            q, k, v, g, dt, D, o, final_state, q.stride(1), k.stride(1), v.stride(1), scale, G, HV,
+            K, V, tile.BV, tile.BK, num_warps=tile.num_warps,
+        )  # fmt: skip
+        return o
+    config = tuning.ssd_step(N * HV, K, V) if step else tuning.ssd_recurrent(N * HV, K, V)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
         q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
         q.stride(1), k.stride(1), v.stride(1), scale, T, G, HV,

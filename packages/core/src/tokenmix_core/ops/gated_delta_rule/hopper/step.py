@@ -1,0 +1,60 @@
+"""One token: the state by way of shared memory, where more of it can be on its way at once than registers hold."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenmix_core.tile.hopper import LOG2_E, async_copy, begin_state_copy, state_layout
+from tokenmix_core.tile.launch import cached_launch
+
+
+@gluon.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["H", "group"])
+def hopper_step_kernel(
+    q, k, v, g, beta, o, state, scale, H, group,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr, L2NORM: gl.constexpr,
+):  # fmt: skip
+    """BV columns of a head's state a program, taken twice, BK rows at a time: to be read out, and to be updated."""
+    layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
+    i_v, i_nh = gl.program_id(0) % (V // BV) * BV, (gl.program_id(0) // (V // BV)).to(gl.int64)
+    i_n, i_hv = i_nh // (H * group), i_nh % (H * group)
+    o_k, o_v = gl.arange(0, BK, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
+    state += i_nh * (K * V) + i_v
+    s_s = begin_state_copy(state, K, V, BV)
+
+    q += (i_n * H + i_hv // group) * K
+    k += (i_n * H + i_hv // group) * K
+    b_v = gl.load(v + i_nh * V + i_v + o_v).to(gl.float32)
+    decay, beta_t = gl.exp2(gl.load(g + i_nh).to(gl.float32) * LOG2_E), gl.load(beta + i_nh).to(gl.float32)
+    # each warp has all of q and k, so that their sums wait for no other
+    o_l = gl.arange(0, K, gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
+    l_q, l_k = gl.load(q + o_l).to(gl.float32), gl.load(k + o_l).to(gl.float32)
+    kq = gl.sum(l_k * l_q, 0)
+    r_q, r_k = scale, 1.0
+    if L2NORM:
+        r_q = scale * gl.rsqrt(gl.sum(l_q * l_q, 0) + 1e-6)
+        r_k = gl.rsqrt(gl.sum(l_k * l_k, 0) + 1e-6)
+    parts_q, parts_k = (), ()
+    for i in gl.static_range(K // BK):
+        parts_q += (gl.load(q + i * BK + o_k),)
+        parts_k += (gl.load(k + i * BK + o_k),)
+
+    async_copy.wait_group(0)
+    b_sq, b_sk = gl.zeros([BK, BV], gl.float32, layout), gl.zeros([BK, BV], gl.float32, layout)
+    for i in gl.static_range(K // BK):
+        b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
+        b_sq += b_s * parts_q[i].to(gl.float32)[:, None]
+        b_sk += b_s * parts_k[i].to(gl.float32)[:, None]
+    # both read-outs of the old state at once; the output's part of the update is (k · q) u
+    b_sq, b_sk = gl.reduce((b_sq, b_sk), 0, add_both)
+    b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
+    b_o = r_q * (decay * b_sq + kq * b_u)
+    gl.store(o + i_nh * V + i_v + o_v, b_o.to(o.dtype.element_ty))
+    p_s = state + o_k[:, None] * V + o_v[None, :]
+    for i in gl.static_range(K // BK):
+        b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
+        gl.store(p_s + i * BK * V, b_s * decay + parts_k[i].to(gl.float32)[:, None] * b_u[None, :])

@@ -1,0 +1,47 @@
+"""One token: the state by way of shared memory, where more of it can be on its way at once than registers hold."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenmix_core.tile.hopper import LOG2_E, async_copy, begin_state_copy, state_layout
+from tokenmix_core.tile.launch import cached_launch
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["G", "HV"])
+def hopper_step_kernel(
+    q, k, v, g, dt, D, o, state, stride_q, stride_k, stride_v, scale, G, HV,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr,
+):  # fmt: skip
+    """BV columns of a head's state a program, BK rows at a time."""
+    layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
+    i_v, i_nh = gl.program_id(0) % (V // BV) * BV, (gl.program_id(0) // (V // BV)).to(gl.int64)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    o_k, o_v = gl.arange(0, BK, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
+    state += i_nh * (K * V) + i_v
+    s_s = begin_state_copy(state, K, V, BV)
+
+    q += i_n * stride_q + i_h // (HV // G) * K + o_k
+    k += i_n * stride_k + i_h // (HV // G) * K + o_k
+    b_v = gl.load(v + i_n * stride_v + i_h * V + i_v + o_v).to(gl.float32)
+    decay = gl.exp2(gl.load(g + i_nh).to(gl.float32) * LOG2_E)
+    b_x = b_v
+    if dt is not None:
+        b_x = b_v * gl.load(dt + i_nh).to(gl.float32)
+    parts_q, parts_k = (), ()
+    for i in gl.static_range(K // BK):
+        parts_q += (gl.load(q + i * BK),)
+        parts_k += (gl.load(k + i * BK),)
+
+    async_copy.wait_group(0)
+    p_s = state + o_k[:, None] * V + o_v[None, :]
+    b_o = gl.zeros([BK, BV], gl.float32, layout)
+    for i in gl.static_range(K // BK):
+        b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
+        b_s = b_s * decay + parts_k[i].to(gl.float32)[:, None] * b_x[None, :]
+        gl.store(p_s + i * BK * V, b_s)
+        b_o += b_s * parts_q[i].to(gl.float32)[:, None]
+    b_o = gl.sum(b_o, 0) * scale
+    if D is not None:
+        b_o += b_v * gl.load(D + i_h).to(gl.float32)
+    gl.store(o + i_nh * V + i_v + o_v, b_o.to(o.dtype.element_ty))
