@@ -1,8 +1,11 @@
 """What torch's ways of differentiating and tracing make of operations: the right numbers, or an error."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tokenmix_core.nn.loss import linear_cross_entropy
 from tokenmix_core.ops import attention, short_conv
@@ -51,6 +54,41 @@ def test_forward_mode_derivatives_are_refused(op, recorded, x, device):
 def test_transforms_of_functions_are_refused(op, transform, x, device):
     with pytest.raises(RuntimeError):
         transform(lambda x: op(x, device).sum())(x if transform is torch.func.grad else x[None])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_activations_may_be_recomputed(op, x, device):
+    y = op(x, device)
+    (wanted,) = torch.autograd.grad(y.sum(), x)
+    (got,) = torch.autograd.grad(checkpoint(op, x, device, use_reentrant=False).sum(), x)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_what_recomputing_spares_may_be_chosen_by_operation(x, device):
+    seen = []
+
+    def policy(context, op, *args, **options):
+        if "short_conv" in str(op):
+            seen.append(context.is_recompute)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(lambda x: convolution(x * 1, device), x, use_reentrant=False, context_fn=contexts)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert seen == [False, True]
+    torch.testing.assert_close(got, torch.autograd.grad(convolution(x, device).sum(), x)[0])
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+@pytest.mark.parametrize("op", OPS[:2])
+def test_a_traced_call_computes_anew(op, mode, x, device):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = x.detach()
+    with torch.no_grad():
+        traced = make_fx(lambda x: op(x, device), tracing_mode=mode)(x)
+        torch.testing.assert_close(traced(x.flip(1)), op(x.flip(1), device))
 
 
 def test_a_convolution_is_traced_with_sizes_that_are_not_known(device):

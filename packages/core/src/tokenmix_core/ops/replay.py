@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from tokenmix_core.ops.replay_code import Step, alike, compiled, matching, renew
 
@@ -29,13 +29,17 @@ _REMEMBERED = 1024
 _TRIED = 4
 # what `Replayed.forget` clears
 _remembering: list[Any] = []
+# how many modes see every operation of torch
+_modes = torch._C._len_torch_dispatch_stack
 # whether a tensor is where kernels are launched
 on_gpu = attrgetter("is_cuda")
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor in eager mode, not one that torch traces with."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    """Whether x is an ordinary tensor in eager mode, where nobody watches operations, who would miss kernels."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return False
+    return not _modes() or isinstance(_get_current_dispatch_mode(), _Recorder)
 
 
 @functools.cache
