@@ -37,11 +37,11 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     add,
     multiply,
     nonzero,
-    room,
     scale_rows,
     square,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Reverse, between_segments
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import room
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.order import longest_first

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.tile.hopper import (
     anew,
     causal_decay,
@@ -147,6 +147,8 @@ def run_back(
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
+    # dS is held with this factor
+    ROOM: gl.constexpr = room(dtype, D)
     tile: gl.constexpr = product_layout(D, 4)
     flat: gl.constexpr = product_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
@@ -154,7 +156,7 @@ def run_back(
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     o_v, o_k = FIRST + gl.arange(0, 64, gl.SliceLayout(1, tile)), gl.arange(0, D, gl.SliceLayout(0, tile))
     p_tile = o_k[None, :] * D + o_v[:, None]
-    b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
+    b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0) * ROOM
     zero = gl.zeros([64, BT], gl.float32, flat)
     out_v = gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
     for i in range(steps):
@@ -174,7 +176,7 @@ def run_back(
             mbarrier.arrive(barriers.index(MADE + here))
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; meanwhile dS is handed on
         mbarrier.wait(barriers.index(DS_READ), (i + 1) & 1)
-        s_dst.store(b_ds.to(dtype))
+        s_dst.store((b_ds * (1 / ROOM)).to(dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.index(DS_THERE))
         b_dr = warpgroup_mma(s_dst, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -203,18 +205,18 @@ def run_back(
             fence_async_shared()
             mbarrier.arrive(barriers.index(DY_THERE))
             store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
-        b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col))[None, :]).to(dtype)
+        b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * ROOM)[None, :]).to(dtype)
         if i >= warm:
             # its terms cancel, so that one of the two has to be as it was before it was rounded
             mbarrier.wait(barriers.index(S_THERE), (i - warm) & 1)
             b_s = widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
-            b_end = gl.sum(b_s * b_ds, 1) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
+            b_end = gl.sum(b_s * b_ds, 1) * (1 / ROOM) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
             # rows of one thread together
             s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
             mbarrier.arrive(barriers.index(SUMMED))
             mbarrier.arrive(barriers.index(S_READ))
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
-        b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale
+        b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale * ROOM
         b_do = scale_tile(s_dot.load(left_k), b_g[None, :])
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(load_last(g_b, gl.SliceLayout(0, tile)))[None, :], is_async=True)
         b_dy = gl.convert_layout(b_dy, left_k)
@@ -225,4 +227,4 @@ def run_back(
         rows += BT
     # offsets that are known to be those from before would be kept all along
     p_tile = anew(0) + o_k[None, :] * D + o_v[:, None]
-    gl.store(p_final + p_tile, b_ds, mask=o_v[:, None] < wanted)
+    gl.store(p_final + p_tile, b_ds * (1 / ROOM), mask=o_v[:, None] < wanted)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
     LOG2_E,
@@ -27,12 +27,6 @@ from tokenmix_core.tile.launch import cached_launch
 
 # β up to which a token counts for nothing in the sums that cancel
 SMALLEST = gl.constexpr(2.0**-8)
-
-
-@gluon.constexpr_function
-def room(dtype, K):
-    """A factor of E and F, which have two norms in them, some 1 / K: else float16 would keep few of their digits."""
-    return 1.0 if dtype == gl.bfloat16 else K / 4
 
 
 @gluon.jit

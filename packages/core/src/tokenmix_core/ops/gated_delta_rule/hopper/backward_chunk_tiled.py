@@ -12,13 +12,12 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     backward_chunk,
     dot_rows,
     nonzero,
-    room,
     scale_rows,
     store_gates,
     unnormalise,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, room
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
@@ -48,6 +48,8 @@ def backward_state_kernel(
     # all columns of V are one program's
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
+    # dS is held with this factor
+    ROOM: gl.constexpr = room(dtype, K, L2NORM)
     tile: gl.constexpr = product_layout(K, WARPS)
     flat: gl.constexpr = product_layout(BT, WARPS)
     # P' is shared out among all warps: a warp group for each part of its columns
@@ -101,9 +103,9 @@ def backward_state_kernel(
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([V, K], gl.float32, tile)
     if FINAL and started == chunks:
-        b_ds = gl.load(dfinal_state + p_tile)
+        b_ds = gl.load(dfinal_state + p_tile) * ROOM
     if CARRIED and (started == end) & (end < chunks):
-        b_ds = gl.load(passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None])
+        b_ds = gl.load(passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]) * ROOM
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
 
@@ -127,7 +129,7 @@ def backward_state_kernel(
         g_b.store(b_b)
         g_p.store(b_w)
         g_w.store(b_w * gl.exp2(last - b_b))
-        g_y.store(-gl.exp2(b_b) * b_r)
+        g_y.store(-gl.exp2(b_b) * b_r * ROOM)
         async_copy.wait_group(0)
         if i_c > first:
             before = token.to(gl.int64) - BT
@@ -142,9 +144,9 @@ def backward_state_kernel(
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero_p, use_acc=False, is_async=True)
-        b_dh = gl.convert_layout(b_ds.to(dtype), left)
+        b_dh = gl.convert_layout((b_ds * (1 / ROOM)).to(dtype), left)
         b_dr = warpgroup_mma(b_dh, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_ds.permute((1, 0)).store(b_ds.to(dtype))
+        s_ds.permute((1, 0)).store((b_ds * (1 / ROOM)).to(dtype))
         if i_c < end and not LOCAL:
             store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
 
@@ -159,14 +161,14 @@ def backward_state_kernel(
         b_decay = causal_decay(b_i, g_b.load(col), o_i, o_j) * g_p.load(col)[None, :] * r_i[:, None]
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_decay).to(dtype))
-        g_p.store(gl.exp2(b_i) * r_i)
+        g_p.store(gl.exp2(b_i) * r_i * ROOM)
         fence_async_shared()
         if i_c < end and not LOCAL:
             # its terms cancel, so that one of the two, or both, have to be as they were before they were rounded
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
                 b_s += gl.convert_layout(m_2.index(here).permute((1, 0)).load(left_k), tile).to(gl.float32)
-            gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1))
+            gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1) * (1 / ROOM))
         b_dr, b_dh = warpgroup_mma_wait(0, deps=[b_dr, b_dh])
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
@@ -187,9 +189,10 @@ def backward_state_kernel(
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
 
     if LOCAL:
+        b_ds *= 1 / ROOM
         gl.store(passed + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None], b_ds)
     if INITIAL and first == 0:
-        gl.store(dinitial_state + p_tile, b_ds)
+        gl.store(dinitial_state + p_tile, b_ds * (1 / ROOM))
 
 
 class Reverse(NamedTuple):

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, room
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
@@ -65,6 +65,8 @@ def backward_state_kernel(
     Flags are those of `backward_state.py`.
     """
     dtype: gl.constexpr = q.dtype.element_ty
+    # dS is held with this factor
+    ROOM: gl.constexpr = room(dtype, K, L2NORM)
     # either half of the columns is itself shared out between the groups
     tile: gl.constexpr = group_layout(K // 2, WARPS)
     flat: gl.constexpr = group_layout(BT, WARPS)
@@ -116,9 +118,9 @@ def backward_state_kernel(
     o_passed = i_hv.to(gl.int64) * K * V + i_v * BV + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([BV, K], gl.float32, tile)
     if FINAL and started == chunks:
-        b_ds = gl.load(dfinal_state + p_tile)
+        b_ds = gl.load(dfinal_state + p_tile) * ROOM
     if CARRIED and (started == end) & (end < chunks):
-        b_ds = gl.load(passed + (i_s + 1).to(gl.int64) * HV * K * V + o_passed)
+        b_ds = gl.load(passed + (i_s + 1).to(gl.int64) * HV * K * V + o_passed) * ROOM
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BV, BT], gl.float32, flat)
 
@@ -146,12 +148,12 @@ def backward_state_kernel(
         g_b.store(b_b)
         g_p.store(b_w)
         g_w.store(b_w * gl.exp2(last - b_b))
-        g_y.store(-gl.exp2(b_b) * b_r)
+        g_y.store(-gl.exp2(b_b) * b_r * ROOM)
         await_copies(2)
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_ds.permute((1, 0)).store(b_ds.to(dtype))
+        s_ds.permute((1, 0)).store((b_ds * (1 / ROOM)).to(dtype))
         fence_async_shared()
         barrier()
         b_dr = warpgroup_mma(s_ds.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -180,7 +182,7 @@ def backward_state_kernel(
         b_decay = causal_decay(b_i, g_b.load(col), o_i, o_j) * g_p.load(col)[None, :] * r_i[:, None]
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_decay).to(dtype))
-        g_p.store(gl.exp2(b_i) * r_i)
+        g_p.store(gl.exp2(b_i) * r_i * ROOM)
         await_copies(2)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
 
@@ -192,7 +194,7 @@ def backward_state_kernel(
         fetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0, REMAINDERS)
         async_copy.commit_group()
         if i_c < end and not LOCAL:
-            gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end)
+            gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end * (1 / ROOM))
         b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g_p.load(col)[None, :]
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         # dR and then γ dY take the place of P', and γ dO that of dO
@@ -222,9 +224,9 @@ def backward_state_kernel(
     async_copy.wait_group(0)
 
     if LOCAL:
-        gl.store(passed + i_s.to(gl.int64) * HV * K * V + o_passed, b_ds)
+        gl.store(passed + i_s.to(gl.int64) * HV * K * V + o_passed, b_ds * (1 / ROOM))
     if INITIAL and first == 0:
-        gl.store(dinitial_state + p_tile, b_ds)
+        gl.store(dinitial_state + p_tile, b_ds * (1 / ROOM))
 
 
 # as `backward_state`, for heads of 64, 128 and 256

@@ -18,3 +18,9 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
     rows = gl.maximum(gl.minimum(length - token, 64), 1)
     b_b, b_w = load_gate(p_gates, rows, layout), load_gate(p_gates + 1, rows, layout)
     return b_b, b_w, load_gate(p_gates + 2, rows, layout), gl.load(p_gates + (rows - 1) * 4)
+
+
+@gluon.constexpr_function
+def room(dtype, K, normalised=True):
+    """A factor for operands that have norms of q and k in them, some 1 / K: else float16 would keep few digits."""
+    return K / 4 if normalised and dtype != gl.bfloat16 else 1.0
