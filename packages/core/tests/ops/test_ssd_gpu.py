@@ -185,12 +185,16 @@ def test_token_by_token(dtype, T):
     assert_within("final_state", got.final_state, exact.final_state, eager.final_state)
 
 
+@pytest.mark.parametrize("on_hopper", [True, False])
+@pytest.mark.parametrize("steps", [False, True], ids=["", "steps"])
 @pytest.mark.parametrize("batch", [1, 32, 128])
-def test_decoding_updates_the_state_in_place(batch):
-    x = inputs(batch, 1, 1, 16, 128, 128, N=batch)
+def test_decoding_updates_the_state_in_place(batch, steps, on_hopper, monkeypatch):
+    if not on_hopper:
+        monkeypatch.setattr(tuning, "state_step", lambda *shape: None)
+    x = inputs(batch, 1, 1, 16, 128, 128, N=batch, steps=steps)
     got_state = x.pop("initial_state").contiguous()
     expected_state = got_state.clone()
-    token = {name: value[:, 0] for name, value in x.items()}
+    token = {name: value if name == "D" else value[:, 0] for name, value in x.items()}
     got = ssd_step(**token, state=got_state, impl="triton")
     expected = ssd_step(**token, state=expected_state, impl="reference")
     assert relative_error(got, expected) < 4e-3
