@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
@@ -243,6 +244,24 @@ def test_gradients_keep_the_dtypes_of_their_inputs(device):
     assert (o.dtype, final_state.dtype) == (torch.bfloat16, torch.float32)
     for value, grad in zip(leaves.values(), torch.autograd.grad(o.sum(), list(leaves.values())), strict=True):
         assert (grad.dtype, grad.shape) == (value.dtype, value.shape)
+
+
+def test_a_backward_pass_shows_itself_to_a_mode_that_watches(device):
+    x = inputs(B=1, T=2, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
+    leaves = [value.requires_grad_() for value in x.values()]
+    output = chunk_gated_delta_rule(**x, qk_l2norm=True, impl="triton")
+    wanted = torch.autograd.grad(output, leaves, [value.detach() for value in output], retain_graph=True)
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        got = torch.autograd.grad(output, leaves, [value.detach() for value in output])
+    assert "tokenmix.gated_delta_rule_backward.default" in seen
+    assert all(map(torch.equal, got, wanted))
 
 
 def test_registered_as_torch_operators(device):

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.agreement import values_and_gradients
@@ -330,6 +331,24 @@ def test_step_kernel_equals_the_whole(monkeypatch, inside, own_keys):
         for t in range(18, 24):
             o = slot_window_attention_step(**token(x, t), state=state, impl="triton")
             assert relative_error(o, whole[:, t]) < 2e-6
+
+
+def test_a_backward_pass_shows_itself_to_a_mode_that_watches():
+    x = inputs(B=1, T=9, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
+    leaves = [value.requires_grad_() for value in x.values() if value is not None]
+    o = slot_window_attention(**x, window=4, output_final_state=False, impl="triton").o
+    wanted = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        got = torch.autograd.grad(o.sum(), leaves)
+    assert "tokenmix_nha.slot_window_attention_backward.default" in seen
+    assert all(map(torch.equal, got, wanted))
 
 
 def test_ops_are_registered_for_compilation():

@@ -136,15 +136,20 @@ def _keep(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
     return out.o, out.final_state, kept, *(x if len(x) else None for x in (found[2], transitions))
 
 
-def _backward(do, dfinal_state, q, k, v, g, beta, kept, entering, transitions, initial_state, cu_seqlens, *options):
-    """`run_backward` after `_keep`, with None in place of an empty gradient."""
-    k, v = aligned(k), aligned(v)
-    inverse, gates, *states = parts_of(kept, _layouts(k, v, cu_seqlens))
+def _parts(k, v, cu_seqlens, kept, entering, transitions):
+    """What `_keep` kept as `run_backward` takes it: Ã, the gates, what enters segments and their M; R and S, if there."""
+    inverse, gates, *states = parts_of(kept, _layouts(aligned(k), aligned(v), cu_seqlens))
     if entering is None:
         HV, V, K = *v.shape[2:], k.shape[-1]
         entering, transitions = (gates.new_empty(0, HV, K, size) for size in (V, K))
-    saved = inverse, gates, entering, transitions, initial_state, cu_seqlens
-    *grads, dinitial_state = run_backward(do, dfinal_state, q, k, v, g, beta, *saved, *options, *states)
+    return (inverse, gates, entering, transitions), states
+
+
+def _backward(do, dfinal_state, q, k, v, g, beta, kept, entering, transitions, initial_state, cu_seqlens, *options):
+    """`run_backward` after `_keep`, with None in place of an empty gradient."""
+    terms, states = _parts(k, v, cu_seqlens, kept, entering, transitions)
+    inputs = q, k, v, g, beta, *terms, initial_state, cu_seqlens
+    *grads, dinitial_state = run_backward(do, dfinal_state, *inputs, *options, *states)
     return *grads, None if initial_state is None else dinitial_state
 
 
@@ -176,10 +181,15 @@ def _gradients(ctx, run, do, dfinal_state, *saved):
 
 
 def _backward_of_chunk(ctx, do, dfinal_state, *_):
-    saved = ctx.saved_tensors
-    # what was kept in one buffer is one tensor less
-    run = _replayed_backward if len(saved) == 10 else backward_op
-    return _gradients(ctx, run, do, dfinal_state, *saved)
+    q, k, v, g, beta, *kept, initial_state, cu_seqlens = ctx.saved_tensors
+    run = backward_op
+    # by `_keep`, not by the op
+    if len(kept) == 3:
+        if is_plain(q):
+            run = _replayed_backward
+        else:
+            kept, _ = _parts(k, v, cu_seqlens, *kept)
+    return _gradients(ctx, run, do, dfinal_state, q, k, v, g, beta, *kept, initial_state, cu_seqlens)
 
 
 def _backward_of_recurrent(ctx, do, dfinal_state):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.common import aligned, differentiable, on_hopper, parts_of, room_for
-from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.ops.replay import Replayed, is_plain
 from tokenmix_core.tile.launch import compiled_together
 from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_gates import slot_window_backward_gates_kernel
@@ -355,14 +355,19 @@ def _keep(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, bef
     return *_run(*inputs, parts_of(kept, layouts))[:3], kept
 
 
+def _parts(q, k, v, f, k_slots, start, cu_seqlens, kept, before, window) -> list[Tensor]:
+    """What `_keep` kept, in tensors of their own."""
+    return parts_of(kept, _kept_layouts(q, _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)))
+
+
 def _asked_for(
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, kept, do, dfinal_k, dfinal_v, before, window, scale, initial
 ) -> tuple[Tensor | None, ...]:
     """`_run_backward` after `_keep`, with None for gradients that nobody gets: fewer buffers to make."""
-    y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
+    parts = _parts(q, k, v, f, k_slots, start, cu_seqlens, kept, before, window)
     *grads, dq_slots, dk_slots, dinitial_k, dinitial_v = _run_backward(
-        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *parts_of(kept, _kept_layouts(q, y)), do, dfinal_k,
-        dfinal_v, before, window, scale, initial,
+        q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *parts, do, dfinal_k, dfinal_v, before, window, scale,
+        initial,
     )  # fmt: skip
     slots = (None, None) if q_slots is None else (dq_slots, dk_slots)
     return *grads, *slots, *((dinitial_k, dinitial_v) if initial else (None, None))
@@ -381,11 +386,17 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
-    tensors = ctx.saved_tensors
-    # the last one holds all that was kept
-    run = _replayed_backward if len(tensors) == 10 else slot_window_attention_backward_op
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *kept = ctx.saved_tensors
+    run = slot_window_attention_backward_op
+    # by `_keep`, not by the op
+    if len(kept) == 1:
+        if is_plain(q):
+            run = _replayed_backward
+        else:
+            kept = _parts(q, k, v, f, k_slots, start, cu_seqlens, *kept, *ctx.options[:2])
+    tensors = q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *kept
     *grads, dinitial_k, dinitial_v = run(*tensors, do, dfinal_k, dfinal_v, *ctx.options, ctx.initial)
-    slots = grads[4:] if tensors[4] is not None else (None, None)
+    slots = grads[4:] if q_slots is not None else (None, None)
     initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
     return *grads[:4], *slots, *initial, None, None, None, None, None
 
