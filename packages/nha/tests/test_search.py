@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_nha.cli import main
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
-from tokenmix_nha.search import best_of_each, score_of, search_windows
+from tokenmix_nha.search import best_of_each, remembered, score_of, search_windows
 from tokenmix_nha.windows import windows_of
 
 LAYERS = 12
@@ -99,12 +99,42 @@ def test_scores_come_from_the_rows_of_any_suite():
         score([{"prompt": "a", "continuation": "b"}])
 
 
+def test_a_resumed_search_asks_for_nothing_that_was_tried(model, tmp_path):
+    log, asked = tmp_path / "out" / "tried.jsonl", []
+
+    def stops(m):
+        asked.append(tuple(windows_of(m)))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return worth(m)
+
+    options, about = {"window": 4, "blocks": (6, 3), "progress": False}, {"task": "a", "lengths": (64,)}
+    with pytest.raises(KeyboardInterrupt):
+        search_windows(model, remembered(stops, log, about, resume=False), **options)
+    # a line that a killed process did not finish
+    with log.open("a") as file:
+        file.write('{"windows": [4')
+    before = asked[:3]
+    found, chosen = search_windows(model, remembered(stops, log, about, resume=True), **options)
+    assert (found, chosen) == search_windows(model, worth, **options)
+    assert not set(before) & set(asked[4:])
+    count = len(asked)
+    search_windows(model, remembered(stops, log, about, resume=True), **options)
+    assert len(asked) == count
+    # scores of another task are none of this one, and a search begins anew unless it is to resume
+    for others, resume in (({"task": "b"}, True), (about, False)):
+        asked.clear()
+        search_windows(model, remembered(lambda m: asked.append(1) or 0.0, log, others, resume=resume), **options)
+        assert len(asked) > count - 4
+
+
 def test_the_command_writes_table_plot_and_a_configuration_that_loads(tmp_path, capsys):
     model = make(layers=4, window=[4, 4, "full", 4])
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     call = ["search", str(tmp_path / "model"), "--task", "mqar:mqar-64-4", "--lengths", "64", "--limit", "4"]
     assert main([*call, "--vocab-size", "200", "--max-full", "1"]) == 0
+    assert main([*call, "--vocab-size", "200", "--max-full", "1", "--resume"]) == 0
     out = tmp_path / "model" / "search"
     assert {"search.json", "search.png", "report.md", "chosen"} <= {path.name for path in out.iterdir()}
     result = json.loads((out / "search.json").read_text())

@@ -78,6 +78,7 @@ def _add_commands(add: cli.AddCommand) -> None:
         "--max-full", type=int, metavar="N", help="full layers of the chosen one (default: the sparsest's and --insert)"
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (default: CHECKPOINT/search)")
+    sub.add_argument("--resume", action="store_true", help="keep what an interrupted search in the folder has tried")
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
     sub.add_argument("--lengths", type=cli.numbers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")

@@ -15,9 +15,10 @@ from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResu
 from tokenmix_core.evaluation.report import format_rows, write_result
 from tokenmix_core.evaluation.suites import COMMONSENSE, LONGBENCH, RECALL, RULER, check_suites
 from tokenmix_core.files import write_atomically
+from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, nha_mixers, using_windows, windows_of
 
-CHOSEN = "chosen"
+CHOSEN, TRIED = "chosen", "tried.jsonl"
 # those of Table 5
 BLOCKS = (8, 6, 4, 3, 2)
 # what stands for each of the harness' tasks
@@ -148,6 +149,36 @@ def score_of(task: str, result: SuiteResult) -> float:
     return sum(values) / len(values)
 
 
+def remembered(
+    score: Callable[[Any], float], log: Path, about: dict[str, Any], *, resume: bool
+) -> Callable[[Any], float]:
+    """`score`, which keeps what each choice of windows reached in a file of JSON lines.
+
+    Args:
+        log: the file, begun anew unless to `resume`.
+        about: what scores depend on beside the windows; those that a resumed search takes from the file depend on the
+            same.
+        resume: ask `score` for no windows that the file has.
+    """
+    # as the file will have it
+    about = json.loads(json.dumps(about))
+    lines = read_metrics(log) if resume and log.exists() else []
+    # without a line that a killed process did not finish
+    write_atomically(log, "".join(json.dumps(line) + "\n" for line in lines))
+    known = {tuple(line["windows"]): line["score"] for line in lines if line["about"] == about}
+
+    def of(model: Any) -> float:
+        windows = tuple(windows_of(model))
+        if windows not in known:
+            known[windows] = score(model)
+            line = {"windows": windows, "score": known[windows], "about": about}
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return known[windows]
+
+    return of
+
+
 def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
     """The table and the plot."""
     rows = [
@@ -202,9 +233,12 @@ def command(args: argparse.Namespace, context: Any) -> None:
         raise ValueError("--window is needed: all layers of this model are full")
     window = min(finite) if args.window is None else args.window
     layers = len(nha_mixers(model))
+    about = {"checkpoint": str(args.checkpoint), "task": args.task, **{n: getattr(args, n) for n in names}}
     candidates, chosen = search_windows(
         model,
-        lambda m: score_of(args.task, suite.run(m, tokenizer, options)),
+        remembered(
+            lambda m: score_of(args.task, suite.run(m, tokenizer, options)), out / TRIED, about, resume=args.resume
+        ),
         window=window,
         blocks=args.blocks or [block for block in BLOCKS if block <= layers],
         insert=args.insert,
