@@ -194,6 +194,7 @@ def test_borders_are_where_documents_begin_inside_a_range(good):
         ({"source": "{in}/field.jsonl"}, r"field.jsonl, line 1 has no field 'text'; it has body"),
         ({"source": "{in}/field.jsonl", "text_field": "n"}, "line 1 has no field 'n'"),
         ({"source": "{in}/number.jsonl"}, "field 'text' must be text, got int"),
+        ({"source": "{in}/half.jsonl"}, "line 1: field 'text' holds half a character at place 1"),
         ({"source": "{in}/list.jsonl"}, "has no field 'text'; it has list"),
         ({"source": "{in}/latin.txt"}, "is not UTF-8 text: byte 3"),
         ({"source": "{in}/blank.txt"}, "has no text"),
@@ -211,6 +212,7 @@ def test_bad_input_is_named_and_leaves_nothing(arguments, told, tmp_path, monkey
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (folder / "field.jsonl").write_text('{"body": "a"}\n')
     (folder / "number.jsonl").write_text('{"text": 3}\n')
+    (folder / "half.jsonl").write_text('{"text": "a\\ud800"}\n')
     (folder / "list.jsonl").write_text('["a"]\n')
     (folder / "latin.txt").write_bytes(b"caf\xe9 ")
     (folder / "blank.txt").write_text("")

@@ -20,7 +20,7 @@ from runs import (
     train_traced,
     weights,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
 from tokenmix_core.training.engine import peak_flops
 from tokenmix_core.training.trainer import build_trainer, train
@@ -242,9 +242,27 @@ def test_the_checkpoint_of_another_run_is_refused_with_what_differs(changes, tol
         train(made, reference, resume=True, progress=False)
 
 
+def test_a_full_disk_is_told_and_leaves_what_was_whole(corpus, tmp_path, monkeypatch):
+    write = Trainer._save_checkpoint
+
+    def full(self, *args, **options):
+        # what torch says when the disk is full
+        if self.state.global_step > 3:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 41024 vs 40912")
+        return write(self, *args, **options)
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    with pytest.raises(OSError, match=r"could not be written into .*run, where [\d,.]+ MB are free: .*unexpected pos"):
+        train(recipe(corpus), tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert train(recipe(corpus), tmp_path / "run", resume=True, progress=False).step == 8
+
+
 def test_folders_that_hold_something_or_nothing_are_refused(corpus, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="not empty"):
+    # nothing in it could be resumed
+    with pytest.raises(ValueError, match="not empty; remove it, or choose"):
         train(recipe(corpus), tmp_path, progress=False)
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         train(recipe(corpus), tmp_path / "new", resume=True, progress=False)

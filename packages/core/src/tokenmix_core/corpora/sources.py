@@ -106,6 +106,11 @@ def _text_of(row: Any, text_field: str, where: str) -> str:
         raise ValueError(f"{where} has no field {text_field!r}; it has {fields}")
     if not isinstance(row[text_field], str):
         raise ValueError(f"{where}: field {text_field!r} must be text, got {type(row[text_field]).__name__}")
+    try:
+        row[text_field].encode()
+    except UnicodeEncodeError as error:
+        # JSON may escape one half of a pair of surrogates alone
+        raise ValueError(f"{where}: field {text_field!r} holds half a character at place {error.start}") from error
     return row[text_field]
 
 

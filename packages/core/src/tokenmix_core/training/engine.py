@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import platform
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -134,16 +137,29 @@ class RecipeTrainer(Trainer):
         self._require_finite_weights(model)
         step = self.state.global_step
         aside = self._redirected = self.output_dir / checkpoint.PARTIAL
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._redirected = None
+        with self._writing(f"the checkpoint of step {step}"):
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._redirected = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            checkpoint.write_manifest(aside / f"checkpoint-{step}", {"step": step, "identity": self.identity})
-            checkpoint.publish(aside, self.output_dir)
+            with self._writing(f"the checkpoint of step {step}"):
+                checkpoint.write_manifest(aside / f"checkpoint-{step}", {"step": step, "identity": self.identity})
+                checkpoint.publish(aside, self.output_dir)
             checkpoint.remove_old_checkpoints(self.output_dir, self.args.save_total_limit or 1)
         self.accelerator.wait_for_everyone()
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        # torch and safetensors say of a full disk that a stream has a wrong position
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            free = shutil.disk_usage(self.output_dir).free / 1e6
+            raise OSError(
+                f"{what} could not be written into {self.output_dir}, where {free:,.1f} MB are free: {error}"
+            ) from error
 
     def _require_finite_weights(self, model: nn.Module) -> None:
         # of a sharded parameter, each process looks at its own part
@@ -164,7 +180,8 @@ class RecipeTrainer(Trainer):
     def save_final(self) -> None:
         """Write model and tokenizer into the output folder; each file appears whole."""
         aside = self.output_dir / checkpoint.PARTIAL
-        self.save_model(str(aside))
+        with self._writing("the model"):
+            self.save_model(str(aside))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (aside / "training_args.bin").unlink(missing_ok=True)

@@ -228,10 +228,12 @@ def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progr
         ValueError: a recipe that does not fit together, a folder that holds another run, or a checkpoint that is
             missing, damaged or foreign.
         FloatingPointError: training diverged.
+        OSError: what is to be saved cannot be written.
     """
     output_dir = Path(output_dir)
     if not resume and output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"{output_dir} is not empty; resume the run that it holds, or choose another folder")
+        way = "resume the run that it holds" if checkpoint.checkpoint_steps(output_dir) else "remove it"
+        raise ValueError(f"{output_dir} is not empty; {way}, or choose another folder")
     if resume and not checkpoint.checkpoint_steps(output_dir):
         raise ValueError(f"{output_dir} holds no checkpoint to resume from")
     trainer = build_trainer(recipe, output_dir, progress=progress)
