@@ -118,16 +118,13 @@ def _results(*inputs):
     return run_forward(*inputs)[:2]
 
 
-def _layouts(k, v, cu_seqlens):
-    """What is kept of the forward pass in one buffer: Ã, the gates and, where that is little, R and S of all chunks."""
-    states = state_layouts(k, v, cu_seqlens) if v.shape[3] == 128 and hopper.takes(k, v) else ()
-    return *term_layouts(k, v.shape[2]), *(states if room_for(states) <= tuning.GATED_DELTA_RULE_KEEPS else ())
-
-
 def _keep(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
-    """`run_forward`, with what `_backward` takes: that buffer, and what enters segments, None where there are none."""
+    """`run_forward`, with what `_parts` takes: Ã, the gates and, where that is little, R and S of all chunks in one
+    buffer; what enters segments and their M, None where there are none."""
     q, k, v, g, beta, initial_state = map(aligned, (q, k, v, g, beta, initial_state))
-    layouts = _layouts(k, v, cu_seqlens)
+    layouts, states = term_layouts(k, v.shape[2]), state_layouts(k, v, cu_seqlens)
+    if v.shape[3] == 128 and hopper.takes(k, v) and room_for(states) <= tuning.GATED_DELTA_RULE_KEEPS:
+        layouts += states
     kept = k.new_empty(room_for(layouts), dtype=torch.uint8)
     inverse, gates, *states = parts_of(kept, layouts)
     *found, transitions = _chunk_terms(k, v, g, beta, initial_state, cu_seqlens, qk_l2norm, (inverse, gates))
@@ -137,8 +134,11 @@ def _keep(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm):
 
 
 def _parts(k, v, cu_seqlens, kept, entering, transitions):
-    """What `_keep` kept as `run_backward` takes it: Ã, the gates, what enters segments and their M; R and S, if there."""
-    inverse, gates, *states = parts_of(kept, _layouts(aligned(k), aligned(v), cu_seqlens))
+    """What `_keep` kept as `run_backward` takes it: Ã, the gates, what enters segments, their M; R and S or neither."""
+    layouts = term_layouts(k, v.shape[2])
+    if len(kept) > room_for(layouts):
+        layouts += state_layouts(k, v, cu_seqlens)
+    inverse, gates, *states = parts_of(kept, layouts)
     if entering is None:
         HV, V, K = *v.shape[2:], k.shape[-1]
         entering, transitions = (gates.new_empty(0, HV, K, size) for size in (V, K))
