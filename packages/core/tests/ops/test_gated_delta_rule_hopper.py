@@ -13,7 +13,7 @@ from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.ops.gated_delta_rule import hopper, recurrent
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
-from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -69,7 +69,7 @@ def check(x, **options):
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 64)])
 def test_small_gradients_in_float16(K, V, on_hopper):
-    # operands have norms of q and k in them, which are small where heads are wide: float16 has to be given room for that
+    # operands have norms of q and k in them, small where heads are wide: float16 has to be given room for that
     x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 70, 1, 1, K, V, N=1).items()}
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
     function, reference = partial(form, impl="triton"), partial(form, impl="reference")
@@ -80,6 +80,21 @@ def test_small_gradients_in_float16(K, V, on_hopper):
         eager, _ = values_and_gradients(reference, x, upstream)
     for name in ("dg", "dbeta", "dinitial_state"):
         assert_within(name, got[name], exact[name], eager[name], floor=torch.finfo(torch.float16).eps / 2)
+
+
+@pytest.mark.parametrize(("K", "V", "least"), [(64, 64, 0), (128, 128, 0), (128, 128, 9), (128, 64, 0), (256, 64, 0)])
+def test_decays_of_a_state_are_summed_before_its_gradient_is_rounded(K, V, least, on_hopper, monkeypatch):
+    monkeypatch.setattr(hopper, "_LEAST", least)
+    x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 40, 1, 1, K, V, N=1).items()}
+    x["beta"] *= 0
+    if K == V:
+        # where S is kept in 16 bits alone
+        x["initial_state"] = x["initial_state"].half().float()
+    form = partial(chunk_gated_delta_rule, qk_l2norm=True)
+    upstream = {"o": torch.zeros_like(x["v"]), "final_state": torch.randn(1, 1, K, V)}
+    got, _ = values_and_gradients(partial(form, impl="triton"), x, upstream)
+    exact, _ = values_and_gradients(partial(form, impl="reference"), x, upstream, dtype=torch.float64)
+    assert relative_error(got["dg"], exact["dg"]) < 1e-5
 
 
 @pytest.mark.parametrize("D", [64, 128])
