@@ -67,6 +67,18 @@ def test_the_excess_is_measured_from_the_switch_on():
     assert found["excess, 0-16 tokens after"] == 2.0
     assert found["excess, 16-64 tokens after"] == found["excess, 64-128 tokens after"] == 0.0
     assert found["± 0-16"] == 0.0
+    one = evals._excess(losses[:1], {mode: x[:1] for mode, x in alone.items()}, [(0, "linear"), (100, "attention")])
+    assert (one["excess, 0-16 tokens after"], one["± 0-16"]) == (2.0, None), "one sequence says nothing of the error"
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 128])
+def test_a_length_with_room_for_every_kind_of_switch_has_them_and_a_shorter_one_is_refused(chunk_size):
+    least = chunk_size + chunk_size // 3 + 3
+    for curves in evals.switch_schedules(least, chunk_size).values():
+        assert curves
+        assert all(len(schedule) > 1 and schedule[-1][0] < least - 1 for schedule in curves.values())
+    with pytest.raises(ValueError, match=f"need more than {least - 1} tokens, got {least - 1}"):
+        evals.switch_schedules(least - 1, chunk_size)
 
 
 def test_perplexity_around_switches_is_that_of_the_schedule(model, text, tmp_path):

@@ -37,16 +37,24 @@ CONTEXT_SHARE = 0.975
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """By plot and curve: one switch, several, and switches that no chunk begins with, each from either mode."""
+    """By plot and curve: one switch, several, and switches that no chunk begins with, each from either mode.
+
+    Raises:
+        ValueError: a length that has no room for them.
+    """
     quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
     off = quarter + chunk_size // 3 + 1
+    if length <= off + 1:
+        raise ValueError(f"switches of chunks of {chunk_size} tokens need more than {off + 1} tokens, got {length}")
+    # the last token predicts none
+    end = length - 1
     plots: dict[str, dict[str, Schedule]] = {"one switch": {}, "several switches": {}, "unaligned switches": {}}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
-        for at in range(quarter, length, quarter):
+        for at in range(quarter, end, quarter):
             plots["one switch"][f"{first} → {second} at {at}"] = [(0, first), (at, second)]
-        alternating = [(at, (first, second)[i % 2]) for i, at in enumerate(range(0, length, quarter))]
+        alternating = [(at, (first, second)[i % 2]) for i, at in enumerate(range(0, end, quarter))]
         plots["several switches"][f"{first} first, every {quarter}"] = alternating
-        shifted = [(0, first)] + [(at, (second, first)[i % 2]) for i, at in enumerate(range(off, length, off))]
+        shifted = [(0, first)] + [(at, (second, first)[i % 2]) for i, at in enumerate(range(off, end, off))]
         plots["unaligned switches"][f"{first} first, every {off}"] = shifted
     return plots
 
@@ -59,10 +67,10 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     """
     plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
     length = max(options.lengths or (options.max_length or 2048,))
+    schedules = switch_schedules(length, model.config.mode_chunk_size)
     sequences = cut_sequences(
         text.tokens(options.text, tokenizer, 4 * (options.limit or 64) * length), length, options.limit or 64
     )
-    schedules = switch_schedules(length, model.config.mode_chunk_size)
     alone = {mode: _losses(model, sequences, [(0, mode)], options) for mode in MODES}
     rows = [_loss_row(f"{mode} alone", losses) for mode, losses in alone.items()]
     drawn: list[Plot] = []
@@ -91,10 +99,10 @@ def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
     return {"modes": name, "loss": float(losses.mean()), "perplexity": float(np.exp(losses.mean()))}
 
 
-def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float]:
-    """Mean excess by tokens since the last switch, over all switches of a schedule."""
+def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float | None]:
+    """Mean excess by tokens since the last switch, over all switches of a schedule; one sequence gives no error."""
     ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for low, high in AFTER:
         parts = [
             (losses - alone[mode])[:, start + low : min(start + high, end)]
@@ -103,7 +111,7 @@ def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule
         each = np.concatenate(parts, 1)
         if each.shape[1]:
             found[f"excess, {low}-{high} tokens after"] = float(each.mean())
-            found[f"± {low}-{high}"] = float(each.mean(1).std(ddof=1) / len(each) ** 0.5) if len(each) > 1 else 0.0
+            found[f"± {low}-{high}"] = float(each.mean(1).std(ddof=1) / len(each) ** 0.5) if len(each) > 1 else None
     return found
 
 
