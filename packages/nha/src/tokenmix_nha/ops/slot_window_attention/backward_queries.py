@@ -15,6 +15,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     load_columns,
     load_factors,
     load_gates,
+    load_pairs,
     load_rows,
     log2_gates,
     opposite_pairs,
@@ -55,6 +56,23 @@ def _slot_logits(
 
 
 @triton.jit
+def _window(
+    b_q, b_do, b_lse, p_k, p_v, shift, first, oldest, keys, window, H, scale_2, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """BN keys of the window, their probabilities, and do · v."""
+    o_n, r_t = tl.arange(0, BN), tl.arange(0, BT)[:, None]
+    o_jn = first + shift + o_n
+    m_jn = (o_jn >= oldest) & (o_jn < keys)
+    b_kn = load_rows(p_k, o_jn, m_jn, H * K, K)
+    b_vn = load_rows(p_v, o_jn, m_jn, H * V, V)
+    m_wn = ((shift + o_n)[None, :] > r_t) & ((shift + o_n)[None, :] <= r_t + window) & m_jn[None, :]
+    b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=DOT) * scale_2 - b_lse[:, None]
+    b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
+    return b_kn, b_s, tl.dot(b_do, tl.trans(b_vn), input_precision=DOT)
+
+
+@triton.jit
 def _queries(
     chunk, q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, do, dq, dq_slots, p, dz, x, delta,
     scale, H, before, window, M: tl.constexpr, SLOTS,
@@ -76,13 +94,7 @@ def _queries(
     # rows without a query get probability 0
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("inf"))
 
-    b_q = load_rows(q + begin_q * K, o_q, m_q, HQ * K, K)
-    if OWN_SLOT_KEYS:
-        b_qs = load_rows(q_slots + begin_q * K, o_q, m_q, HQ * K, K)
-        b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
-    else:
-        b_qs = b_q
-        b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
+    b_q, b_qs, b_ks = load_pairs(q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K, OWN_SLOT_KEYS)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
     b_dp = tl.dot(b_do, tl.trans(load_rows(v + begin_k * V, o_j, m_j, H * V, V)), input_precision=DOT)
     r_t, r_j = o_r[:, None], o_r[None, :]
@@ -97,7 +109,7 @@ def _queries(
         shift_0 = BT
         m_w = (r_j > r_t) & (r_j <= r_t + window) & m_j[None, :]
         b_w += tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
-    o_n, o_m = tl.arange(0, BN), tl.arange(0, BM)[None, :]
+    o_m = tl.arange(0, BM)[None, :]
     shift_0 += tl.maximum(oldest - first - shift_0, 0) // BN * BN
     shift_1 = tl.minimum(BT + window, keys - first)
     p_rows, p_col = row + entry * BT * M, column + entry * BT * M
@@ -106,14 +118,11 @@ def _queries(
         # from the probabilities themselves: where slots are nearly the same, the rounding of o would not cancel
         b_delta = tl.sum(b_w * b_dp, 1)
         for shift in range(shift_0, shift_1, BN):
-            o_jn = first + shift + o_n
-            m_jn = (o_jn >= oldest) & (o_jn < keys)
-            b_kn = load_rows(k + begin_k * K, o_jn, m_jn, H * K, K)
-            b_vn = load_rows(v + begin_k * V, o_jn, m_jn, H * V, V)
-            m_wn = ((shift + o_n)[None, :] > r_t) & ((shift + o_n)[None, :] <= r_t + window) & m_jn[None, :]
-            b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=DOT) * scale_2 - b_lse[:, None]
-            b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
-            b_delta += tl.sum(b_s * tl.dot(b_do, tl.trans(b_vn), input_precision=DOT), 1)
+            _, b_s, b_ds = _window(
+                b_q, b_do, b_lse, k + begin_k * K, v + begin_k * V, shift, first, oldest, keys, window, H, scale_2, K,
+                V, BT, BN, DOT,
+            )  # fmt: skip
+            b_delta += tl.sum(b_s * b_ds, 1)
         if M > BM:
             for i_m in tl.range(0, M, BM, num_stages=1):
                 b_z, b_d, b_row, b_col, b_log = _slot_logits(
@@ -174,14 +183,11 @@ def _queries(
         store_rows(dq_slots + begin_q * K, b_dq, o_q, m_q, HQ * K, K)
         b_dq = tl.zeros([BT, K], dtype=tl.float32)
     for shift in range(shift_0, shift_1, BN):
-        o_jn = first + shift + o_n
-        m_jn = (o_jn >= oldest) & (o_jn < keys)
-        b_kn = load_rows(k + begin_k * K, o_jn, m_jn, H * K, K)
-        b_vn = load_rows(v + begin_k * V, o_jn, m_jn, H * V, V)
-        m_wn = ((shift + o_n)[None, :] > r_t) & ((shift + o_n)[None, :] <= r_t + window) & m_jn[None, :]
-        b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=DOT) * scale_2 - b_lse[:, None]
-        b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
-        b_s *= (tl.dot(b_do, tl.trans(b_vn), input_precision=DOT) - b_delta[:, None]) * scale
+        b_kn, b_s, b_ds = _window(
+            b_q, b_do, b_lse, k + begin_k * K, v + begin_k * V, shift, first, oldest, keys, window, H, scale_2, K, V,
+            BT, BN, DOT,
+        )  # fmt: skip
+        b_s *= (b_ds - b_delta[:, None]) * scale
         b_dq = tl.dot(b_s.to(b_q.dtype), b_kn, b_dq, input_precision=DOT)
     store_rows(dq + begin_q * K, b_dq, o_q, m_q, HQ * K, K)
 

@@ -18,6 +18,7 @@ from tokenmix_nha.ops.slot_window_attention.tile import (
     load_columns,
     load_factors,
     load_gates,
+    load_pairs,
     load_rows,
     log2_gates,
     opposite_pairs,
@@ -42,13 +43,7 @@ def _outputs(
     m_j = (o_j >= oldest) & (o_j < keys)
     scale *= LOG2_E
 
-    b_q = load_rows(q + begin_q * K, o_q, m_q, HQ * K, K)
-    if OWN_SLOT_KEYS:
-        b_qs = load_rows(q_slots + begin_q * K, o_q, m_q, HQ * K, K)
-        b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
-    else:
-        b_qs = b_q
-        b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
+    b_q, b_qs, b_ks = load_pairs(q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K, OWN_SLOT_KEYS)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
     b_z = tl.dot(b_qs, load_columns(states_k + entry * K * M, M, K, BM), input_precision=DOT)
     m_e = (o_j >= 0) & (o_j < keys - window)

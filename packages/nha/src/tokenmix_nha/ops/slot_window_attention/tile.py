@@ -93,6 +93,21 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 
 @triton.jit
+def load_pairs(
+    q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr
+):
+    """A chunk's queries, as the window sees them and as the slots do, and the keys that enter."""
+    b_q = load_rows(q + begin_q * K, o_q, m_q, HQ * K, K)
+    if OWN_SLOT_KEYS:
+        b_qs = load_rows(q_slots + begin_q * K, o_q, m_q, HQ * K, K)
+        b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
+    else:
+        b_qs = b_q
+        b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
+    return b_q, b_qs, b_ks
+
+
+@triton.jit
 def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
     """Rows `o_t` of log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots that exist."""
     o_m = tl.arange(0, M)
