@@ -23,4 +23,4 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 @gluon.constexpr_function
 def room(dtype, K, normalised=True):
     """A factor for operands that have norms of q and k in them, some 1 / K: else float16 would keep few digits."""
-    return K / 4 if normalised and dtype != gl.bfloat16 else 1.0
+    return float(K) if normalised and dtype != gl.bfloat16 else 1.0
