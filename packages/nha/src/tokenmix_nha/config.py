@@ -8,7 +8,7 @@ from typing import Any
 import tokenmix_nha.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_core.ops.common import Impl
-from tokenmix_nha.choices import Fusion, Positions, check_choices
+from tokenmix_nha.choices import CHOICES, Fusion, Positions, check_choices
 from tokenmix_nha.windows import Window, check_windows
 
 
@@ -56,15 +56,7 @@ class NhaConfig(HybridConfig):
         if self.num_hidden_layers > 0:
             self.window = check_windows(self.window, self.num_hidden_layers, self.slots)
             for window in self.window:
-                check_choices(
-                    slots=self.slots,
-                    window=window,
-                    positions=self.positions,
-                    fusion=self.fusion,
-                    token_shift=self.token_shift,
-                    long_weight=self.long_weight,
-                    gate_normalizer=self.gate_normalizer,
-                )
+                check_choices(window=window, **{name: getattr(self, name) for name in CHOICES})
         if self.random_windows is not None:
             if not self.random_windows:
                 raise ValueError("random_windows must be None or name at least one window, got an empty list")

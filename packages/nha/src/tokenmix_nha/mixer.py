@@ -19,7 +19,7 @@ from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
-from tokenmix_nha.choices import Fusion, Positions, check_choices
+from tokenmix_nha.choices import CHOICES, Fusion, Positions, check_choices
 from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window_attention.prefix import with_zeros
@@ -29,15 +29,10 @@ from tokenmix_nha.windows import FULL, Window
 
 # fields of the configuration that the layer is made of
 OPTIONS = (
+    *CHOICES,
     "num_heads",
     "num_kv_heads",
     "head_dim",
-    "slots",
-    "positions",
-    "fusion",
-    "token_shift",
-    "long_weight",
-    "gate_normalizer",
     "qk_norm",
     "qkv_bias",
     "impl",
