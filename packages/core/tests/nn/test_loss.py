@@ -174,7 +174,7 @@ def test_wrong_calls_are_named(data, change, message):
 
 
 @pytest.mark.gpu
-def test_liger_gives_the_same_loss(data, monkeypatch):
+def test_liger_gives_the_same_loss(data):
     hidden, weight, labels = (x.to("cuda") for x in (data[0].float(), data[1].float(), data[2]))
     pytest.importorskip("liger_kernel")
     got = value_and_gradients(linear_cross_entropy, hidden, weight, labels, impl="liger")

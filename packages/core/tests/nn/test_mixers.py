@@ -85,8 +85,3 @@ def test_cached_attention_gives_the_log_sum_exp_in_any_split_and_under_padding(w
 def test_sizes_that_do_not_fit_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_meta_device_draws_nothing():
-    with torch.device("meta"):
-        assert GatedDeltaNet(32, num_heads=1, head_dim=8).A_log.is_meta

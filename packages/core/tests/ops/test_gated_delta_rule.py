@@ -14,7 +14,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
+from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 PACKED = [0, 0, 1, 64, 64, 129]
@@ -193,13 +193,10 @@ def test_recurrent_kernel_agrees_with_its_gradients(device):
 @pytest.mark.parametrize("used", ["o", "final_state"])
 def test_one_output_alone_may_be_differentiated(device, used):
     x = inputs(B=1, T=4, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
-    grads = {}
-    for impl in ("triton", "reference"):
-        leaves = {name: value.clone().requires_grad_() for name, value in x.items()}
-        out = getattr(chunk_gated_delta_rule(**leaves, qk_l2norm=True, impl=impl), used)
-        grads[impl] = torch.autograd.grad(out.square().sum(), list(leaves.values()), materialize_grads=True)
-    for name, got, expected in zip(x, grads["triton"], grads["reference"], strict=True):
-        assert relative_error(got, expected) < 1e-5, name
+    form = partial(chunk_gated_delta_rule, qk_l2norm=True)
+    got, expected = (gradients_through(partial(form, impl=impl), x, used) for impl in ("triton", "reference"))
+    for name in x:
+        assert relative_error(got[name], expected[name]) < 1e-5, name
 
 
 def test_every_element_is_written(device):

@@ -105,7 +105,7 @@ def test_a_grid_of_nothing_launches_nothing():
 
 
 @pytest.mark.gpu
-def test_what_observes_launches_is_told_of_them(monkeypatch):
+def test_what_observes_launches_is_told_of_them():
     x, told = torch.ones(16, device="cuda"), []
     _double[(1,)](x, ADD=0)
     hooks = triton.knobs.runtime.launch_enter_hook

@@ -41,6 +41,14 @@ def values_and_gradients(
     return outputs | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}, upstream
 
 
+def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[str, Tensor]:
+    """Gradients of the inputs by name where one output alone is used, as the sum of its squares."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    loss = getattr(function(**leaves), output).square().sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
 def assert_agrees(
     function: Callable, reference: Callable, inputs: Inputs, *, baseline: Callable | None = None, factor: float = 2.0
 ) -> None:
