@@ -42,7 +42,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Reverse, between_segments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import room
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.hopper import (
@@ -51,7 +51,6 @@ from tokenmix_core.tile.hopper import (
     anew,
     causal_decay,
     first_chunk,
-    locate_chunk,
     log2,
     product_layout,
     scale_tile,
@@ -224,10 +223,9 @@ def backward_kernel(
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     places: gl.constexpr = PLACES
-    i_s, i_hv = gl.program_id(0) // HV, gl.program_id(0) % HV
-    if ORDERED:
-        i_s = gl.load(order + i_s)
-    i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, 4)
+    i_s, i_hv, i_n, begin, length, start = locate_segment(
+        gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4
+    )
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return

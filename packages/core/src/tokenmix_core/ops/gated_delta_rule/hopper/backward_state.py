@@ -11,19 +11,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, room
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.segments import pass_back
 from tokenmix_core.tile.hopper import (
-    causal_decay,
     fetch_rows,
     first_chunk,
     group_layout,
-    locate_chunk,
     product_layout,
-    row_layout,
     store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
@@ -62,10 +59,9 @@ def backward_state_kernel(
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     HV = H * group
-    i_s, i_hv = gl.program_id(0) // HV, gl.program_id(0) % HV
-    if ORDERED:
-        i_s = gl.load(order + i_s)
-    i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
+    i_s, i_hv, i_n, begin, length, start = locate_segment(
+        gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
+    )
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
@@ -126,10 +122,7 @@ def backward_state_kernel(
         s_k, s_q, s_a, s_do = k_2.index(here), q_2.index(here), a_2.index(here), do_2.index(here)
         s_s = s_2.index(here)
         last = b_last
-        g_b.store(b_b)
-        g_p.store(b_w)
-        g_w.store(b_w * gl.exp2(last - b_b))
-        g_y.store(-gl.exp2(b_b) * b_r * ROOM)
+        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM)
         async_copy.wait_group(0)
         if i_c > first:
             before = token.to(gl.int64) - BT
@@ -150,18 +143,10 @@ def backward_state_kernel(
         if i_c < end and not LOCAL:
             store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
 
-        # P' = tril(Q Kᵀ ⊙ Γ) diag(β), with q's norm
-        if L2NORM:
-            b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
-            g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
-            r_i = g_q.load(row)
-        else:
-            r_i = gl.full([BT], scale, gl.float32, row)
-        b_i = g_b.load(row)
-        b_decay = causal_decay(b_i, g_b.load(col), o_i, o_j) * g_p.load(col)[None, :] * r_i[:, None]
+        b_factors, b_i, n_i = factors_of_scores(s_q, g_b, g_p, g_q, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
-        s_p.store((b_p * b_decay).to(dtype))
-        g_p.store(gl.exp2(b_i) * r_i * ROOM)
+        s_p.store((b_p * b_factors).to(dtype))
+        g_p.store(gl.exp2(b_i) * n_i * ROOM)
         fence_async_shared()
         if i_c < end and not LOCAL:
             # its terms cancel, so that one of the two, or both, have to be as they were before they were rounded

@@ -9,18 +9,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, room
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
-    causal_decay,
     fetch_rows,
     first_chunk,
     group_layout,
-    locate_chunk,
-    row_layout,
     store_rows,
 )
 from tokenmix_core.tile.launch import cached_launch
@@ -76,10 +73,9 @@ def backward_state_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     HV = H * group
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
-    i_s, i_hv = i_sh // HV, i_sh % HV
-    if ORDERED:
-        i_s = gl.load(order + i_s)
-    i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
+    i_s, i_hv, i_n, begin, length, start = locate_segment(
+        i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
+    )
     # an empty sequence has a segment too, which hands its gradient on
     if (start >= length) & (start > 0):
         return
@@ -145,10 +141,7 @@ def backward_state_kernel(
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
-        g_b.store(b_b)
-        g_p.store(b_w)
-        g_w.store(b_w * gl.exp2(last - b_b))
-        g_y.store(-gl.exp2(b_b) * b_r * ROOM)
+        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM)
         await_copies(2)
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
@@ -171,18 +164,10 @@ def backward_state_kernel(
         fetch_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
         async_copy.commit_group()
 
-        # P' = tril(Q Kᵀ ⊙ Γ) diag(β), with q's norm
-        if L2NORM:
-            b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
-            g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
-            r_i = g_q.load(row)
-        else:
-            r_i = gl.full([BT], scale, gl.float32, row)
-        b_i = g_b.load(row)
-        b_decay = causal_decay(b_i, g_b.load(col), o_i, o_j) * g_p.load(col)[None, :] * r_i[:, None]
+        b_factors, b_i, n_i = factors_of_scores(s_q, g_b, g_p, g_q, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
-        s_p.store((b_p * b_decay).to(dtype))
-        g_p.store(gl.exp2(b_i) * r_i * ROOM)
+        s_p.store((b_p * b_factors).to(dtype))
+        g_p.store(gl.exp2(b_i) * n_i * ROOM)
         await_copies(2)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
 

@@ -20,14 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.tile.hopper import (
     await_kernels_before,
     causal_decay,
     fetch_rows,
     first_chunk,
-    locate_chunk,
     product_layout,
     store_rows,
 )
@@ -280,10 +279,9 @@ def forward_kernel(
 
     await_kernels_before()
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
-    i_s, i_hv = i_sh // HV, i_sh % HV
-    if ORDERED:
-        i_s = gl.load(order + i_s)
-    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, 4)
+    i_s, i_hv, i_n, begin, length, first = locate_segment(
+        i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4
+    )
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return

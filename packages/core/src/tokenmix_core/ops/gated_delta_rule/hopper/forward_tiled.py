@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
@@ -16,7 +16,6 @@ from tokenmix_core.tile.hopper import (
     fetch_rows,
     first_chunk,
     group_layout,
-    locate_chunk,
     row_layout,
     store_rows,
 )
@@ -50,10 +49,9 @@ def forward_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     HV = H * group
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
-    i_s, i_hv = i_sh // HV, i_sh % HV
-    if ORDERED:
-        i_s = gl.load(order + i_s)
-    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
+    i_s, i_hv, i_n, begin, length, first = locate_segment(
+        i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
+    )
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return
@@ -110,10 +108,7 @@ def forward_kernel(
         s_k, s_v, s_a = k_2.index(here), v_2.index(here), a_2.index(here)
         kept = start >= first
         last = b_last
-        g_b.store(b_b)
-        g_p.store(b_w)
-        g_w.store(b_w * gl.exp2(last - b_b))
-        g_y.store(-gl.exp2(b_b) * b_r)
+        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last)
         # S, and what rounding takes from it
         b_h = b_s.to(dtype)
         s_s.permute((1, 0)).store(b_h)

@@ -1,12 +1,27 @@
-"""From how far before a segment its state is found, and from how far behind it the gradient of its last state."""
+"""Where segments lie, from how far before one its state is found, and from how far behind the last state's gradient."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import add
+from tokenmix_core.tile.hopper import add, locate_chunk
 
 # base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
 FORGOTTEN = gl.constexpr(-32.0)
+
+
+@gluon.jit
+def locate_segment(
+    i_sh, order, T, N, HV, segment, cu_seqlens, PACKED: gl.constexpr, ORDERED: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """A program's segment and value head; the segment's sequence, its first row and length, and the first token in it.
+
+    With ORDERED programs take segments by `order`.
+    """
+    i_s, i_hv = i_sh // HV, i_sh % HV
+    if ORDERED:
+        i_s = gl.load(order + i_s)
+    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
+    return i_s, i_hv, i_n, begin, length, first
 
 
 @gluon.jit
