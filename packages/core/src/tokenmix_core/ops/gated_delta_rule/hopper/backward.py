@@ -34,7 +34,6 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     SMALLEST,
     accumulate,
-    add,
     multiply,
     nonzero,
     scale_rows,
@@ -48,6 +47,7 @@ from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
+    add,
     anew,
     causal_decay,
     first_chunk,
