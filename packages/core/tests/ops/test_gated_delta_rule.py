@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients
+from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 PACKED = [0, 0, 1, 64, 64, 129]
@@ -247,16 +246,9 @@ def test_a_backward_pass_shows_itself_to_a_mode_that_watches(device):
     x = inputs(B=1, T=2, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     leaves = [value.requires_grad_() for value in x.values()]
     output = chunk_gated_delta_rule(**x, qk_l2norm=True, impl="triton")
-    wanted = torch.autograd.grad(output, leaves, [value.detach() for value in output], retain_graph=True)
-    seen = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        got = torch.autograd.grad(output, leaves, [value.detach() for value in output])
+    backward = partial(torch.autograd.grad, output, leaves, [value.detach() for value in output], retain_graph=True)
+    wanted = backward()
+    got, seen = watched(backward)
     assert "tokenmix.gated_delta_rule_backward.default" in seen
     assert all(map(torch.equal, got, wanted))
 

@@ -8,10 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmix_core.ops import attention
-from tokenmix_core.testing.agreement import values_and_gradients
+from tokenmix_core.testing.agreement import values_and_gradients, watched
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window_attention import reference, step, tuning
@@ -338,15 +337,7 @@ def test_a_backward_pass_shows_itself_to_a_mode_that_watches():
     leaves = [value.requires_grad_() for value in x.values() if value is not None]
     o = slot_window_attention(**x, window=4, output_final_state=False, impl="triton").o
     wanted = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
-    seen = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        got = torch.autograd.grad(o.sum(), leaves)
+    got, seen = watched(lambda: torch.autograd.grad(o.sum(), leaves))
     assert "tokenmix_nha.slot_window_attention_backward.default" in seen
     assert all(map(torch.equal, got, wanted))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,19 @@ def assert_agrees(
     floor = 8 * coarsest if coarsest < 1e-5 else coarsest / 2
     for name, x in got.items():
         assert_within(name, x, exact[name], eager[name], factor=factor, floor=floor)
+
+
+def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[str]]:
+    """What `run()` returns, and the operations of torch that a mode around it is shown."""
+    seen: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        return run(), seen
 
 
 class RoundedProducts(TorchDispatchMode):
