@@ -13,6 +13,7 @@ from tokenmix_core.tile.launch import cached_launch
 def softmax_gradient_kernel(
     logits, labels, losses, stride, V, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
 ):  # fmt: skip
+    """A token a program."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)

@@ -37,6 +37,7 @@ def meet_keys(
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Add what a tile of keys gives to dq."""
     b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
     b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
     b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
@@ -58,6 +59,7 @@ def _attention_backward_queries(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
+    """dq and delta of a tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -112,6 +114,7 @@ def meet_queries(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Add what a tile of queries gives to dk and dv."""
     o_q = i_q * BM + tl.arange(0, BM)
     m_q = o_q < queries
     b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
@@ -138,6 +141,7 @@ def _attention_backward_keys(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """dk and dv of a tile of keys and a key head a program."""
     # the first tiles, which most queries see, start first
     pid = tl.program_id(0)
     i_t = pid % tiles

@@ -31,6 +31,7 @@ def _attention_decode(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A share of the keys, and a tile of the queries of a key head, a program."""
     pid = tl.program_id(0)
     i_s = pid % splits
     i_m = pid // splits % row_tiles
@@ -79,6 +80,7 @@ def _attention_decode(
 def _merge_splits(
     o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
+    """The outputs of a query and head from those of all shares of its keys."""
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BS)
     o_d = tl.arange(0, BV)

@@ -33,6 +33,7 @@ def meet_keys(
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Take a tile of keys and values into the outputs, before their division, and the rows' maxima and sums."""
     b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if MASKED:
@@ -53,6 +54,7 @@ def _attention_forward(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
+    """A tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ

@@ -28,6 +28,7 @@ def sum_rows(x, y, o_r, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 def sum_groups_kernel(
     dq, dk, dq_sum, dk_sum, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
+    """BR rows of dq and of dk a program."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     sum_rows(dq, dq_sum, o_r, rows, G, K, BK)
     sum_rows(dk, dk_sum, o_r, rows, G, K, BK)

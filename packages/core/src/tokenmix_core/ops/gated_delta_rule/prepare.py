@@ -44,6 +44,7 @@ def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
 
 @triton.jit
 def squares(b_k):
+    """Σ k² of each row."""
     b_k = b_k.to(tl.float32)
     return tl.sum(b_k * b_k, 1)
 
@@ -55,6 +56,7 @@ def prepare_kernel(
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
+    """Ã, b, β r, r and β of a chunk, for the value heads of a key head."""
     tl.static_assert(BT == 64)
     i_slot, i_h = tl.program_id(0), tl.program_id(1)
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)

@@ -1,0 +1,1 @@
+"""The short causal convolution, depthwise, with an optional SiLU."""

@@ -57,6 +57,7 @@ def short_conv_forward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`run_forward` for torch to trace."""
     return run_forward(x, weight, bias, activation, initial_state, cu_seqlens)
 
 
@@ -71,6 +72,7 @@ def short_conv_backward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, do: Tensor, final_gradient: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
+    """`run_backward` for torch to trace, without what does not exist."""
     grads = run_backward(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient)
     return [grad for grad in grads if grad is not None]
 
@@ -82,6 +84,7 @@ def _(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient
 
 @torch.library.custom_op("tokenmix_core::short_conv_step", mutates_args={"state"})
 def short_conv_step_op(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
+    """`run_step` for torch to trace."""
     return run_step(x, weight, bias, state, activation)
 
 
@@ -114,8 +117,10 @@ step = direct_when_eager(short_conv_step_op, run_step, writes=3)
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
+    """`short_conv` by Triton."""
     return ScanOutput(*convolution(x, weight, bias, activation, initial_state, cu_seqlens))
 
 
 def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
+    """`short_conv_step` by Triton."""
     return step(x, weight, bias, state, activation)

@@ -33,6 +33,7 @@ def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
 
 @triton.jit
 def sigmoid(b_x):
+    """1 / (1 + e^−x)."""
     # of two instructions: a division takes ten
     b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
     return b_r * b_r
@@ -109,6 +110,7 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
 def short_conv_step_kernel(
     x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
 ):
+    """One token, a sequence and BD channels a program: the last inputs move up by one."""
     i_b = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D

@@ -1,0 +1,1 @@
+"""State-space duality (Dao and Gu 2024): a linear recurrence with a decay for each token and head."""

@@ -127,6 +127,7 @@ def ssd_forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     dt: Tensor | None = None, D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`run_forward` for torch to trace."""
     return run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
 
 
@@ -145,6 +146,7 @@ def ssd_recurrent_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     dt: Tensor | None = None, D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`run_recurrent` for torch to trace."""
     return run_recurrent(q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
 
 
@@ -159,6 +161,7 @@ def ssd_backward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     before: Tensor | None, do: Tensor, final_gradient: Tensor | None, dt: Tensor | None = None, D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`run_backward` for torch to trace; what does not exist is empty."""
     dq, dk, dv, dg, initial_gradient, ddt, dD = run_backward(
         q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt, D
     )
@@ -179,6 +182,7 @@ def ssd_step_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float, dt: Tensor | None = None,
     D: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """`run_step` for torch to trace."""
     return run_step(q, k, v, g, state, scale, dt, D)
 
 
@@ -243,12 +247,15 @@ def _widened(form, q, k, v, g, scale, initial_state, cu_seqlens, dt, D) -> ScanO
 
 
 def chunk_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
+    """`chunk_ssd` by Triton."""
     return _widened(chunk, q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
 
 
 def recurrent_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
+    """`recurrent_ssd` by Triton."""
     return _widened(recurrent, q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
 
 
 def ssd_step_triton(q, k, v, g, dt, D, state, scale) -> Tensor:
+    """`ssd_step` by Triton."""
     return step(q, k, v, g, state, scale, dt, D)

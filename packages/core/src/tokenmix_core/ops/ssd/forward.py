@@ -31,6 +31,7 @@ def ssd_forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """A sequence or segment, a head and BV columns of the state a program; strides are those of tokens."""
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV

@@ -95,6 +95,7 @@ def ssd_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """A chunk and a value head a program, whose dq and dk are its own."""
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
     _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)

@@ -96,6 +96,7 @@ def segment_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """What a segment makes of a state of zeros, a tile of it a program, and the decay over the segment."""
     begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
         tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, True, PACKED
     )
@@ -115,6 +116,7 @@ def border_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """States before chunks and gradients of those after, a sequence or segment and a tile a program."""
     begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
         tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, SEGMENTED, PACKED
     )
@@ -142,6 +144,7 @@ def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """The state before each segment, in place of what the segment makes of zeros, and the last one of each sequence."""
     i_p = tl.program_id(0)
     i_e = i_p % (KV // BE)
     i_h = i_p // (KV // BE) % HV

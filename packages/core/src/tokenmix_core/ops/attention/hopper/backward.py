@@ -40,6 +40,7 @@ def holds_selected(selected, first, rows, BT: gl.constexpr):
 
 @gluon.jit
 def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
+    """Store zeros in the rows `first` … `first + BT − 1` that exist."""
     layout: gl.constexpr = row_layout(D, gl.num_warps())
     o_t = first + gl.arange(0, BT, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -55,6 +56,7 @@ def _backward_queries(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
+    """dq and delta of a tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -155,6 +157,7 @@ def _backward_keys(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
+    """dk and dv of a tile of keys and a key head a program."""
     pid = gl.program_id(0)
     i_t = pid % tiles
     i_hk = (pid // tiles % H).to(gl.int64)

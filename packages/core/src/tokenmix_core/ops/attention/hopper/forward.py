@@ -31,6 +31,7 @@ def _forward(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
+    """A tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     scores: gl.constexpr = product_layout(BT, gl.num_warps())
     sums: gl.constexpr = product_layout(D, gl.num_warps())

@@ -230,6 +230,7 @@ def write_results(
     pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, L2NORM: gl.constexpr,
     OUTPUT: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
+    """Outputs, or only what the backward pass needs."""
     if OUTPUT:
         write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)
     else:
