@@ -170,6 +170,17 @@ def test_training_reaches_every_weight_with_and_without_checkpointing(original, 
         assert relative_error(gradients[1][name], exact) < 1e-5, name
 
 
+def test_labels_that_predict_nothing_leave_all_gradients_finite(original, ids):
+    converted = convert(copy.deepcopy(original), 4, slots=4)
+    whole = converted(ids, labels=ids).loss
+    torch.testing.assert_close(converted(ids, labels=ids, num_items_in_batch=ids[:, 1:].numel()).loss, whole)
+    for items in (None, 0, torch.tensor(0)):
+        loss = converted(ids, labels=torch.full_like(ids, -100), num_items_in_batch=items).loss
+        loss.backward()
+        assert loss == 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in converted.parameters())
+
+
 @torch.no_grad()
 def test_router_logits_and_hidden_states_keep_their_places_under_padding(ids):
     model_class, config = ORIGINALS["qwen3-moe"]

@@ -125,6 +125,7 @@ def test_tokens_cannot_be_taken_back(model, ids):
             {"cache_implementation": "static"},
             "None, 'dynamic' or 'offloaded', got 'static'",
         ),
+        ({"cache_implementation": "paged"}, "continuous batching .* is not available"),
         ({"prompt_lookup_num_tokens": 2}, "(?i)assisted generation"),
     ],
 )

@@ -6,7 +6,9 @@ beside them; around the layers, padding is taken out and our cache is kept. Ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +34,7 @@ from transformers import (
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState, Span
 from tokenmix_core.modeling.backbone import real_tokens, refuse_recomputing, token_positions
+from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.windows import check_windows, nha_mixers
@@ -205,6 +208,7 @@ class HybridizedForCausalLM:
     def __init__(self, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
         self.model = self.model_class(config)
+        self.loss_function = partial(_loss, self.loss_function)
         self.post_init()  # type: ignore[attr-defined]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
@@ -217,6 +221,23 @@ class HybridizedForCausalLM:
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]
 
     _prepare_cache_for_generation = HybridForCausalLM._prepare_cache_for_generation
+    init_continuous_batching = HybridForCausalLM.init_continuous_batching
+
+
+def _loss(
+    transformers_loss: Callable[..., Tensor],
+    logits: Tensor,
+    labels: Tensor,
+    *args: Any,
+    num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """transformers' loss, where no token is predicted zero and not NaN."""
+    if num_items_in_batch is None:
+        num_items_in_batch = ((labels[..., 1:] if shift_labels is None else shift_labels) != IGNORE).sum()
+    options |= {"num_items_in_batch": at_least_one(num_items_in_batch), "shift_labels": shift_labels}
+    return transformers_loss(logits, labels, *args, **options)
 
 
 class NhaLlamaConfig(HybridizedConfig, LlamaConfig):

@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.config import HybridConfig
-from tokenmix_core.nn.loss import IGNORE, linear_cross_entropy
+from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 
 
 @dataclass
@@ -155,8 +155,18 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 total = total + values.sum()
         if num_items is None:
             num_items = (targets != IGNORE).sum()
-        # where nothing is predicted the loss is zero, not NaN
-        return total / (num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1))
+        return total / at_least_one(num_items)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: it pages keys and values, and recurrent states and windows have none.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "continuous batching (cache_implementation='paged') is not available: recurrent states and windows have "
+            "their own cache"
+        )
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         own = self.config.mixer_inputs

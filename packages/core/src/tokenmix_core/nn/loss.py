@@ -76,6 +76,11 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, block_size, fused)
 
 
+def at_least_one(items: Tensor | int) -> Tensor | int:
+    """What a sum over so many predicted tokens is divided by: where there are none the loss is zero, not NaN."""
+    return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
+
+
 @torch.no_grad()
 def token_losses(
     hidden: Float[Tensor, "tokens D"],
