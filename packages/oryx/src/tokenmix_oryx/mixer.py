@@ -95,7 +95,8 @@ class OryxMixer(Mixer):
         self.is_mamba2, self.rope_both = linear_mixer == "mamba2", rope == "both"
         self.attention_l2_norm, self.kv_activation = attention_l2_norm, kv_activation
         self.activations = {ATTENTION: attention_query_activation, LINEAR: linear_query_activation}
-        self.attention_probability, self.impl = attention_probability, impl
+        self.attention_probability = attention_probability
+        self.impl: Impl | None = impl
         inner = num_heads * head_dim
         self.attention_q_proj = nn.Linear(hidden_size, inner, bias=False)
         self.linear_q_proj = None if shared_query else nn.Linear(hidden_size, inner, bias=False)

@@ -71,7 +71,8 @@ class Attention(Mixer):
                 f"Attention: sinks go with a window and are at least 0, got sinks={sinks}, window={window}"
             )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.window, self.sinks, self.impl = window, sinks, impl
+        self.window, self.sinks = window, sinks
+        self.impl: AttentionImpl | None = impl
         self.rotary_dim = head_dim if rope else None
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from tokenmix_core.corpora.prepare import built_in_corpus
 from tokenmix_core.corpora.sources import STDLIB
