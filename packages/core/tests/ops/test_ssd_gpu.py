@@ -196,7 +196,10 @@ def test_decoding_updates_the_state_in_place(batch, steps, on_hopper, monkeypatc
     expected_state = got_state.clone()
     token = {name: value if name == "D" else value[:, 0] for name, value in x.items()}
     got = ssd_step(**token, state=got_state, impl="triton")
-    expected = ssd_step(**token, state=expected_state, impl="reference")
+    # in 16 bits the eager form rounds Δ v
+    expected_state = expected_state.double()
+    exact = {name: value.double() for name, value in token.items()}
+    expected = ssd_step(**exact, state=expected_state, impl="reference")
     assert relative_error(got, expected) < 4e-3
     assert relative_error(got_state, expected_state) < 1e-6
 

@@ -42,17 +42,6 @@ def state_layout(rows, columns, warps):
 
 
 @gluon.jit
-def begin_state_copy(p_s, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
-    """A tile `[K, BV]` of shared memory to which columns of a float32 state `[K, V]` are on their way."""
-    layout: gl.constexpr = state_layout(K, BV, gl.num_warps())
-    s_s = gl.allocate_shared_memory(gl.float32, [K, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
-    async_load(s_s, p_s + o_k[:, None] * V + o_v[None, :])
-    async_copy.commit_group()
-    return s_s
-
-
-@gluon.jit
 def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr):
     """Begin to copy rows `first` … of a matrix into a shared tile; rows from `rows` on become 0."""
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())

@@ -28,6 +28,10 @@ def slot_window_step_kernel(
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
+    # most of the bytes: on their way while the token that enters is looked up
+    p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
+    p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
+    b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
     b_k, b_v = tl.load(k + i_nh * K + o_k), tl.load(v + i_nh * V + o_v)
     b_ks = b_k
     if OWN_SLOT_KEYS:
@@ -58,10 +62,8 @@ def slot_window_step_kernel(
 
     b_in_f = b_in_f.to(tl.float32)
     b_decay, b_enter = tl.exp2(b_in_f * LOG2_E)[:, None], enter_weight(b_in_f)[:, None]
-    p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
-    p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
-    b_sk = tl.load(p_sk) * b_decay + b_enter * b_in_k.to(tl.float32)[None, :]
-    b_sv = tl.load(p_sv) * b_decay + b_enter * b_in_v.to(tl.float32)[None, :]
+    b_sk = b_sk * b_decay + b_enter * b_in_k.to(tl.float32)[None, :]
+    b_sv = b_sv * b_decay + b_enter * b_in_v.to(tl.float32)[None, :]
     tl.store(p_sk, b_sk)
     tl.store(p_sv, b_sv)
 

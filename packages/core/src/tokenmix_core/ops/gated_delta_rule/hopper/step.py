@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import LOG2_E, async_copy, begin_state_copy, state_layout
+from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, state_layout
 from tokenmix_core.tile.launch import cached_launch
 
 
@@ -20,14 +20,19 @@ def hopper_step_kernel(
 ):  # fmt: skip
     """BV columns of a head's state a program, taken twice, BK rows at a time: to be read out, and to be updated."""
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
-    i_v, i_nh = gl.program_id(0) % (V // BV) * BV, (gl.program_id(0) // (V // BV)).to(gl.int64)
+    i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
     i_n, i_hv = i_nh // (H * group), i_nh % (H * group)
+    i_nh, i_h = i_nh.to(gl.int64), (i_n * H + i_hv // group).to(gl.int64)
     o_k, o_v = gl.arange(0, BK, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
     state += i_nh * (K * V) + i_v
-    s_s = begin_state_copy(state, K, V, BV)
+    s_s = gl.allocate_shared_memory(gl.float32, [K, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    whole: gl.constexpr = state_layout(K, BV, gl.num_warps())
+    w_k, w_v = gl.arange(0, K, gl.SliceLayout(1, whole)), gl.arange(0, BV, gl.SliceLayout(0, whole))
+    async_load(s_s, state + w_k[:, None] * V + w_v[None, :])
+    async_copy.commit_group()
 
-    q += (i_n * H + i_hv // group) * K
-    k += (i_n * H + i_hv // group) * K
+    q += i_h * K
+    k += i_h * K
     b_v = gl.load(v + i_nh * V + i_v + o_v).to(gl.float32)
     decay, beta_t = gl.exp2(gl.load(g + i_nh).to(gl.float32) * LOG2_E), gl.load(beta + i_nh).to(gl.float32)
     # each warp has all of q and k, so that their sums wait for no other

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import LOG2_E, async_copy, begin_state_copy, state_layout
+from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, state_layout
 from tokenmix_core.tile.launch import cached_launch
 
 
@@ -13,13 +13,17 @@ def hopper_step_kernel(
     q, k, v, g, dt, D, o, state, stride_q, stride_k, stride_v, scale, G, HV,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
-    """BV columns of a head's state a program, BK rows at a time."""
+    """BV columns of a head's state a program, BK rows at a time as they arrive."""
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
-    i_v, i_nh = gl.program_id(0) % (V // BV) * BV, (gl.program_id(0) // (V // BV)).to(gl.int64)
-    i_n, i_h = i_nh // HV, i_nh % HV
+    i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
+    i_n, i_h = (i_nh // HV).to(gl.int64), i_nh % HV
+    i_nh = i_nh.to(gl.int64)
     o_k, o_v = gl.arange(0, BK, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
-    state += i_nh * (K * V) + i_v
-    s_s = begin_state_copy(state, K, V, BV)
+    p_s = state + i_nh * (K * V) + i_v + o_k[:, None] * V + o_v[None, :]
+    s_s = gl.allocate_shared_memory(gl.float32, [K // BK, BK, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for i in gl.static_range(K // BK):
+        async_load(s_s.index(i), p_s + i * BK * V)
+        async_copy.commit_group()
 
     q += i_n * stride_q + i_h // (HV // G) * K + o_k
     k += i_n * stride_k + i_h // (HV // G) * K + o_k
@@ -33,12 +37,10 @@ def hopper_step_kernel(
         parts_q += (gl.load(q + i * BK),)
         parts_k += (gl.load(k + i * BK),)
 
-    async_copy.wait_group(0)
-    p_s = state + o_k[:, None] * V + o_v[None, :]
     b_o = gl.zeros([BK, BV], gl.float32, layout)
     for i in gl.static_range(K // BK):
-        b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
-        b_s = b_s * decay + parts_k[i].to(gl.float32)[:, None] * b_x[None, :]
+        async_copy.wait_group(K // BK - 1 - i)
+        b_s = s_s.index(i).load(layout) * decay + parts_k[i].to(gl.float32)[:, None] * b_x[None, :]
         gl.store(p_s + i * BK * V, b_s)
         b_o += b_s * parts_q[i].to(gl.float32)[:, None]
     b_o = gl.sum(b_o, 0) * scale
