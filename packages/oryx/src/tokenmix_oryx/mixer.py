@@ -224,14 +224,13 @@ class OryxMixer(Mixer):
 
     def _rates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """g, Δ and β (None without a delta rule), float32 `[B, T, H]`."""
-        beta = None
-        layers = (self.dt_proj,) if self.beta_proj is None else (self.dt_proj, self.beta_proj)
-        if len(layers) == 2 and all(type(layer) is nn.Linear for layer in layers):
+        if self.beta_proj is None:
+            rates, beta = self.dt_proj(x), None
+        elif type(self.dt_proj) is type(self.beta_proj) is nn.Linear:
             # few columns: one product reads x once
-            rates, beta = F.linear(x, torch.cat([layer.weight for layer in layers])).chunk(2, -1)
+            rates, beta = F.linear(x, torch.cat([self.dt_proj.weight, self.beta_proj.weight])).chunk(2, -1)
         else:
-            rates, *more = (layer(x) for layer in layers)
-            beta = more[0] if more else None
+            rates, beta = self.dt_proj(x), self.beta_proj(x)
         dt = F.softplus(at_least_float32(rates) + self.dt_bias)
         return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 
