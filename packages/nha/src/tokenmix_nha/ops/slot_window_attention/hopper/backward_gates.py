@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, anew, await_copies, barrier, fetch_rows, product_layout
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout
 from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.hopper.backward_groups import entries_of_heads
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
@@ -16,6 +16,7 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     locate_tokens,
     multiply,
     rounded,
+    store_gates,
     sums_of_rows,
 )
 
@@ -123,8 +124,4 @@ def hopper_backward_gates_kernel(
     await_copies(0)
     rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
-    o_i = anew(o_i)
-    m_e = ((first + o_i >= oldest) & (first + o_i < entering))[:, None]
-    o_f = ((begin_k + (first + o_i).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
-    b_df = gl.where(m_e & (gl.abs(b_df) < float("inf")), b_df, 0.0)
-    gl.store(df + o_f, b_df.to(df.dtype.element_ty), mask=(first + o_i < keys)[:, None] & m_m)
+    store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)

@@ -18,7 +18,7 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     store,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window_attention.hopper.pairs import add_window, softmax
+from tokenmix_nha.ops.slot_window_attention.hopper.pairs import add_window, load_vectors, softmax
 
 
 @cached_launch
@@ -39,7 +39,6 @@ def hopper_backward_keys_kernel(
     col: gl.constexpr = gl.SliceLayout(0, square)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i_h, HQ = gl.program_id(0) % H, H * GROUP
     first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
         gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
@@ -74,13 +73,7 @@ def hopper_backward_keys_kernel(
     o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
     m_e = (first + o_r >= oldest) & (first + o_r < entering)
     b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
-    # one number a thread, until it is wanted in every row
-    o_l, o_e = gl.arange(0, BT, line), gl.arange(0, M, line)
-    o_row = begin_q + (o_q + o_l).to(gl.int64) * HQ
-    m_row = (o_q + o_l >= 0) & (o_q + o_l < length)
-    end_m = gl.exp2(gl.load(end + entry * M + o_e, mask=o_e < size_k, other=0.0))
-    lse_t = gl.load(lse + o_row, mask=m_row, other=float("inf"))
-    delta_t = gl.load(delta + o_row, mask=m_row, other=0.0)
+    end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, HQ, M)
     b_col = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
     fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
     fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)

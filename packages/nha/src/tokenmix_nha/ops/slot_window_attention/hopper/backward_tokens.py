@@ -19,9 +19,10 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     multiply,
     rounded,
     store,
+    store_gates,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window_attention.hopper.pairs import add_window, softmax
+from tokenmix_nha.ops.slot_window_attention.hopper.pairs import add_window, load_vectors, softmax
 
 
 @cached_launch
@@ -81,13 +82,7 @@ def hopper_backward_tokens_kernel(
     b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_x = ((o_q + o_r >= 0) & (o_q + o_r < length))[:, None]
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
-    # one number a thread, until it is wanted in every row
-    o_l, o_e = gl.arange(0, BT, line), gl.arange(0, M, line)
-    m_q = (o_q + o_l >= 0) & (o_q + o_l < length)
-    o_row = begin_q + (o_q + o_l).to(gl.int64) * H
-    end_m = gl.exp2(gl.load(end + entry * M + o_e, mask=o_e < size_k, other=0.0))
-    lse_t = gl.load(lse + o_row, mask=m_q, other=float("inf"))
-    delta_t = gl.load(delta + o_row, mask=m_q, other=0.0)
+    end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, H, M)
     b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_high, s_low, False))
     fetch_rows(s_sk, states_k + entry * K * M, M, size_k, 4)
     fetch_rows(s_sv, states_v + entry * V * M, M, size_v, 4)
@@ -120,11 +115,7 @@ def hopper_backward_tokens_kernel(
     barrier()
     b_df = sums_of_rows(b_x, s_high, s_low, True) - b_own
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
-    o_r = anew(o_r)
-    m_e = ((first + o_r >= oldest) & (first + o_r < entering))[:, None]
-    o_f = ((begin_k + (first + o_r).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
-    b_df = gl.where(m_e & (gl.abs(b_df) < float("inf")), b_df, 0.0)
-    gl.store(df + o_f, b_df.to(df.dtype.element_ty), mask=(first + o_r < keys)[:, None] & (o_m < SLOTS)[None, :])
+    store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
     # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
     b_left = as_left(b_round, BT)

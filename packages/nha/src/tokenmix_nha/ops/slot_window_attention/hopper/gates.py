@@ -118,6 +118,18 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
 
 
 @gluon.jit
+def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
+    """Store gradients of a chunk's log-gates, finite ones of the tokens that enter, and 0 for others."""
+    M: gl.constexpr = b_df.shape[1]
+    o_t = first + anew(gl.arange(0, 64, gl.SliceLayout(1, product_layout(M, 4))))
+    o_m = gl.arange(0, M, gl.SliceLayout(0, product_layout(M, 4)))
+    m_e = ((o_t >= oldest) & (o_t < entering))[:, None]
+    o_df = ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
+    b_df = gl.where(m_e & (gl.abs(b_df) < float("inf")), b_df, 0.0)
+    gl.store(df + o_df, b_df.to(df.dtype.element_ty), mask=(o_t < keys)[:, None] & (o_m < SLOTS)[None, :])
+
+
+@gluon.jit
 def enter_weight(b_f):
     """1 − exp(f) for f ≤ 0, to the last digits also near 0."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))

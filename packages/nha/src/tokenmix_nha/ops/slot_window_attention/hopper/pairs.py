@@ -9,6 +9,19 @@ from tokenmix_nha.ops.slot_window_attention.hopper.gates import as_left, fetch, 
 
 
 @gluon.jit
+def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.constexpr):
+    """A chunk's decay by slot, and the log-sum-exp and δ of 64 queries from `o_q` on, of which those that are not there
+    get probability 0. One number a thread, until they are wanted in every row."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o_l, o_m = gl.arange(0, 64, line), gl.arange(0, M, line)
+    o_row = begin_q + (o_q + o_l).to(gl.int64) * HQ
+    m_row = (o_q + o_l >= 0) & (o_q + o_l < length)
+    end_m = gl.exp2(gl.load(end + entry * M + o_m, mask=o_m < slots, other=0.0))
+    lse_t = gl.load(lse + o_row, mask=m_row, other=float("inf"))
+    return end_m, lse_t, gl.load(delta + o_row, mask=m_row, other=0.0)
+
+
+@gluon.jit
 def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
     """Of pairs of the window `[token, query]`, k · q and v · do: their probabilities, and the gradients of k · q."""
     b_s = gl.exp2(gl.where(m_s, b_s * (scale * LOG2_E) - b_lse[None, :], float("-inf")))
