@@ -88,9 +88,11 @@ def test_a_heatmap_shows_its_values(tmp_path):
 
 
 def test_without_matplotlib_all_but_the_plots_is_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "demo.png").write_text("of an earlier run")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     files = write_result(result(), tmp_path)
     assert [f.name for f in files] == ["demo.json", "report.md"]
+    assert {f.name for f in files} == {f.name for f in tmp_path.iterdir()}, "a plot stands beside other numbers"
     assert "pip install 'tokenmix-core[plots]'" in capsys.readouterr().err
 
 

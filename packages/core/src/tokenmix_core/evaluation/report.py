@@ -118,7 +118,11 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     written = [folder / f"{suite}.json"]
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
     write_atomically(written[0], text)
-    for path, plot in zip(_plot_paths(suite, len(result["plots"]), folder), result["plots"], strict=True):
+    paths = _plot_paths(suite, len(result["plots"]), folder)
+    for path in paths:
+        # one of an earlier run would stand beside other numbers
+        path.unlink(missing_ok=True)
+    for path, plot in zip(paths, result["plots"], strict=True):
         try:
             draw(plot, path)
         except ImportError as error:
