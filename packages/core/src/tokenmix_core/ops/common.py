@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.replay import Replayed, is_plain
 
 Impl = Literal["triton", "reference"]
@@ -177,7 +178,7 @@ def room_for(layouts: Iterable[Layout]) -> int:
 
 def _next_part(end: int) -> int:
     # where the allocator would begin a tensor of its own
-    return -(-end // 512) * 512
+    return cdiv(end, 512) * 512
 
 
 def aligned(x: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""What the launchers share: the chunk length, how programs are shared out, the precision of products."""
+"""What the launchers share: the chunk length, the shapes of what is kept, and the precision of products."""
 
 import torch
 from torch import Tensor
@@ -37,5 +37,5 @@ def dot_precision(x: Tensor) -> str:
 
 def solve_precision(x: Tensor) -> str:
     """The inverse amplifies rounding where keys repeat, so its products are finer than the inputs."""
-    # three parts of bfloat16 make 16 bits, enough for bfloat16 alone; the interpreter knows no parts and needs none
+    # three products of two bfloat16 parts keep 16 bits, enough for bfloat16 alone; the interpreter needs no parts
     return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else "tf32x3"
