@@ -141,6 +141,9 @@ def test_a_tensor_given_twice_is_run(add):
     replayed(a, torch.randn(6), 1.0)
     b = torch.randn(6)
     torch.testing.assert_close(replayed(a, b, 1.0)[0], a + 2 * b)
+    # what was recorded of two is right for one place, too
+    torch.testing.assert_close(replayed(a, a[:], 1.0)[0], 3 * a)
+    assert function.runs == 4
 
 
 def test_several_empty_tensors_are_replayed(add):

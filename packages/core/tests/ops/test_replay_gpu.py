@@ -62,6 +62,7 @@ def check_equal(got, wanted):
 def run(op, tensors, **packed):
     """The results of calls that are run."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replayed, "recent", property(lambda self: ()), raising=False)
         patch.setattr(Replayed, "anew", lambda self, inputs, *_: self.run(*inputs))
         return results(op, tensors, **packed)
 
