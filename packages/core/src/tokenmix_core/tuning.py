@@ -221,15 +221,18 @@ class StateStep(NamedTuple):
     num_warps: int
 
 
-def state_step(sequence_heads: int, K: int, V: int) -> StateStep | None:
-    """The tile of one token on Hopper, of the gated delta rule and SSD; None where Triton's form is taken.
+# on Hopper, by the programs that 64 columns each would make, from many on: long rows pay where there are many rounds
+STATE_STEPS: dict[str, dict[int, StateStep]] = {
+    "gated_delta_rule": {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)},
+    "ssd": {2048: StateStep(64, 32, 4), 1024: StateStep(32, 128, 2), 0: StateStep(32, 32, 2)},
+}
 
-    As many tiles as a multiprocessor has room for are on their way at once; wide ones, whose rows are longer, where
-    they make many rounds.
-    """
+
+def state_step(op: str, sequence_heads: int, K: int, V: int) -> StateStep | None:
+    """The tile of one token of an operation on Hopper; None where Triton's form is taken."""
     if K != 128 or V < 64:
         return None
-    return StateStep(64, 32, 4) if sequence_heads * V >= 64 * _MANY else StateStep(32, 32, 2)
+    return next(tile for least, tile in STATE_STEPS[op].items() if sequence_heads * V >= 64 * least)
 
 
 class ScanTile(NamedTuple):

@@ -194,8 +194,8 @@ def test_one_token(V, qk_l2norm, monkeypatch):
     monkeypatch.setattr(recurrent, "recurrent_kernel", None)
     x = {name: value.squeeze(1) for name, value in inputs(3, 1, 1, 2, 128, V, N=3).items()}
     x["k"] *= 128**-0.5
-    for widest in (False, True):
-        monkeypatch.setattr(tuning, "_MANY", 0 if widest else 2048)
+    for tile in tuning.STATE_STEPS["gated_delta_rule"].values():
+        monkeypatch.setattr(tuning, "state_step", lambda *shape, tile=tile: tile)
         results = []
         for dtype, impl in ((torch.float32, "triton"), (torch.float64, "reference"), (torch.float32, "reference")):
             token = {name: value.to(dtype, copy=True) for name, value in x.items()}

@@ -105,13 +105,13 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
-@pytest.mark.parametrize("widest", [False, True])
-def test_one_token(widest, weighted, monkeypatch):
+@pytest.mark.parametrize("tile", tuning.STATE_STEPS["ssd"].values(), ids=str)
+def test_one_token(tile, weighted, monkeypatch):
     (module,) = gluon.load("tokenmix_core", "ops.ssd.hopper.step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(recurrent, "on_hopper", lambda device: True)
     monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)
-    monkeypatch.setattr(tuning, "_MANY", 0 if widest else 2048)
+    monkeypatch.setattr(tuning, "state_step", lambda *shape: tile)
     x = inputs(B=3, T=1, G=2, HV=4, K=128, N=3, steps=weighted)
     x = {name: value if name in ("initial_state", "D") else value.squeeze(1) for name, value in x.items()}
     results = []

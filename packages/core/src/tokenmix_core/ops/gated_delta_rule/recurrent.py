@@ -91,7 +91,8 @@ def recurrent_forward(
         state_out = q.new_empty(N, HV, K, V, dtype=torch.float32)
         initial_state = None if initial_state is None else initial_state.contiguous()
     step = T == 1 and cu_seqlens is None
-    tile = tuning.state_step(N * HV, K, V) if step and initial_state is state_out and on_hopper(q.device) else None
+    in_place = step and initial_state is state_out
+    tile = tuning.state_step("gated_delta_rule", N * HV, K, V) if in_place and on_hopper(q.device) else None
     if tile is not None:
         from tokenmix_core.ops.gated_delta_rule.hopper.step import hopper_step_kernel
 

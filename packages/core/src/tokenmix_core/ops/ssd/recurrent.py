@@ -70,7 +70,8 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
     N = len(final_state)
     step = T == 1 and cu_seqlens is None
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tile = tuning.state_step(N * HV, K, V) if step and initial_state is final_state and on_hopper(q.device) else None
+    in_place = step and initial_state is final_state
+    tile = tuning.state_step("ssd", N * HV, K, V) if in_place and on_hopper(q.device) else None
     if tile is not None:
         from tokenmix_core.ops.ssd.hopper.step import hopper_step_kernel
 
