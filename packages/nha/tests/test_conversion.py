@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -111,7 +112,7 @@ def test_weights_are_inherited_and_gates_are_pooled_keys(original):
                 if k.bias is not None:
                     assert torch.allclose(gates.bias[h * slots + m], k.bias[rows].mean(), atol=1e-6)
     assert windows_of(converted) == converted.config.window == [5, "full", 0]
-    assert type(converted).__mro__[2] is type(original)
+    assert isinstance(converted, type(original))
 
 
 @torch.no_grad()
@@ -219,6 +220,31 @@ def test_the_command_converts_a_folder(tmp_path, capsys):
     ):
         assert main(wrong) == 2
         assert message in capsys.readouterr().err
+
+
+def test_checkpoints_that_lack_weights_are_refused(tmp_path, capsys):
+    """Weights that are not there would be drawn anew, with a warning."""
+    original = LlamaForCausalLM(LlamaConfig(**SIZES))
+    converted = convert(original, "full", slots=4)
+    weights = {name: x.clone() for name, x in converted.state_dict().items() if "layers.1.self_attn.f_proj" not in name}
+    converted.save_pretrained(tmp_path / "nha")
+    save_file(weights, tmp_path / "nha" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 missing \(model.layers.1.self_attn.f_proj.weight\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nha")
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "nha", strict=False), type(converted))
+
+    original.save_pretrained(tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+    whole = file.read_bytes()
+    weights = {name: x.clone() for name, x in original.state_dict().items() if "layers.2.mlp.up_proj" not in name}
+    save_file(weights, file, metadata={"format": "pt"})
+    arguments = ["convert", str(tmp_path / "llama"), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "1 missing (model.layers.2.mlp.up_proj.weight)" in capsys.readouterr().err
+    file.write_bytes(whole[: len(whole) // 2])
+    assert main(arguments) == 2
+    assert "damaged or cut short" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_converted_is_refused():

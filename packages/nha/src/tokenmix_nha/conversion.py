@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tokenmix_core.modeling.checkpoint import load_checked
 from tokenmix_nha.hybridized import FAMILIES
 from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows, nha_mixers
 
@@ -41,7 +42,7 @@ def convert(
     if kind not in FAMILIES:
         raise ValueError(f"convert: expected a model of type {', '.join(FAMILIES)}, got {kind!r}")
     config_class, _, causal_lm = FAMILIES[kind]
-    if not isinstance(model, causal_lm.__mro__[2]):
+    if not isinstance(model, causal_lm.__bases__[-1]):
         raise ValueError(f"convert: expected a language model with its output layer, got {type(model).__name__}")
     fields = model.config.to_dict()
     for name in ("model_type", "architectures", "transformers_version", "dtype"):
@@ -106,7 +107,8 @@ def command(args: argparse.Namespace, context: Any) -> None:
         raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
     layers = config.num_hidden_layers
     windows = FULL if args.full_layers == "all" else hybrid_windows(layers, args.window, args.full_layers)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=args.dtype, local_files_only=True)
+    load = AutoModelForCausalLM.from_pretrained
+    model = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
     converted = convert(model, windows, slots=args.slots)
     converted.save_pretrained(args.out)
     for pattern in _COMPANIONS:

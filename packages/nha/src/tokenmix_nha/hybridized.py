@@ -34,6 +34,7 @@ from transformers import (
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState, Span
 from tokenmix_core.modeling.backbone import real_tokens, refuse_recomputing, token_positions
+from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
@@ -116,7 +117,7 @@ class HybridizedAttention(NhaMixer):
         return o, None
 
 
-class HybridizedModel:
+class HybridizedModel(CheckedLoading):
     """Before transformers' backbone: its attention replaced, its batches packed, its cache ours."""
 
     layers: nn.ModuleList
@@ -197,7 +198,7 @@ class HybridizedModel:
         return out
 
 
-class HybridizedForCausalLM:
+class HybridizedForCausalLM(CheckedLoading):
     """Before transformers' language model: a hybridized backbone, and generation with our cache."""
 
     model_class: ClassVar[type]

@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling.cache import HybridCache
-from tokenmix_core.modeling.checkpoint import load_checked
+from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.mixer import Mixer, find_mixer
 from tokenmix_core.nn.init import init_weights_
@@ -60,7 +60,7 @@ class HybridBlock(GradientCheckpointingLayer):
         return hidden_states, auxiliary or {}
 
 
-class HybridPreTrainedModel(PreTrainedModel):
+class HybridPreTrainedModel(CheckedLoading, PreTrainedModel):
     """What transformers needs to know of the family."""
 
     config: HybridConfig
@@ -75,21 +75,6 @@ class HybridPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         init_weights_(module, self.config.initializer_range)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs) -> Any:
-        """Load a checkpoint, as transformers does, but refuse one that is damaged or does not fit.
-
-        Args:
-            strict: refuse weights that are missing or unknown; without it they are initialised, or left out, with a
-                warning.
-
-        Raises:
-            ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does
-                not fit the configuration.
-        """
-        load = super().from_pretrained
-        return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 
 
 class HybridModel(HybridPreTrainedModel):

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
 
-def load_checked(
-    cls: type[PreTrainedModel], load: Callable[..., Any], source: Any, *args: Any, strict: bool, **kwargs: Any
-):
+def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, strict: bool, **kwargs: Any):
     """Call `load(source, ...)`, and turn what is wrong with the checkpoint into a ValueError that says so.
 
     Raises:
@@ -36,10 +33,27 @@ def load_checked(
         }
         if found := {kind: names for kind, names in problems.items() if names}:
             text = "; ".join(f"{len(names)} {kind} ({_some(names)})" for kind, names in found.items())
-            raise ValueError(
-                f"{source}: the weights do not fit {cls.__name__}: {text}; pass strict=False to load it anyway"
-            )
+            raise ValueError(f"{source}: the weights do not fit {cls.__name__}: {text}; strict=False loads it anyway")
     return (model, info) if wants_info else model
+
+
+class CheckedLoading:
+    """Before transformers' `PreTrainedModel`: `from_pretrained` refuses what is damaged or does not fit."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs) -> Any:
+        """Load a checkpoint, as transformers does, but refuse one that is damaged or does not fit.
+
+        Args:
+            strict: refuse weights that are missing or unknown; without it they are initialised, or left out, with a
+                warning.
+
+        Raises:
+            ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does
+                not fit the configuration.
+        """
+        load = super().from_pretrained  # type: ignore[misc]
+        return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 
 
 def _some(names: list[str]) -> str:
