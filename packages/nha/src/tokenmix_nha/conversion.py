@@ -108,7 +108,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     layers = config.num_hidden_layers
     windows = FULL if args.full_layers == "all" else hybrid_windows(layers, args.window, args.full_layers)
     load = AutoModelForCausalLM.from_pretrained
-    model = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
+    model: Any = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
     converted = convert(model, windows, slots=args.slots)
     converted.save_pretrained(args.out)
     for pattern in _COMPANIONS:
