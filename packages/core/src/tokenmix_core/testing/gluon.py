@@ -19,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 _GLUON = "triton.experimental.gluon"
 
@@ -294,12 +295,20 @@ def _steps(*bounds) -> Iterator[Tensor]:
 
 def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
     """Modules of kernels and their launchers, imported anew with this stand-in, and what they need of `shared` modules
-    elsewhere; those imported before stay."""
+    elsewhere; those imported before stay.
+
+    Modules with torch operators are not imported anew: a second registration would take away what the first one holds.
+    """
     prefixes = (f"{package}.", _GLUON, *shared)
-    before = {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
+    before = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.startswith(prefixes) and not any(isinstance(x, CustomOpDef) for x in vars(module).values())
+    }
     attributes = dict(vars(importlib.import_module(package)))
     for name in before:
         del sys.modules[name]
+    kept = {name for name in sys.modules if name.startswith(prefixes)}
     sys.modules.update(_stand_ins())
     # a package's attribute is found before a module's name
     experimental = vars(importlib.import_module("triton.experimental"))
@@ -309,7 +318,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         for module in loaded:
             vars(module)["range"] = _steps
     finally:
-        for name in [name for name in sys.modules if name.startswith(prefixes)]:
+        for name in [name for name in sys.modules if name.startswith(prefixes) and name not in kept]:
             del sys.modules[name]
         sys.modules.update(before)
         if real is not None:
