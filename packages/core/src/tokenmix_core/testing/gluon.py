@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 _GLUON = "triton.experimental.gluon"
 
