@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.replay import Replayed, is_plain
+from tokenmix_core.ops.replay_code import next_part
 
 Impl = Literal["triton", "reference"]
 
@@ -167,18 +167,13 @@ def parts_of(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
     for shape, dtype in layouts:
         end = start + math.prod(shape) * dtype.itemsize
         parts.append(whole[start:end].view(dtype).view(shape))
-        start = _next_part(end)
+        start = next_part(end)
     return parts
 
 
 def room_for(layouts: Iterable[Layout]) -> int:
     """How many bytes `parts_of` takes."""
-    return sum(_next_part(math.prod(shape) * dtype.itemsize) for shape, dtype in layouts)
-
-
-def _next_part(end: int) -> int:
-    # where the allocator would begin a tensor of its own
-    return cdiv(end, 512) * 512
+    return sum(next_part(math.prod(shape) * dtype.itemsize) for shape, dtype in layouts)
 
 
 def aligned(x: Tensor | None) -> Any:

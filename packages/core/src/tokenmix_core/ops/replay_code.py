@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# parts of one buffer begin where the allocator's own would
-_ALIGNMENT = 512
+from tokenmix_core.chunking import cdiv
+
 # buffers that nobody sees are parts of one where they are smaller together: more would be held longer than needed
 _TOGETHER = 4 << 20
 
@@ -199,5 +199,10 @@ def _together(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
         if slot in used and slot not in seen:
             parts[slot] = room
             numbers = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
-            room += -(-numbers * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            room += next_part(numbers * dtype.itemsize)
     return (parts, room) if len(parts) > 1 and room <= _TOGETHER else ({}, 0)
+
+
+def next_part(end: int) -> int:
+    """Where a part of one buffer begins after `end` bytes: where the allocator would begin a tensor of its own."""
+    return cdiv(end, 512) * 512
