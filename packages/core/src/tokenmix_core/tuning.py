@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tokenmix_core.changes import watch
 from tokenmix_core.chunking import cdiv, next_power_of_2
 
 
@@ -47,6 +48,55 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
     return next(tile for bound, tile in table.items() if head_size <= bound)
 
 
+class KeptAttentionTile(NamedTuple):
+    """BM queries meet BN columns, in at most so many registers a thread where that is a number."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+# as above, chosen by registers and shared memory of the machine code for sm_90: with heads of 64, 168 registers let
+# three blocks share a multiprocessor; where keys are gathered, two stages go to their positions
+_KEPT_ATTENTION: dict[str, dict[int, KeptAttentionTile]] = {
+    "forward": {
+        64: KeptAttentionTile(64, 64, 4, 5, 168),
+        128: KeptAttentionTile(64, 64, 4, 3),
+        256: KeptAttentionTile(128, 64, 8, 2),
+    },
+    "backward_queries": {
+        64: KeptAttentionTile(64, 64, 4, 5, 168),
+        128: KeptAttentionTile(64, 64, 4, 3),
+        256: KeptAttentionTile(64, 32, 4, 2),
+    },
+    "backward_keys": {
+        64: KeptAttentionTile(64, 64, 4, 2),
+        128: KeptAttentionTile(32, 64, 4, 3),
+        256: KeptAttentionTile(32, 64, 8, 2),
+    },
+}
+
+
+def kept_attention(kernel: str, head_size: int, dtype: torch.dtype, unit: int) -> KeptAttentionTile:
+    """The same of attention over kept keys. BN divides 64: a tile of columns lies in one unit of more than a token."""
+    if dtype == torch.float32:
+        return KeptAttentionTile(*attention(kernel, head_size, dtype))
+    tile = next(tile for bound, tile in _KEPT_ATTENTION[kernel].items() if head_size <= bound)
+    if kernel == "backward_keys" or unit == 1:
+        return tile
+    return tile._replace(num_stages=attention(kernel, head_size, dtype).num_stages)
+
+
+def kept_attention_pieces(tiles: int, device: torch.device) -> int:
+    """Into how many pieces the work of `tiles` tiles of keys is cut, beyond one a tile: some rounds of programs.
+
+    Sums of pieces take room, so where keys are few there are fewer.
+    """
+    return min(8 * multiprocessors(device), max(2 * multiprocessors(device), tiles // 4))
+
+
 def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """BN, num_warps and num_stages of the decoding kernel, which is bound by reading the cache."""
     return (32, 4, 2) if dtype == torch.float32 or head_size > 128 else (64, 4, 3)
@@ -63,10 +113,17 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-class SSDForward(NamedTuple):
-    """Chunks of BT tokens, BV columns of the state a program; on Hopper `hopper` columns and chunks of 64, unless 0.
+def one_round() -> int:
+    """As many programs as the current GPU has multiprocessors; 132, as of an H100 or H200, before there is a GPU."""
+    if not torch.cuda.is_initialized():
+        return 132
+    return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
 
-    With `lookback`, sequences of one length are cut up on Hopper into that many tokens a program, each of which makes
+
+class SSDForward(NamedTuple):
+    """Chunks of BT tokens, BV columns of the state a program; in Gluon `hopper` columns and chunks of 64, unless 0.
+
+    With `lookback`, sequences of one length are cut up in Gluon into that many tokens a program, each of which makes
     the state before its tokens by itself.
     """
 
@@ -96,9 +153,9 @@ class SSDHopper(NamedTuple):
 
 
 class SSDGradients(NamedTuple):
-    """Chunks of BT tokens, V in steps of BV; or, on Hopper, chunks of 64 where `hopper` is not None.
+    """Chunks of BT tokens, V in steps of BV; or, in Gluon, chunks of 64 where `hopper` is not None.
 
-    Where it `walks`, on Hopper too, a program takes all chunks of a sequence or segment, one after the other.
+    Where it `walks`, in Gluon too, a program takes all chunks of a sequence or segment, one after the other.
     """
 
     BT: int
@@ -117,7 +174,10 @@ class SSDRecurrent(NamedTuple):
 
 
 class SSDPlan(NamedTuple):
-    """How a call is cut up: `segment` tokens a program, 0 for whole sequences, and the tiles of each kernel."""
+    """How a call is cut up: `segment` tokens a program, 0 for whole sequences, and the tiles of each kernel.
+
+    A kernel in Gluon runs where its part of the plan has a `hopper`, a portable one elsewhere.
+    """
 
     segment: int
     forward: SSDForward
@@ -125,14 +185,12 @@ class SSDPlan(NamedTuple):
     gradients: SSDGradients
 
 
-# programs that keep 132 multiprocessors busy
-_PROGRAMS = 132
 # programs that do so for many rounds
 _MANY = 2048
 
 
-def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype) -> SSDPlan:
-    """The plan of an SSD call of N sequences over `[B, T]` tokens."""
+def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype, gluon: bool = True) -> SSDPlan:
+    """The plan of an SSD call of N sequences over `[B, T]` tokens; segments are the same with and without Gluon."""
     if dtype == torch.float32:
         forward = SSDForward(64, min(V, 32), 4, 1)
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
@@ -152,7 +210,7 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
     # short sequences in one launch: twice as many programs fit as there are multiprocessors
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
-        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * _PROGRAMS)
+        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_round())
         forward = forward._replace(lookback=next(spans, 0))
 
     wide = forward.hopper > 0 and K >= 128
@@ -161,6 +219,8 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
     # where whole sequences of wide heads fill the device, a walk is faster: elsewhere it was not timed
     if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
         gradients = gradients._replace(walks=True)
+    if not gluon:
+        forward, gradients = forward._replace(hopper=0, lookback=0), gradients._replace(hopper=None, walks=False)
     return SSDPlan(segment, forward, states, gradients)
 
 
@@ -177,10 +237,10 @@ def _ssd_segment(programs: int, T: int, K: int, wide: bool) -> int:
     Segments read k and v once more and take more launches. Where the states are `wide` they are cut into one round of
     programs, as more cost more than they gain; and, if short, only where half of the multiprocessors would idle.
     """
-    if programs >= _PROGRAMS or (wide and T <= 2048 and 2 * programs > _PROGRAMS):
+    if programs >= one_round() or (wide and T <= 2048 and 2 * programs > one_round()):
         return 0
     # states of 256 keys leave room for one program a multiprocessor
-    at_once = _PROGRAMS * (1 if K == 256 else 2)
+    at_once = one_round() * (1 if K == 256 else 2)
     pieces = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
     segment = max(256, next_power_of_2(cdiv(T, pieces)))
     return segment if segment < T else 0
@@ -188,7 +248,7 @@ def _ssd_segment(programs: int, T: int, K: int, wide: bool) -> int:
 
 def _fills(programs: int) -> bool:
     """Whether rounds of a program a multiprocessor leave few of them idle."""
-    return programs >= 0.9 * cdiv(programs, _PROGRAMS) * _PROGRAMS
+    return programs >= 0.9 * cdiv(programs, one_round()) * one_round()
 
 
 def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
@@ -198,12 +258,12 @@ def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
         return SSDHopper(1, 4)
     chunks = cdiv(tokens, 64) * HV
     # one program a multiprocessor; what it does once takes as long as half a head
-    return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, _PROGRAMS) * (2 * heads + 1)), 8)
+    return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_round()) * (2 * heads + 1)), 8)
 
 
 def ssd_recurrent(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     """The tile of the SSD kernel that goes token by token."""
-    columns = 8 if sequence_heads < _PROGRAMS else 32
+    columns = 8 if sequence_heads < one_round() else 32
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
 
 
@@ -229,7 +289,7 @@ STATE_STEPS: dict[str, dict[int, StateStep]] = {
 
 
 def state_step(op: str, sequence_heads: int, K: int, V: int) -> StateStep | None:
-    """The tile of one token of an operation on Hopper; None where Triton's form is taken."""
+    """The tile of one token of an operation in Gluon; None where it has no such kernel."""
     if K != 128 or V < 64:
         return None
     return next(tile for least, tile in STATE_STEPS[op].items() if sequence_heads * V >= 64 * least)
@@ -309,7 +369,7 @@ def gated_delta_rule_segment(sequences: int, HV: int, tokens: int, walks: int = 
     Where `walks` programs share a value head, one round of them is better than several, if that leaves segments at all.
     """
     length = cdiv(tokens, sequences)
-    pieces = _PROGRAMS // (sequences * HV)
+    pieces = one_round() // (sequences * HV)
     pieces = pieces // walks if pieces >= 2 * walks else pieces
     segment = max(1024, cdiv(cdiv(length, pieces), 64) * 64) if pieces > 1 else length
     return segment if segment < length else 0
@@ -317,7 +377,7 @@ def gated_delta_rule_segment(sequences: int, HV: int, tokens: int, walks: int = 
 
 def gated_delta_rule_columns(programs: int, V: int) -> int:
     """Columns of the state a program of the forward step on Hopper: half of them where that leaves one round."""
-    return V // 2 if 2 * programs <= _PROGRAMS else V
+    return V // 2 if 2 * programs <= one_round() else V
 
 
 def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, packed: bool, walks: int = 1) -> int:
@@ -327,7 +387,7 @@ def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, pack
     """
     segment = gated_delta_rule_segment(sequences, HV, tokens, walks)
     if packed:
-        segment = segment or max(1024, cdiv(cdiv(tokens * HV, _PROGRAMS), 64) * 64)
+        segment = segment or max(1024, cdiv(cdiv(tokens * HV, one_round()), 64) * 64)
     return segment if segment < tokens else 0
 
 
@@ -355,3 +415,7 @@ def short_conv_backward(tokens: int, channels: int) -> ShortConvRun:
     """The runs of the short convolution's backward pass: long ones read few tokens twice, many fill the device."""
     BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
     return ShortConvRun(min(max(BT, 16), 128), 4, 128)
+
+
+# recorded calls are forgotten with every change of these
+watch(__name__)

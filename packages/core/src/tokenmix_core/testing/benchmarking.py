@@ -6,6 +6,8 @@ Every benchmark module exposes `rows(device) -> list[dict]`; a row is made by `m
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import statistics
 import subprocess
@@ -17,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from tokenmix_core.chunking import cu_seqlens_from_lengths
 
 Run = Callable[[], object]
 
@@ -198,6 +202,33 @@ def measure(
         }
         for name in forwards
     ]
+
+
+def measure_forms(
+    op: str, shape: str, device: str, forward: Callable[[str], Tensor], inputs: Sequence[Tensor]
+) -> list[dict]:
+    """Rows of one shape for each form of our kernels, `forward(impl)`, named with the version of Triton.
+
+    Rows of several versions stand beside each other in one file.
+    """
+    names = {"gluon": "Gluon", "triton": "portable"} if device != "cpu" else {"reference": "reference"}
+    forwards = {name: functools.partial(forward, impl) for impl, name in names.items()}
+    rows = measure(op, shape, device, forwards, inputs, alike=True)
+    if device == "cpu":
+        return rows
+    # the one that is imported, which need not be the one that is installed
+    from triton import __version__ as version
+
+    return [{**row, "impl": f"{row['impl']}, Triton {version}"} for row in rows]
+
+
+def document_borders(device: str, documents: int = 100, tokens: int = 152_497) -> Tensor:
+    """`cu_seqlens` of packed documents, some of 64 tokens and some of thousands, as a corpus has them."""
+    generator = torch.Generator().manual_seed(0)
+    spread = (torch.rand(documents, generator=generator) * math.log(100)).exp()
+    lengths = (spread / spread.sum() * tokens).long().clamp(min=1)
+    lengths[int(lengths.argmax())] += tokens - int(lengths.sum())
+    return cu_seqlens_from_lengths(lengths).to(device)
 
 
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:

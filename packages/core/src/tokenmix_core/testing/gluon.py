@@ -71,7 +71,7 @@ class Shared:
     def index(self, i):
         return Shared(self.data[int(i)])
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         return Shared(self.data.flatten().view(dtype)[: prod(shape)].view(shape))
 
     def load(self, layout) -> Tensor:
@@ -212,6 +212,7 @@ def _language() -> ModuleType:
     gl = ModuleType("language")
     functions = {
         "constexpr": constexpr,
+        "shared_memory_descriptor": Shared,
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "int32": torch.int32,

@@ -33,15 +33,16 @@ def disassembler() -> Path:
 
 def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
     """The names and compiled forms of all kernels under a package that this process has launched."""
-    from triton.runtime import JITFunction
+    from triton import JITFunction
+
+    from tokenmix_core.launch.private import kernels_of
 
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         for kernel in vars(sys.modules[name]).values():
             # a kernel, or what launches it
             kernel = next((x for x in (kernel, getattr(kernel, "fn", None)) if isinstance(x, JITFunction)), None)
             if kernel is not None and kernel.fn.__module__ == name:
-                for compiled, *_ in kernel.device_caches.values():
-                    yield from ((kernel.fn.__name__, x) for x in compiled.values() if hasattr(x, "asm"))
+                yield from ((kernel.fn.__name__, x) for x in kernels_of(kernel) if hasattr(x, "asm"))
 
 
 def unwritten_reads(kernel: Any) -> list[str]:

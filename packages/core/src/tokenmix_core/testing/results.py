@@ -126,6 +126,24 @@ def markdown(rows: Sequence[dict]) -> str:
     return "\n\n".join(blocks)
 
 
+def by_version(rows: Sequence[dict]) -> str:
+    """Rows of `measure_forms` as one markdown table: a line a shape, a column a form and version of Triton."""
+    forms = sorted({row["impl"] for row in rows}, key=lambda form: (form.partition(",")[0], _version(form)))
+    lines = ["Measured on " + "; ".join(_places(rows)) + ".", ""]
+    lines += ["| operation | shape | " + " | ".join(forms) + " |", "|---|---|" + "---|" * len(forms)]
+    shapes = dict.fromkeys((row["op"], row["shape"]) for row in rows)
+    found = {_key(row): f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}" for row in rows}
+    lines += [
+        f"| {op} | {shape} | " + " | ".join(found.get((op, shape, form), "–") for form in forms) + " |"
+        for op, shape in shapes
+    ]
+    return "\n".join(lines)
+
+
+def _version(form: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in form.rpartition(" ")[2].split("."))
+
+
 def headlines(rows: Sequence[dict]) -> list[dict]:
     """The rows of the first shape of every operation that ran beside a peer."""
     first: dict[str, str] = {}
@@ -181,12 +199,14 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
     figure.savefig(path, dpi=110)
 
 
-def fill(readme: Path, table: str) -> bool:
+def fill(readme: Path, table: str, mark: str = "speed") -> bool:
     """Put a table between the marks `<!-- speed -->` and `<!-- /speed -->` of a README; return whether it changed."""
     text = readme.read_text()
-    new, marks = re.subn(r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text)
+    new, marks = re.subn(
+        rf"(?s)(<!-- {re.escape(mark)} -->\n).*?(<!-- /{re.escape(mark)} -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text
+    )
     if marks != 1:
-        raise ValueError(f"{readme} must hold the marks <!-- speed --> and <!-- /speed --> once, found {marks}")
+        raise ValueError(f"{readme} must hold the marks <!-- {mark} --> and <!-- /{mark} --> once, found {marks}")
     if new != text:
         readme.write_text(new)
     return new != text

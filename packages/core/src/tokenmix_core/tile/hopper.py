@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 # names of newer versions of Triton, or of older ones
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # as in `tile.decay`
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -39,6 +40,29 @@ def state_layout(rows, columns, warps):
     """Rows of a float32 state, 16 bytes a thread; each warp holds `rows` / `warps` of them."""
     lanes = columns // 4
     return gl.BlockedLayout([rows * lanes // (32 * warps), 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def tiles_of(shape, part):
+    """The shape of as many smaller tiles as there is room for in one of `shape`."""
+    count = 1
+    for size in shape:
+        count *= size
+    for size in part:
+        count //= size
+    return [count, *part]
+
+
+@gluon.jit
+def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i: gl.constexpr = 0):
+    """The i-th tile of this shape in the shared memory of another tile, whose elements are as wide."""
+    # Triton 3.8 takes all of it, or nothing
+    room: gl.constexpr = tiles_of(s_x.shape, shape)
+    if _REINTERPRETS:
+        s_y = s_x.reinterpret(dtype, room, layout).index(i)
+    else:
+        s_y = s_x._reinterpret(dtype, room, layout).index(i)
+    return s_y
 
 
 @gluon.jit

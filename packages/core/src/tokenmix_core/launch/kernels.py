@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.runtime.cache import triton_key
-from triton.runtime.driver import driver
 
-from tokenmix_core.tile.driver import Loaded, launch, loaded, packed
+from tokenmix_core.launch import private, switch
+from tokenmix_core.launch.compiling import compiling
+from tokenmix_core.launch.driver import Loaded, launch, loaded, packed
 
 # a kernel, its grid, arguments, and those given by name
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
@@ -33,10 +32,11 @@ def cached_launch(kernel):
     key, tensors by dtype and alignment, so that a repeated call is one look-up. All parameters must be given at each
     launch, tensors first. The interpreter's kernels stay as they are.
     """
-    if not isinstance(kernel, triton.runtime.JITFunction):
+    if not isinstance(kernel, triton.JITFunction):
         return kernel
     if torch.cuda.is_initialized():
         _begun()
+    private.let_assembler_allocate(kernel)
     return _Launcher(kernel)
 
 
@@ -47,7 +47,7 @@ def _begun() -> list[Future]:
     A compiler in C makes what Triton asks the driver by, and what launches; Triton's own compiler is hashed.
     """
     pool = ThreadPoolExecutor(3)
-    begun = [pool.submit(x) for x in (lambda: driver.active, launch, triton_key)]
+    begun = [pool.submit(x) for x in (*private.prepare(), launch)]
     pool.shutdown(wait=False)
     return begun
 
@@ -70,18 +70,20 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
     launches that are `foreseen`.
     """
     new = [] if _taker.take is not None else [x for x in (*launches, *foreseen) if _is_new(*x)]
-    if len(new) > 1 and hasattr(triton, "AsyncCompileMode"):
+    together = private.side_by_side()
+    if len(new) > 1 and together is not None and all(private.can_drop(kernel.fn) for kernel, *_ in new):
         device = current_device()
         wait(_begun())
         with ThreadPoolExecutor(len(new)) as pool:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
+            with together(pool, ignore_errors=True):
                 made = [kernel.fn.warmup(*args, grid=grid, **options) for kernel, grid, args, options in new]
             loads = [pool.submit(_load, kernel, device) for kernel in made]
         for (launcher, _, args, options), compiled, load in zip(new, made, loads, strict=True):
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
-                _forget(launcher.fn, compiled)
+                # that happens once in thousands: the launch compiles it by itself, or says why not
+                private.drop(launcher.fn, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
 
@@ -94,14 +96,7 @@ def _load(kernel: Any, device: int) -> Loaded | None:
     """What was compiled, put on a device."""
     # a thread begins on the first device
     with torch.cuda.device(device):
-        return loaded(kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel, device)
-
-
-def _forget(kernel: triton.JITFunction, failed: Any) -> None:
-    # what did not compile beside others, which happens once in thousands, the launch compiles by itself or says why not
-    for compiled, *_ in kernel.device_caches.values():
-        for key in [key for key, value in compiled.items() if value is failed]:
-            del compiled[key]
+        return loaded(private.result(kernel), device)
 
 
 class _Taker(threading.local):
@@ -121,22 +116,14 @@ def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
         _taker.take = before
 
 
-# the device and the stream that kernels are launched on, asked as Triton's driver does but without its Python, in torch
-# for GPUs
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-
-
-def observed() -> bool:
-    """Whether something, such as a profiler, wants to be told of launches by Triton itself."""
-    runtime = knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+current_device, current_stream = private.current_device, private.current_stream
+# whether something, such as a profiler, wants to be told of launches by Triton itself
+observed = private.observing()
 
 
 def replays_on(device: int) -> int | None:
     """The stream of launches of this thread, if they are made on a device, and nobody has to see each of them."""
-    runtime = knobs.runtime
-    seen = _taker.take or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    seen = not switch.on or _taker.take or observed()
     return None if seen or current_device() != device else current_stream(device)
 
 
@@ -169,7 +156,7 @@ class _Launcher:
         if kernel is None:
             return None
         values = [0 if isinstance(x, Tensor) else x for x in args]
-        values += [options[name] for name in self.fn.arg_names[len(args) :]]
+        values += [options[name] for name in (private.argument_names(self.fn) or ())[len(args) :]]
         return functools.partial(packed, kernel, grid, values)
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
@@ -182,10 +169,12 @@ class _Launcher:
             found = self._pack(grid, args, options)
             addresses = self._key(args, options)[1]
         # what profilers hook into launches is called by Triton's own way alone
-        if not found or observed():
-            self.fn[grid](*args, **options)
+        start = launch() if found and not observed() else None
+        if start is None:
+            with compiling(self.fn):
+                self.fn[grid](*args, **options)
         else:
-            launch()(found, current_stream(key[0]), *addresses)
+            start(found, current_stream(key[0]), *addresses)
 
     def _key(self, args: tuple, options: dict) -> tuple[tuple, list]:
         """The kind of a call, which begins with the device, and the addresses of tensors."""
@@ -202,9 +191,13 @@ class _Launcher:
     def _pack(self, grid: tuple[int, ...], args: tuple, options: dict) -> bytes:
         """A launch of calls like this, for these addresses; nothing where it is left to Triton."""
         if not self.knows(args, options):
-            wait(_begun())
-            made = self.fn.warmup(*args, grid=grid, **options)
-            self.keep(_load(made, current_device()), args, options)
+            kernel = None
+            if private.launching() is not None and private.argument_names(self.fn) is not None:
+                wait(_begun())
+                with compiling(self.fn):
+                    kernel = _load(self.fn.warmup(*args, grid=grid, **options), current_device())
+            self.keep(kernel, args, options)
+        private.say_what_is_missing()
         pack = self.packing(grid, args, options)
         if pack is None:
             return b""

@@ -8,46 +8,55 @@ kernels it launches on which of them. Later calls make these buffers and launche
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from tokenmix_core.ops.replay_code import Step, alike, compiled, matching, renew
+from tokenmix_core import changes
+from tokenmix_core.launch import private, switch
+from tokenmix_core.launch.private import storage
+from tokenmix_core.launch.replay_code import Step, alike, compiled, matching, renew
 
 _aten = torch.ops.aten
-_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+_ALLOCATIONS = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # fmt: skip
 # kinds of calls remembered by a function; with more it begins anew
 _REMEMBERED = 1024
 # kinds that a call is compared with before its own is found
 _TRIED = 4
 # what `Replayed.forget` clears
 _remembering: list[Any] = []
-# how many modes see every operation of torch
-_modes = torch._C._len_torch_dispatch_stack
 # whether a tensor is where kernels are launched
 on_gpu = attrgetter("is_cuda")
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor, with an address, in eager mode."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
 def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor in eager mode, where nobody watches operations, who would miss kernels."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+    """Whether x is real where nobody watches operations, who would miss kernels."""
+    if not is_real(x):
         return False
-    return not _modes() or isinstance(_get_current_dispatch_mode(), _Recorder)
+    number = private.modes()
+    return not number or (number == 1 and _recorders.active)
 
 
 @functools.cache
 def _launching() -> ModuleType:
     # Triton is imported with the first launch
-    from tokenmix_core.tile import launch
+    from tokenmix_core.launch import kernels
 
-    return launch
+    return kernels
 
 
 class Replayed:
@@ -55,8 +64,9 @@ class Replayed:
 
     A call's kind is all that it may depend on: shapes, strides, dtypes and alignment of tensors, and the values of
     other arguments. It can be replayed if `run` only makes buffers, views them, launches kernels of `cached_launch` and
-    calls simple operations of torch; else every call is run. What chooses tiles is not asked again: whoever changes it
-    calls `forget`. The kernels of a recorded call are compiled side by side.
+    calls simple operations of torch; else every call is run. What chooses tiles is not asked again: a change of tables
+    and modules that tell of it (`changes`) lets all calls be forgotten, and whoever changes something else calls
+    `forget`. The kernels of a recorded call are compiled side by side.
     """
 
     def __init__(self, run: Callable) -> None:
@@ -96,7 +106,7 @@ class Replayed:
         # a tensor given twice makes another kind of call; empty ones have no address, and look all alike
         addresses = [x for x in pointers if x]
         twice = len(set(addresses)) < len(addresses)
-        if twice or launch.replays_on(device) is None:
+        if twice or not private.records or launch.replays_on(device) is None:
             return self.run(*inputs)
         key = (device, *kind)
         if key not in self._known:
@@ -104,14 +114,14 @@ class Replayed:
         known = self._known[key]
         if known is None:
             return self.run(*inputs)
-        if known.match in self.recent:
+        if known.match is not None and known.match in self.recent:
             renew(known.match, inputs)
         self._expect(known)
         return known.call(launch.current_stream(device), tensors, pointers)
 
     def _record(self, inputs: tuple, tensors: list[Tensor], key: tuple, foresee: Callable | None) -> Any:
         recorder = _Recorder(tensors)
-        with recorder, _launching().taken(recorder.take):
+        with recorder.watching(), _launching().taken(recorder.take):
             output = self.run(*inputs)
         recorder.launch([] if foresee is None else _foreseen(foresee, inputs, output))
         if len(self._known) >= _REMEMBERED:
@@ -141,6 +151,9 @@ class Replayed:
             x.clear()
 
 
+changes.on_change(Replayed.forget)
+
+
 class _Replay(NamedTuple):
     """A recorded call, `call(stream, tensors, pointers)`, and `match(*inputs)`, which finds others of its kind."""
 
@@ -158,7 +171,7 @@ class Checked:
         _remembering.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not switch.on:
             return self.check(*inputs)
         for number, look_alike, result in self._passed:
             if number == len(inputs) and look_alike(*inputs):
@@ -174,13 +187,16 @@ class Checked:
         self._passed = ()
 
 
-class _Recorder(TorchDispatchMode):
-    """Sees what is made, and launches what it takes when all is known, or an operation needs the results."""
+class _Recorders(threading.local):
+    # whether one watches this thread
+    active = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # nothing is traced here, and saying so to torch's compiler would import it, which takes seconds
-        return False
+
+_recorders = _Recorders()
+
+
+class _Recorder(private.Mode):
+    """Sees what is made, and launches what it takes when all is known, or an operation needs the results."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -188,12 +204,12 @@ class _Recorder(TorchDispatchMode):
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
         # by storage, the input that alone lies there: others in it are views of this one
-        self._alone: dict[int, int | None] = {}
+        self._alone: dict[Any, int | None] = {}
         for slot, x in enumerate(inputs):
-            self._alone[_storage(x)] = None if _storage(x) in self._alone else slot
+            self._alone[storage(x)] = None if storage(x) in self._alone else slot
         self._first = self._slots = len(inputs)
         # by storage, what was made last there: its slot, size and stride
-        self._made: dict[int, tuple[int, tuple, tuple]] = {}
+        self._made: dict[Any, tuple[int, tuple, tuple]] = {}
         # made since the last step
         self._buffers: list[tuple] = []
         # launches that wait, with what was made before each
@@ -201,32 +217,46 @@ class _Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._possible = True
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the operations of this thread."""
+        with self:
+            _recorders.active = True
+            try:
+                yield
+            finally:
+                _recorders.active = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
+        operation = private.operation(func)
+        if operation is not None and operation.views:
             return func(*args, **kwargs)
-        if func.overloadpacket in _ALLOCATIONS:
+        if func in _ALLOCATIONS:
             output = func(*args, **kwargs)
             self._buffers.append((self._slot(output), tuple(output.shape), output.stride(), output.dtype))
             return output
         self.launch()
         output = func(*args, **kwargs)
-        self._note_operation(func, list(args), kwargs, output)
+        if operation is None:
+            self._possible = False
+        else:
+            self._note_operation(func, operation, list(args), kwargs, output)
         return output
 
     def _slot(self, x: Tensor) -> int:
         """A slot for a tensor that was made."""
         self._slots += 1
-        self._made[_storage(x)] = self._slots - 1, tuple(x.shape), x.stride()
+        self._made[storage(x)] = self._slots - 1, tuple(x.shape), x.stride()
         return self._slots - 1
 
     def _find(self, x: Tensor) -> tuple[int, tuple | None] | None:
         """A tensor's slot and the view of it; None for one that is neither an input nor was made."""
         if id(x) in self._inputs:
             return self._inputs[id(x)], None
-        if _storage(x) not in self._made:
+        if storage(x) not in self._made:
             return None
-        slot, *whole = self._made[_storage(x)]
+        slot, *whole = self._made[storage(x)]
         view = (tuple(x.shape), x.stride(), x.storage_offset())
         return slot, None if view == (*whole, 0) else view
 
@@ -243,7 +273,7 @@ class _Recorder(TorchDispatchMode):
         for (kernel, *launch), buffers in waiting:
             self._note_launch(kernel.packing(*launch), list(launch[1]), buffers)
 
-    def _note_launch(self, pack: Callable | None, args: list, buffers: list[tuple]) -> None:
+    def _note_launch(self, pack: Any, args: list, buffers: list[tuple]) -> None:
         self._possible &= pack is not None
         places = []
         for place, x in enumerate(args):
@@ -251,15 +281,15 @@ class _Recorder(TorchDispatchMode):
             pointer = x.data_ptr() if isinstance(x, Tensor) else 0
             if pointer in self._addresses:
                 places.append((place, self._addresses[pointer], 0))
-            elif pointer and _storage(x) in self._made:
-                places.append((place, self._made[_storage(x)][0], pointer - x.untyped_storage().data_ptr()))
-            elif pointer and (slot := self._alone.get(_storage(x))) is not None:
+            elif pointer and storage(x) in self._made:
+                places.append((place, self._made[storage(x)][0], pointer - x.untyped_storage().data_ptr()))
+            elif pointer and (slot := self._alone.get(storage(x))) is not None:
                 places.append((place, slot, pointer - self._tensors[slot].data_ptr()))
             elif pointer:
                 self._possible = False
         self._steps.append(Step(buffers, pack, True, [], places, None))
 
-    def _note_operation(self, func: Any, args: list, kwargs: dict, output: Any) -> None:
+    def _note_operation(self, func: Any, operation: private.Operation, args: list, kwargs: dict, output: Any) -> None:
         places = []
         for place, x in enumerate(args):
             if isinstance(x, Tensor):
@@ -270,10 +300,9 @@ class _Recorder(TorchDispatchMode):
         # tensors in lists or by name, several results, and sizes that depend on numbers are left to Python
         simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
         simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
-        self._possible &= simple and _BY_VALUE.isdisjoint(func.tags)
+        self._possible &= simple and not operation.by_value
         # an operation in place returns what it was given
-        made = simple and func._schema.returns[0].alias_info is None
-        result = self._slot(output) if made else None
+        result = self._slot(output) if simple and operation.makes else None
         call = functools.partial(func, **kwargs) if kwargs else func
         self._steps.append(Step(self._buffers, call, False, args, places, result))
         self._buffers = []
@@ -285,7 +314,7 @@ class _Recorder(TorchDispatchMode):
         if not self._steps or not self._possible or (-1, None) in outputs:
             return None
         self._steps[-1].buffers.extend(self._buffers)
-        make = (lambda x: x[0]) if single else getattr(type(output), "_make", tuple)
+        make = (lambda x: x[0]) if single else getattr(type(output), "_make", type(output))
         return compiled(self._steps, self._first, outputs, make, _launching().launch())
 
 
@@ -296,7 +325,3 @@ def _foreseen(foresee: Callable, *inputs: Any) -> list:
     with _launching().taken(launches.append), suppress(Exception):
         foresee(*inputs)
     return launches
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata

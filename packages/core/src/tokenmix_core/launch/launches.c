@@ -10,7 +10,7 @@ enum { MOST_ADDRESSES = 256, MOST_PARAMETERS = 96 };
 
 typedef CUresult (*Launch)(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra);
 
-// what tile/driver.py packs: this, the parameters, a word each, and those of them that are addresses of this call
+// what launch/driver.py packs: this, the parameters, a word each, and those of them that are addresses of this call
 typedef struct {
     Launch launch;
     CUfunction function;

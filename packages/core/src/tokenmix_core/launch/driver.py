@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton.backends.nvidia.driver import include_dirs
-from triton.compiler.compiler import max_shared_mem
-from triton.runtime.build import compile_module_from_src
-from triton.runtime.driver import driver
+from tokenmix_core.launch import private
 
 # how `struct` packs arguments of Triton's types: addresses, numbers, and what is compiled in
 _FORMATS = {
     "*": "Q", "constexpr": None, "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
     "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
-# what a launch alone cannot give
-_MORE = "global_scratch_size", "profile_scratch_size", "instrumentation_mode", "launch_cooperative_grid"
 # the last two parameters, scratch memory that nobody asked for
 _NO_SCRATCH = bytes(16)
 # as in `launches.c`
@@ -48,17 +43,17 @@ class Loaded(NamedTuple):
 @functools.cache
 def loaded(kernel: Any, device: int) -> Loaded | None:
     """A kernel that Triton compiled, put on a device; None for one that Triton itself has to launch, or to refuse."""
-    metadata, types = kernel.metadata, ["*" if x[0] == "*" else x for x in kernel.src.signature.values()]
-    threads = 32 * metadata.num_warps
-    usual = metadata.target.backend == "cuda" and metadata.num_ctas == 1 and all(x in _FORMATS for x in types)
-    small = len(types) + 2 <= _MOST_PARAMETERS and metadata.shared <= max_shared_mem(device)
-    if not (usual and small) or any(getattr(metadata, x, 0) for x in _MORE):
+    names, x = private.launching(), private.described(kernel)
+    if names is None or x is None or x.more:
         return None
-    _, function, _, _, most = driver.active.utils.load_binary(kernel.name, kernel.kernel, metadata.shared, device)
-    if threads > most:
+    types, threads = ["*" if y[0] == "*" else y for y in x.types], 32 * x.warps
+    usual = x.backend == "cuda" and x.ctas == 1 and all(y in _FORMATS for y in types)
+    small = len(types) + 2 <= _MOST_PARAMETERS and x.shared <= names.most_shared(device)
+    found = private.put_on_device(x, device) if usual and small else None
+    if found is None:
         return None
-    formats = tuple(_FORMATS[x] for x in types)
-    return Loaded(function, threads, metadata.shared, getattr(metadata, "launch_pdl", False), formats)
+    function, most = found
+    return Loaded(function, threads, x.shared, x.early, tuple(_FORMATS[y] for y in types)) if threads <= most else None
 
 
 def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, places: Mapping[int, tuple[int, int]]) -> bytes:
@@ -83,10 +78,16 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, places: Mappin
 
 
 @functools.cache
-def launch() -> Callable[..., None]:
-    """`launch(packed, stream, *addresses)`, compiled on its first use as Triton compiles its own launchers."""
+def launch() -> Callable[..., None] | None:
+    """`launch(packed, stream, *addresses)`, compiled on its first use as Triton compiles its own launchers.
+
+    None where Triton makes all launches.
+    """
+    names = private.launching()
+    if names is None:
+        return None
     text = Path(__file__).with_name("launches.c").read_text()
-    module = compile_module_from_src(text, "launches", include_dirs=include_dirs)
+    module = names.build(text, "launches", include_dirs=names.include_dirs)
     module.enter, module.fail = _enter, _fail
     return module.launch
 
@@ -96,7 +97,7 @@ def _enter() -> None:
     context = ctypes.c_void_p()
     _cuda().cuCtxGetCurrent(ctypes.byref(context))
     if not context:
-        _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), driver.active.get_current_device())
+        _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), private.current_device())
         _cuda().cuCtxSetCurrent(context)
 
 

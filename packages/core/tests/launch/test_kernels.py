@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.tile import driver, launch
-from tokenmix_core.tile.launch import cached_launch, compiled_together
+from tokenmix_core.launch import driver, kernels, private
+from tokenmix_core.launch.kernels import cached_launch, compiled_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -186,6 +186,7 @@ class Compiled:
 
     def __init__(self, types=("*bf16", "constexpr", "i32"), **metadata):
         usual = dict(target=SimpleNamespace(backend="cuda"), num_ctas=1, num_warps=4, shared=100)
+        usual |= dict(global_scratch_size=0, profile_scratch_size=0)
         self.metadata = SimpleNamespace(**{**usual, **metadata})
         self.src = SimpleNamespace(signature=dict(enumerate(types)))
         self.name, self.kernel = "name", b"binary"
@@ -194,8 +195,9 @@ class Compiled:
 @pytest.fixture
 def loads(monkeypatch):
     utils = SimpleNamespace(load_binary=lambda *_: (1, 7, 32, 0, 1024))
-    monkeypatch.setattr(driver, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
-    monkeypatch.setattr(driver, "max_shared_mem", lambda device: 1000)
+    active = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    names = private.Launching(active, build=None, include_dirs=None, most_shared=lambda device: 1000)
+    monkeypatch.setattr(private, "launching", lambda: names)
 
 
 def test_a_compiled_kernel_is_loaded(loads):
@@ -235,11 +237,11 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
         def __getitem__(self, grid):
             return lambda *args, **options: left.append(args)
 
-    monkeypatch.setattr(launch, "_load", lambda *_: driver.Loaded(7, 128, 100, False, ("Q", None, "Q", "i", "f")))
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 9)
-    monkeypatch.setattr(launch, "_begun", list)
-    kernel = launch._Launcher(Kernel())
+    monkeypatch.setattr(kernels, "_load", lambda *_: driver.Loaded(7, 128, 100, False, ("Q", None, "Q", "i", "f")))
+    monkeypatch.setattr(kernels, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "current_stream", lambda device: 9)
+    monkeypatch.setattr(kernels, "_begun", list)
+    kernel = kernels._Launcher(Kernel())
     x, y = torch.zeros(4), torch.zeros(4)
     for n in (5, 5, 6):
         kernel[(2,)](x, True, y, n, factor=0.0)
@@ -251,7 +253,7 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
         (3, [y.data_ptr(), x.data_ptr(), 5, 0]),
     ]
     assert len(compiled) == 2
-    monkeypatch.setattr(launch, "_load", lambda *_: None)
+    monkeypatch.setattr(kernels, "_load", lambda *_: None)
     for _ in range(2):
         kernel[(2,)](x, True, y, 7, factor=0.0)
     assert len(handed_over) == 4

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, replay, short_conv
-from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.launch import kernels, replay
+from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, short_conv
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.tile import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +94,17 @@ def test_replays_give_what_runs_give(op, packed, replays):
     borders = {"cu_seqlens": torch.tensor([0, 30, 30, 129, T], device="cuda")} if packed else {}
     for seed in range(3):
         check_equal(results(op, inputs(seed=seed), **borders), run(op, inputs(seed=seed), **borders))
+    # forward and backward of the second and third call
+    assert replays[0] >= 4
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_graphs_replay(op, replays):
+    compiled = torch.compile(op)
+    for seed in range(3):
+        got, wanted = results(compiled, inputs(seed=seed)), run(op, inputs(seed=seed))
+        for x, y in zip(got, wanted, strict=True):
+            assert x is None or relative_error(x, y) < 8e-3
     # forward and backward of the second and third call
     assert replays[0] >= 4
 
@@ -221,7 +232,7 @@ def test_steps_change_the_state_they_are_given():
 @pytest.fixture
 def made(monkeypatch):
     """Kernels and options of what was launched, and of what was foreseen, which is compiled beside it."""
-    launched, foreseen, together = [], [], launch.launch_together
+    launched, foreseen, together = [], [], kernels.launch_together
 
     def seen(launches, later=()):
         launched.extend((kernel.fn, options) for kernel, _, _, options in launches)
@@ -229,7 +240,7 @@ def made(monkeypatch):
         return together(launches, later)
 
     Replayed.forget()
-    monkeypatch.setattr(launch, "launch_together", seen)
+    monkeypatch.setattr(kernels, "launch_together", seen)
     return launched, foreseen
 
 

@@ -1,64 +1,15 @@
-"""Recorded calls, with a kernel that adds by addresses in place of Triton's, so that a CPU shows what is replayed."""
+"""Recorded calls give what calls that are run give, on a CPU that is taken for a GPU (conftest.py)."""
 
-import ctypes
-import struct
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from tokenmix_core.ops import gated_delta_rule_step, replay, replay_code, short_conv_step, ssd_step
-from tokenmix_core.ops.replay import Checked, Replayed
-from tokenmix_core.tile import launch
-
-
-def at(address, n):
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (n,))
-
-
-class Adding:
-    """`out = a + b` of n float32 numbers, launched as `cached_launch` does; counts its launches."""
-
-    def __init__(self):
-        self.launches = 0
-
-    def __getitem__(self, grid):
-        def call(*args, **options):
-            if launch._taker.take is not None:
-                launch._taker.take((self, grid, args, options))
-            else:
-                addresses = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args)
-                self._run(*addresses)
-
-        return call
-
-    def packing(self, grid, args, options):
-        return lambda places: struct.pack("7q", *(x for place in range(3) for x in places[place]), args[3])
-
-    def launch(self, packed, stream, *addresses):
-        """What a call in C does."""
-        addresses = stream, *addresses
-        for *places, n in struct.iter_unpack("7q", packed):
-            self._run(*(addresses[i] + offset for i, offset in zip(places[::2], places[1::2], strict=True)), n)
-
-    def _run(self, a, b, out, n):
-        self.launches += 1
-        at(out, n)[:] = at(a, n) + at(b, n)
-
-
-@pytest.fixture
-def add(monkeypatch):
-    adding = Adding()
-    monkeypatch.setattr(replay, "on_gpu", lambda x: True)
-    monkeypatch.setattr(replay_code, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(launch, "launch", lambda: adding.launch)
-    return adding
+from tokenmix_core.launch import private, replay, replay_code
+from tokenmix_core.launch.compiling import NotCompiled
+from tokenmix_core.launch.replay import Checked, Replayed
+from tokenmix_core.ops import gated_delta_rule_step, short_conv_step, ssd_step
 
 
 class Counted:
@@ -265,7 +216,7 @@ def test_calls_with_and_without_gradients_take_turns(add):
 
 
 def test_without_torchs_guards_calls_are_replayed_all_the_same(add, monkeypatch):
-    monkeypatch.setattr(replay_code, "_Guards", None)
+    monkeypatch.setattr(private, "Guards", None)
     function, replayed = three_sums(add)
     for _ in range(3):
         a, b = torch.randn(6), torch.randn(6)
@@ -417,14 +368,35 @@ def test_recording_a_call_does_not_import_torchs_compiler():
     script = """if True:
         import sys
         import torch
-        from tokenmix_core.ops import replay
-        from tokenmix_core.tile import launch
+        from tokenmix_core.launch import replay
+        from tokenmix_core.launch import kernels
 
         replay.on_gpu = lambda x: True
-        launch.current_device, launch.current_stream, launch.launch = lambda: -1, lambda device: 0, lambda: None
+        kernels.current_device, kernels.current_stream, kernels.launch = lambda: -1, lambda device: 0, lambda: None
         replayed = replay.Replayed(lambda x: torch.empty_like(x).fill_(1))
         assert replayed(torch.zeros(3)).tolist() == [1, 1, 1]
         assert list(replayed._known.values()) != [None]
         assert "torch._dynamo" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=250)
+
+
+def test_a_recording_whose_kernel_does_not_compile_is_not_kept(add, monkeypatch):
+    refusals = [NotCompiled("no", "somewhere")]
+    launch = type(add)._run
+
+    def refuses_once(self, *args):
+        if refusals:
+            raise refusals.pop()
+        launch(self, *args)
+
+    _, run = three_sums(add)
+    a, b = torch.randn(6), torch.randn(6)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(add), "_run", refuses_once)
+        with pytest.raises(NotCompiled):
+            run(a, b, 1.0)
+    assert not run.recent
+    for _ in range(2):
+        torch.testing.assert_close(run(a, b, 1.0)[0], a + b + b)
+    assert run.recent

@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.launch import private
 
 # buffers that nobody sees are parts of one where they are smaller together: more would be held longer than needed
 _TOGETHER = 4 << 20
-
-
-def _torch_empty(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-# what torch's compiled code makes its buffers by, in less than half the time
-empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _torch_empty)
-# what torch's compiled code compares tensors with those that it was compiled for by
-_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 class Step(NamedTuple):
@@ -32,7 +23,7 @@ class Step(NamedTuple):
 
     Attributes:
         buffers: what is made before it: slot, size, stride, dtype.
-        call: an operation's `call(*args)`, or what packs a launch for `tile.driver.launch`, `pack(places)`.
+        call: an operation's `call(*args)`, or what packs a launch for `driver.launch`, `pack(places)`.
         launch: which of the two it is.
         args: an operation's arguments.
         places: which arguments are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
@@ -54,7 +45,7 @@ def compiled(
 
     Tensors are `x0, x1, …` by slot and their addresses `p0, p1, …`; what else is needed are constants `c0, c1, …`.
     """
-    names: dict[str, Any] = {"empty": empty, "make": make, "launch": launch}
+    names: dict[str, Any] = {"empty": private.empty, "make": make, "launch": launch}
 
     def constant(x: Any) -> str:
         names[f"c{len(names)}"] = x
@@ -107,7 +98,7 @@ def compiled(
 
 
 def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
-    """Launches for `tile.driver.launch`, and the names of the addresses that follow the stream."""
+    """Launches for `driver.launch`, and the names of the addresses that follow the stream."""
     names: dict[str, int] = {}
     packed = []
     for step in launches:
@@ -125,7 +116,7 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
     None where that cannot be found out faster than by their kind.
     """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
-    if _Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
+    if private.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
         return None
     given, places = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
     lines = [
@@ -140,7 +131,7 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
 
 def alike(inputs: Sequence) -> Callable:
     """`looks(*inputs)`: whether as many others look like these, addresses apart; else None or False."""
-    return _guarded("looks", inputs, ["return True"], {}) if _Guards is not None else lambda *others: False
+    return _guarded("looks", inputs, ["return True"], {}) if private.Guards is not None else lambda *others: False
 
 
 def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
@@ -171,7 +162,7 @@ def renew(guarded: Callable, inputs: Sequence) -> None:
 def _same(tensors: Sequence[Tensor]) -> Callable:
     """`same(*tensors)`: whether others have the type, dtype, device, sizes, strides and dispatch of these."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    return _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return private.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def _function(head: str, lines: Sequence[str], names: dict[str, Any]) -> Callable:

@@ -1,0 +1,94 @@
+"""Gluon kernels compiled for Hopper on a machine without a GPU, with the arguments that calls of operations give them.
+
+Triton decides at its import whether it compiles or interprets, so that this needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+
+# bytes of shared memory that a block may have on Hopper
+SHARED_MEMORY = 232_448
+# set to 1, all kernels of the calls are compiled, and not only the first call's of each
+EVERY = "TOKENMIX_EVERY_KERNEL"
+
+
+def compiled_by(script: str) -> list[dict]:
+    """What `compile_calls` of a script prints, run in a process of its own; the script's errors are raised here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str) -> None:
+    """Make the calls, whose tensors lie on the CPU, compile the Gluon kernels they would launch and print a line each.
+
+    A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, and `error`, None where it compiled.
+    `packages` hold the operations.
+    """
+    from tokenmix_core.launch.kernels import Launch, taken
+
+    _pretend(packages)
+    every, seen = os.environ.get(EVERY) == "1", set()
+    for call, make in calls.items():
+        launches: list[Launch] = []
+        with taken(launches.append):
+            make()
+        for kernel, grid, args, options in launches:
+            if not kernel.fn.is_gluon():
+                continue
+            name = f"{kernel.fn.fn.__module__}.{kernel.fn.fn.__name__}"
+            kind = name, *(x.dtype if isinstance(x, torch.Tensor) else x for x in args), *options.values()
+            if (kind if every else name) in seen:
+                continue
+            seen.add(kind if every else name)
+            error, shared = None, 0
+            try:
+                shared = kernel.fn.warmup(*args, grid=grid, **options).metadata.shared
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            print(json.dumps({"call": call, "kernel": name, "shared": shared, "error": error}), flush=True)
+
+
+class _Hopper:
+    """Of a driver what Triton's compiler asks."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def _pretend(packages: tuple[str, ...]) -> None:
+    """Let this process take its CPU for a Hopper GPU, wherever modules under these packages ask."""
+    from triton.runtime.driver import driver
+
+    from tokenmix_core.ops import choice, common
+
+    driver.set_active(_Hopper())  # type: ignore[arg-type]
+    # the first as tensors on a CPU are else refused
+    answers = {common.interpreting: lambda: True, choice.device_limit: lambda device: None}
+    for package in packages:
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(module.name)
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()):
+            for asked, answer in answers.items():
+                if value is asked:
+                    setattr(module, name, answer)

@@ -1,0 +1,126 @@
+"""Operators that torch compiles are recorded and replayed as calls in eager mode are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenmix_core.launch import recording
+from tokenmix_core.ops import common
+from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op
+from tokenmix_core.testing.agreement import watched
+
+RUNS = {"forward": 0, "backward": 0, "step": 0}
+ADD = []
+
+
+def _sum(a: Tensor, b: Tensor, nothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """a + 2 b, and a + b."""
+    RUNS["forward"] += 1
+    once, twice = torch.empty_like(a), torch.empty_like(a)
+    ADD[-1][(1,)](a, b, once, len(a))
+    ADD[-1][(1,)](once, b, twice, len(a))
+    return twice, once
+
+
+def _double(nothing: Tensor | None, x: Tensor) -> list[Tensor]:
+    RUNS["backward"] += 1
+    x, out = x.contiguous(), torch.empty_like(x)
+    ADD[-1][(1,)](x, x, out, len(x))
+    return [out]
+
+
+def _step(x: Tensor, state: Tensor) -> Tensor:
+    """Adds x to the state."""
+    RUNS["step"] += 1
+    ADD[-1][(1,)](state, x, state, len(x))
+    return torch.empty_like(x).copy_(state)
+
+
+@pytest.fixture(scope="module")
+def operators():
+    """a + 2 b with gradients, and the step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "_LAUNCHED_ON", "cpu")
+        sum_op = recorded_op("tokenmix_tests::sum", _sum, mutates_args=())
+        double_op = recorded_op("tokenmix_tests::double", _double, mutates_args=())
+        step_op = recorded_op("tokenmix_tests::step", mutates_args={"state"})(_step)
+    sum_op.register_fake(lambda a, b, nothing=None: (torch.empty_like(a), torch.empty_like(a)))
+    double_op.register_fake(lambda nothing, x: [torch.empty_like(x)])
+    step_op.register_fake(lambda x, state: torch.empty_like(x))
+
+    def gradients(ctx, dtwice, donce=None):
+        return dtwice, double_op(None, dtwice)[0], None
+
+    add_twice = differentiable(sum_op, _sum, lambda ctx, inputs, output: None, gradients, outputs=1)
+    return add_twice, direct_when_eager(step_op, _step, writes=1), (sum_op, double_op, step_op)
+
+
+@pytest.fixture(autouse=True)
+def runs(add):
+    ADD.append(add)
+    RUNS.update(forward=0, backward=0, step=0)
+    yield RUNS
+    ADD.pop()
+
+
+def compiled(function, backend="aot_eager"):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def test_a_compiled_graph_replays_forward_and_backward(operators, runs):
+    add_twice = compiled(lambda a, b: operators[0](a.sin(), b, None)[0])
+    for _ in range(4):
+        a, b = (torch.randn(6, requires_grad=True) for _ in "ab")
+        out = add_twice(a, b)
+        torch.testing.assert_close(out, a.sin() + 2 * b)
+        upstream = torch.randn(6)
+        da, db = torch.autograd.grad(out, (a, b), upstream)
+        torch.testing.assert_close(da, upstream * a.cos())
+        torch.testing.assert_close(db, 2 * upstream)
+    assert runs == {"forward": 1, "backward": 1, "step": 0}
+
+
+def test_a_compiled_graph_replays_a_step(operators, runs):
+    step = compiled(lambda x, state: operators[1](x, state) * 2)
+    state, total = torch.zeros(6), torch.zeros(6)
+    for _ in range(4):
+        x = torch.randn(6)
+        total = total + x
+        torch.testing.assert_close(step(x, state), 2 * total)
+        torch.testing.assert_close(state, total)
+    assert runs["step"] == 1
+
+
+@pytest.mark.slow
+def test_code_that_torch_generates_replays(operators, runs):
+    add_twice = compiled(lambda a, b: operators[0](a, b, None)[0] + 1, backend="inductor")
+    for _ in range(3):
+        a, b = torch.randn(6), torch.randn(6)
+        torch.testing.assert_close(add_twice(a, b), a + 2 * b + 1)
+    assert runs["forward"] == 1
+
+
+def test_where_recording_is_off_compiled_graphs_run(operators, runs):
+    add_twice = compiled(lambda a, b: operators[0](a, b, None)[0])
+    a, b = torch.randn(6), torch.randn(6)
+    with recording(False):
+        for _ in range(3):
+            torch.testing.assert_close(add_twice(a, b), a + 2 * b)
+    assert runs["forward"] == 3
+
+
+def test_modes_see_operators_and_not_what_they_are_made_of(operators, runs):
+    a, b = torch.randn(6), torch.randn(6)
+    for _ in range(3):
+        out, seen = watched(lambda: operators[0](a, b, None)[0])
+        torch.testing.assert_close(out, a + 2 * b)
+        assert seen == ["tokenmix_tests.sum.default"]
+
+
+def test_recorded_operators_pass_torchs_own_checks(operators):
+    sum_op, double_op, step_op = operators[2]
+    for _ in range(2):
+        torch.library.opcheck(sum_op, tuple(torch.randn(6, requires_grad=True) for _ in "ab"))
+        torch.library.opcheck(double_op, (None, torch.randn(6)))
+        torch.library.opcheck(step_op, (torch.randn(6), torch.randn(6)))
