@@ -1,0 +1,195 @@
+"""Attention over kept keys beside attention to all keys, to the window alone, and FlexAttention with the same mask."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops import attention, kept_attention
+from tokenmix_core.testing.benchmarking import first_call_seconds, measure
+
+
+class Case(NamedTuple):
+    """A call: `kept` units of each head of `keep`, or a rule's name; the local part is a window, or None, the unit."""
+
+    B: int
+    T: int
+    HQ: int = 32
+    H: int = 8
+    HM: int = 8
+    K: int = 64
+    V: int = 64
+    unit: int = 1
+    window: int | None = 768
+    kept: int | str = 512
+
+
+CHUNKS = {"HQ": 12, "H": 12, "HM": 6, "V": 128, "unit": 64, "window": None}
+CASES = [
+    Case(8, 4096),
+    Case(8, 4096, kept=4096),
+    Case(8, 4096, kept=0),
+    Case(1, 32768),
+    Case(1, 32768, kept=4096),
+    Case(1, 131072),
+    Case(1, 32768, kept=128, **CHUNKS),
+    Case(2, 4096, kept=16, **CHUNKS),
+]
+CPU_CASES = [
+    Case(1, 256, 4, 2, 2, 16, 16, window=32, kept=16),
+    Case(1, 256, 4, 4, 2, 16, 32, unit=64, window=None, kept=2),
+]
+# list lengths; lists of unequal length beside even ones with as many pairs; other heads
+SWEEP = [
+    *(Case(8, 4096, kept=kept) for kept in (64, 256, 1024, 2048)),
+    *(Case(1, 32768, kept=kept) for kept in (128, 2048, 16384)),
+    Case(1, 32768, kept="all of one head"),
+    Case(1, 32768, kept="the first 64"),
+    Case(1, 32768, kept="one in 512, from the end"),
+    Case(1, 4096, HQ=8, H=8, kept=512),
+    Case(2, 4096, HQ=16, H=16, HM=16, K=128, V=128, window=1024, kept=512),
+    Case(1, 16384, HQ=16, H=4, HM=1, window=512, kept=1024),
+    Case(1, 32768, kept=256, **CHUNKS),
+    Case(1, 32768, kept=32, **{**CHUNKS, "unit": 256}),
+]
+
+_FIRST_CALL = """
+import torch
+from tokenmix_core.ops import kept_attention
+q, k = (torch.randn(1, 4096, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (32, 8))
+keep = torch.rand(1, 4096, 8, device="cuda") < 0.1
+torch.cuda.synchronize()
+"""
+_CALL = """
+o = kept_attention(q, k, k, keep, window=768).o
+torch.autograd.grad(o, (q, k), torch.ones_like(o))
+torch.cuda.synchronize()
+"""
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements on `device`, one row an implementation and case, and of sinks beside a window."""
+    return [row for case in (CASES if device != "cpu" else CPU_CASES) for row in _rows(case, device)] + _sinks(device)
+
+
+def sweep(device: str) -> list[dict]:
+    """The same for `SWEEP`."""
+    return [row for case in (SWEEP if device != "cpu" else CPU_CASES[:1]) for row in _rows(case, device)]
+
+
+def _rows(case: Case, device: str) -> list[dict]:
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (
+        torch.randn(case.B, case.T, heads, size, device=device, dtype=dtype).requires_grad_()
+        for heads, size in ((case.HQ, case.K), (case.H, case.K), (case.H, case.V))
+    )
+    keep = _keep(case).to(device)
+    if case.unit > 1:
+        # what chooses chunks is trained through their marks, what chooses tokens through v
+        keep = keep.float().requires_grad_()
+    forwards: dict[str, Callable[[], Tensor]] = {
+        "tokenmix": lambda: kept_attention(q, k, v, keep, unit=case.unit, window=case.window).o,
+        "all keys, tokenmix": lambda: attention(q, k, v).o,
+    }
+    if case.window is not None:
+        forwards["the window alone, tokenmix"] = lambda: attention(q, k, v, window=case.window).o
+    if device != "cpu":
+        if (flash := _flash()) is not None:
+            forwards["all keys, FlashAttention-4"] = lambda: flash(q, k, v, causal=True)
+            if case.window is not None:
+                sides = (case.window - 1, 0)
+                forwards["the window alone, FlashAttention-4"] = lambda: flash(q, k, v, causal=True, window_size=sides)
+        if case.T <= 32768:
+            forwards["FlexAttention, compiled"] = _flex(case, q, k, v, keep.detach() > 0.5, forwards["tokenmix"])
+    first = None
+    if device != "cpu" and case == CASES[0]:
+        first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)}
+    return measure("kept_attention", _name(case), device, forwards, (q, k, v), first_calls=first)
+
+
+def _sinks(device: str) -> list[dict]:
+    """A window without sinks and with four."""
+    (T, HQ, H, K), window, dtype = (65536, 32, 4, 64), 256, torch.bfloat16
+    if device == "cpu":
+        (T, HQ, H, K), window, dtype = (512, 4, 2, 16), 64, torch.float32
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, T, heads, K, device=device, dtype=dtype).requires_grad_() for heads in (HQ, H, H))
+    forwards = {
+        "tokenmix, 4 sinks": lambda: attention(q, k, v, window=window, sinks=4).o,
+        "tokenmix, no sinks": lambda: attention(q, k, v, window=window).o,
+    }
+    return measure(f"attention, window {window}", f"B1 T{T} H{HQ}/{H} K{K}", device, forwards, (q, k, v))
+
+
+def _keep(case: Case) -> Tensor:
+    U = case.T // case.unit
+    if isinstance(case.kept, int):
+        places = torch.rand(case.B, U, case.HM).argsort(1).argsort(1)
+        return places < case.kept
+    keep = torch.zeros(case.B, U, case.HM, dtype=torch.bool)
+    if case.kept == "all of one head":
+        keep[..., -1] = True
+    elif case.kept == "the first 64":
+        keep[:, :64] = True
+    else:
+        keep[:, U // 2 :: 512] = True
+    return keep
+
+
+def _name(case: Case) -> str:
+    heads = str(case.HQ) if case.HQ == case.H else f"{case.HQ}/{case.H}"
+    sizes = f"K{case.K}" if case.K == case.V else f"K{case.K} V{case.V}"
+    local = "own unit" if case.window is None else f"window {case.window}"
+    kept = f"{case.kept} of {case.T // case.unit} kept" if isinstance(case.kept, int) else f"{case.kept} kept"
+    return f"B{case.B} T{case.T} H{heads} {sizes}, {local}, units of {case.unit}, {kept}"
+
+
+def _flash() -> Callable | None:
+    """FlashAttention-4's function, of which the output alone is returned; None where it is not installed."""
+    try:
+        function = importlib.import_module("flash_attn.cute").flash_attn_func
+    except (ImportError, AttributeError):
+        return None
+
+    def run(*inputs, **options):
+        out = function(*inputs, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Callable) -> Callable[[], Tensor]:
+    """FlexAttention with the same mask, whose blocks are found beforehand; it fails where its output is not ours."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    group, unit, window = case.HQ // case.HM, case.unit, case.window
+
+    def seen(b, h, i, j):
+        left = i // unit * unit if window is None else i - window + 1
+        return (j <= i) & ((j >= left) | keep[b, j // unit, h // group])
+
+    mask = None
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run():
+        nonlocal mask
+        first = mask is None
+        if mask is None:
+            make = torch.compile(create_block_mask)
+            mask = make(seen, case.B, case.HQ, case.T, case.T, device=q.device.type)
+        x = (x.transpose(1, 2) for x in (q, k, v))
+        o = compiled(*x, block_mask=mask, enable_gqa=case.HQ != case.H).transpose(1, 2)
+        if first:
+            with torch.no_grad():
+                error = ((o - ours()).float().norm() / o.float().norm()).item()
+            assert error < 0.02, f"its output differs from ours by {error:.2g}"
+        return o
+
+    return run

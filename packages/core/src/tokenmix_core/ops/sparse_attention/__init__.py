@@ -1,0 +1,6 @@
+"""Softmax attention over a local part and kept far keys."""
+
+from tokenmix_core.ops.sparse_attention.api import kept_attention
+from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference
+
+__all__ = ["kept_attention", "kept_attention_reference"]

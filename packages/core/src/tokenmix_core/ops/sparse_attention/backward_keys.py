@@ -1,0 +1,291 @@
+"""The backward kernel of keys: dk, dv and the far pairs' share in the gradient of `keep`, by pieces of listed tiles.
+
+A key is kept or not: its tile gathers it with others of its list, and all queries that see it, near or far, are an
+interval (README.md). So every key's gradients are one sum, written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.attention.forward import dense_rows
+from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile
+from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
+from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
+from tokenmix_core.ops.sparse_attention.plan import (
+    ALL_PARTS,
+    ALL_PIECES,
+    BEGIN,
+    COLUMN,
+    COLUMNS,
+    END,
+    FIRST_PART,
+    FIRST_PIECE,
+    FULL,
+    KEPT,
+    LENGTH,
+    NEAR,
+    PIECES,
+    SHARE,
+    START,
+    STOP,
+    list_of,
+    plan_pieces,
+)
+from tokenmix_core.ops.sparse_attention.tiles import listed_columns, load_rows
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.tile.sequences import locate_chunk
+
+
+@triton.jit
+def meet_queries(
+    b_dk, b_dv, b_dm, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, b_away, b_end, queries, shift, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MASKED: tl.constexpr, THROUGH_KEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what a tile of queries gives to dk, dv and, of far pairs, to the gradient of a factor before them."""
+    o_q = i_q * BM + tl.arange(0, BM)
+    m_q = o_q < queries
+    b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
+    b_do = load_tile(p_do, i_q * BM, queries, s_dt, V, BM, BV, MASKED)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * LOG2_E
+    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
+    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
+    if MASKED:
+        m_s = (o_q[None, :] + shift >= o_k[:, None]) & (o_q[None, :] + shift < b_end[:, None])
+        b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
+    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
+    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_dst = b_pt * (b_dpt - b_delta[None, :])
+    if THROUGH_KEEP:
+        b_dm += tl.sum(tl.where(o_q[None, :] + shift >= b_away[:, None], b_dst, 0.0), 1)
+    b_dk = add_product(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
+    return b_dk, b_dv, b_dm
+
+
+@triton.jit
+def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
+    """Write those of the rows `o_t` that are marked."""
+    o_d = tl.arange(0, BD)
+    p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
+    tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def store_gradients(
+    dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the keys at positions `o_k` that are marked."""
+    o_row = i_b * TK + start
+    store_rows(dk + (o_row * H + i_h) * K, b_dk * scale, o_k, m_k, H * K, K, BK)
+    store_rows(dv + (o_row * H + i_h) * V, b_dv, o_k, m_k, H * V, V, BV)
+    if dm is not None:
+        tl.store(dm + (i_b * H + i_h) * TK + start + o_k, tl.where(kept, b_dm, 0.0), mask=m_k)
+
+
+@triton.jit
+def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN: tl.constexpr, UNIT: tl.constexpr):
+    """A tile's row, head and sequence's first row (int64), that one's length, its keys' positions, and whether kept."""
+    i_b = (i_x // H % B).to(tl.int64)
+    i_h = (i_x % H).to(tl.int64)
+    p_fact = facts + i_x
+    kept = tl.load(p_fact + KEPT * tiles) != 0
+    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), B, U, HM, kept)
+    o_k = listed_columns(
+        p_list, tl.load(p_fact + BEGIN * tiles), tl.load(p_fact + COLUMN * tiles), tl.load(p_fact + COLUMNS * tiles),
+        BN, UNIT,
+    )  # fmt: skip
+    return i_b, i_h, tl.load(p_fact + START * tiles).to(tl.int64), tl.load(p_fact + LENGTH * tiles), o_k, kept
+
+
+@cached_launch
+@triton.jit
+def _kept_attention_backward_keys(
+    q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, until, facts, piece_tiles, totals,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_ub, s_ut, s_uh,
+    B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A piece of a tile of columns a program: some of the tiles of queries that see it, of all heads of the group."""
+    i_p = tl.program_id(0)
+    if i_p >= tl.load(totals + ALL_PIECES):
+        return
+    i_x = tl.load(piece_tiles + i_p)
+    i_b, i_h, start, keys, o_k, kept = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN, UNIT)
+    p_fact = facts + i_x
+    queries = TQ
+    if PACKED:
+        queries = keys
+    shift = keys - queries
+    share = tl.load(totals + SHARE)
+    piece = i_p - tl.load(p_fact + FIRST_PIECE * tiles)
+    near = tl.load(p_fact + NEAR * tiles) + piece * share
+    stop = tl.minimum(near + share, tl.load(p_fact + STOP * tiles))
+    full = tl.minimum(tl.maximum(tl.load(p_fact + FULL * tiles), near), stop)
+    end = tl.minimum(tl.maximum(tl.load(p_fact + END * tiles), full), stop)
+
+    m_k = o_k < keys
+    b_k = load_rows(k + i_b * s_kb + start * s_kt + i_h * s_kh, o_k, keys, s_kt, K, BK, True)
+    b_v = load_rows(v + i_b * s_vb + start * s_vt + i_h * s_vh, o_k, keys, s_vt, V, BV, True)
+    b_away = away_from(o_k, window, UNIT, WINDOW)
+    b_end = b_away
+    if until is not None:
+        p_until = until + i_b * s_ub + start * s_ut + i_h * s_uh
+        b_until = tl.minimum(tl.load(p_until + o_k * s_ut, mask=m_k, other=0), keys).to(tl.int32)
+        b_end = tl.where(kept, tl.maximum(b_away, b_until), b_away)
+    else:
+        b_end = tl.where(kept, keys, b_away)
+    b_dk = tl.zeros([BN, BK], tl.float32)
+    b_dv = tl.zeros([BN, BV], tl.float32)
+    b_dm = tl.zeros([BN], tl.float32)
+    # heads of the group one after the other in one loop, which is long enough to copy ahead
+    i_hq = i_h * (HQ // H)
+    p_q = q + i_b * s_qb + start * s_qt + i_hq * s_qh
+    p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
+    o_row = (i_b * HQ + i_hq) * TQ + start
+    clear = tl.maximum(end - full, 1)
+    for i in range(0, (end - full) * (HQ // H)):
+        i_g = (i // clear).to(tl.int64)
+        b_dk, b_dv, b_dm = meet_queries(
+            b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
+            delta + o_row + i_g * TQ, s_qt, s_dt, full + i % clear, o_k, b_away, b_end, queries, shift,
+            scale * LOG2_E, K, V, BM, BK, BV, False, dm is not None, PRECISION,
+        )  # fmt: skip
+    masked = tl.maximum(full - near + stop - end, 1)
+    for i in range(0, (full - near + stop - end) * (HQ // H)):
+        i_g = (i // masked).to(tl.int64)
+        b_dk, b_dv, b_dm = meet_queries(
+            b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
+            delta + o_row + i_g * TQ, s_qt, s_dt, masked_tile(i % masked, 0, near, full, end), o_k, b_away, b_end,
+            queries, shift, scale * LOG2_E, K, V, BM, BK, BV, True, dm is not None, PRECISION,
+        )  # fmt: skip
+    if tl.load(p_fact + PIECES * tiles) == 1:
+        store_gradients(
+            dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale, K, V, BK, BV
+        )  # fmt: skip
+    else:
+        o_n = tl.arange(0, BN)
+        o_part = (tl.load(p_fact + FIRST_PART * tiles) + piece).to(tl.int64) * BN
+        store_rows(parts_k + o_part * BK, b_dk, o_n, m_k, BK, BK, BK)
+        store_rows(parts_v + o_part * BV, b_dv, o_n, m_k, BV, BV, BV)
+        if dm is not None:
+            tl.store(parts_m + o_part + o_n, b_dm, mask=m_k)
+
+
+@cached_launch
+@triton.jit
+def _join_parts(
+    dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, facts, part_tiles, totals, B, TK, U, H, HM, tiles, scale,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a tile in order: a program a part, of which the first of each tile works."""
+    i_p = tl.program_id(0)
+    if i_p >= tl.load(totals + ALL_PARTS):
+        return
+    i_x = tl.load(part_tiles + i_p)
+    if i_p != tl.load(facts + FIRST_PART * tiles + i_x):
+        return
+    i_b, i_h, start, keys, o_k, kept = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN, UNIT)
+    b_dk = tl.zeros([BN, BK], tl.float32)
+    b_dv = tl.zeros([BN, BV], tl.float32)
+    b_dm = tl.zeros([BN], tl.float32)
+    for i in range(i_p, i_p + tl.load(facts + PIECES * tiles + i_x)):
+        b_dk += load_tile(parts_k, i * BN, 0, BK, BK, BN, BK, False)
+        b_dv += load_tile(parts_v, i * BN, 0, BV, BV, BN, BV, False)
+        if dm is not None:
+            b_dm += tl.load(parts_m + i * BN + tl.arange(0, BN))
+    store_gradients(
+        dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, o_k < keys, kept, TK, H, scale, K, V, BK, BV
+    )  # fmt: skip
+
+
+@cached_launch
+@triton.jit
+def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: tl.constexpr, PACKED: tl.constexpr):
+    """The gradient of the marks of a head of `keep`: of BU single tokens, or of one chunk."""
+    blocks = tl.cdiv(U, BU) if UNIT == 1 else U
+    i_u = tl.program_id(0) % blocks
+    i_m = (tl.program_id(0) // blocks % HM).to(tl.int64)
+    i_b = (tl.program_id(0) // blocks // HM).to(tl.int64)
+    heads = H // HM
+    p_dm = dm + (i_b * H + i_m * heads) * TK
+    if UNIT == 1:
+        o_u = i_u * BU + tl.arange(0, BU)
+        b_sum = tl.zeros([BU], tl.float32)
+        for i in range(0, heads):
+            b_sum += tl.load(p_dm + i * TK + o_u, mask=o_u < U, other=0.0)
+        tl.store(d_keep + (i_b * U + o_u) * HM + i_m, b_sum.to(d_keep.dtype.element_ty), mask=o_u < U)
+    else:
+        start = i_b * 0
+        length = TK
+        first = i_u * UNIT
+        if PACKED:
+            _, start, length, first = locate_chunk(i_u, TK, UNIT, N, cu_seqlens, PACKED)
+        b_sum = tl.zeros([BU], tl.float32)
+        for i in range(0, heads):
+            for j in range(0, UNIT, BU):
+                o_t = first + j + tl.arange(0, BU)
+                b_sum += tl.load(p_dm + i * TK + start + o_t, mask=o_t < length, other=0.0)
+        tl.store(d_keep + (i_b * U + i_u) * HM + i_m, tl.sum(b_sum, 0).to(d_keep.dtype.element_ty))
+
+
+def kept_attention_backward_keys(
+    q, k, v, do, lse, delta, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dk and dv, and the gradient of `keep` unless that is None."""
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    options = {"keep": keep, "unit": unit, "window": window, "scale": scale}
+    return dk, dv, _write_gradients(q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, **options)
+
+
+def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, window, scale) -> None:
+    """Write over those rows of dk and dv that belong to each sequence's first `count` keys, which all queries see."""
+    count = min(count, k.shape[1])
+    ranks, lists = list_first(k, count, cu_seqlens)
+    options = {"unit": 1, "window": window, "scale": scale, "keep": None, "most": count}
+    _write_gradients(q, k, v, do, lse, delta, dk, dv, ranks, lists, None, cu_seqlens, **options)
+
+
+def _write_gradients(
+    q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, most=None
+) -> Tensor | None:
+    """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any."""
+    q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
+    (B, TQ, _, K), (_, TK, H, V) = q.shape, v.shape
+    tile = tuning.kept_attention("backward_keys", max(K, V), q.dtype, unit)
+    shape = sizes(q, k, v, ranks, cu_seqlens)
+    options = constants(q, v, tile, unit, window, cu_seqlens)
+    plan = plan_pieces(
+        ranks, lists, until, cu_seqlens, TQ=TQ, TK=TK, H=H, BM=tile.BM, BN=tile.BN, unit=unit, window=window,
+        until_strides=strides(u=until), most=most,
+    )  # fmt: skip
+    parts = len(plan.part_tiles) * tile.BN
+    parts_k, parts_v = (lse.new_empty(parts, options[size]) for size in ("BK", "BV"))
+    dm, parts_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(parts))
+    _kept_attention_backward_keys[(len(plan.piece_tiles),)](
+        q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, until,
+        plan.facts, plan.piece_tiles, plan.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B, **shape,
+        tiles=plan.tiles, window=window or 0, scale=scale, **options,
+    )  # fmt: skip
+    _join_parts[(len(plan.part_tiles),)](
+        dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, plan.facts, plan.part_tiles, plan.totals,
+        B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=plan.tiles, scale=scale,
+        **{name: options[name] for name in ("K", "V", "BN", "BK", "BV", "UNIT")}, num_warps=8,
+    )  # fmt: skip
+    if keep is None or dm is None:
+        return None
+    d_keep = torch.empty_like(keep, memory_format=torch.contiguous_format)
+    U, HM = shape["U"], shape["HM"]
+    BU = 256 if unit == 1 else 64
+    _sum_keep[(B * HM * (cdiv(U, BU) if unit == 1 else U),)](
+        dm, d_keep, cu_seqlens, TK=TK, U=U, H=H, HM=HM, N=shape["N"], UNIT=unit, BU=BU, PACKED=cu_seqlens is not None
+    )
+    return d_keep

@@ -1,0 +1,127 @@
+"""The backward kernel of queries: delta = o · do − dlse, and dq from the same columns that the forward pass met."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.attention.forward import dense_rows
+from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
+from tokenmix_core.ops.sparse_attention.mask import left_of
+from tokenmix_core.ops.sparse_attention.tiles import (
+    columns,
+    far_tiles,
+    load_rows,
+    local_tiles,
+    seen,
+    tile_of_queries,
+)
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.tile.sequences import locate_chunk
+
+
+@triton.jit
+def meet_columns(
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, far, keys, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys at positions `o_k` give to dq."""
+    b_k = load_rows(p_k, o_k, keys, s_kt, K, BK, MASKED)
+    b_v = load_rows(p_v, o_k, keys, s_vt, V, BV, MASKED)
+    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
+    if MASKED:
+        b_p = tl.where(seen(o_q, b_left, o_k, far, p_until, s_ut, keys), b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+
+
+@cached_launch
+@triton.jit
+def _kept_attention_backward_queries(
+    q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, until, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_ub, s_ut, s_uh,
+    TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and delta of a tile of queries and a head a program."""
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
+    i_n = 0
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
+        keys = queries
+        if first_row >= queries:
+            return
+        i_t = first_row // BM
+    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    p_until = until
+    if until is not None:
+        p_until = until + i_b * s_ub + start * s_ut + i_hk * s_uh
+    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
+    b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
+    o_t = i_t * BM + tl.arange(0, BM)
+    o_row = (i_b * HQ + i_h) * TQ + start
+    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * LOG2_E
+    b_o = load_tile(o + (i_b * TQ + start) * HQ * V + i_h * V, i_t * BM, queries, HQ * V, V, BM, BV, True)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    if dlse is not None:
+        b_delta -= tl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
+    tl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
+
+    first = i_t * BM + keys - queries
+    last = tl.minimum(first + BM, keys) - 1
+    o_q = first + tl.arange(0, BM)
+    b_left = left_of(o_q, window, UNIT, WINDOW)
+    near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
+    p_list, begin, whole, count = far_tiles(
+        ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BN, UNIT, WINDOW
+    )
+    clear = whole // BN
+    if until is not None:
+        clear = 0
+    b_dq = tl.zeros([BM, BK], tl.float32)
+    for i in range(0, clear + end - full):
+        o_k = columns(p_list, begin, i, i < clear, count, (full + i - clear) * BN, BN, UNIT)
+        b_dq = meet_columns(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < clear, keys,
+            scale * LOG2_E, K, V, BK, BV, False, PRECISION,
+        )  # fmt: skip
+    rest = tl.cdiv(count, BN) - clear
+    for i in range(0, rest + full - near + stop - end):
+        i_near = masked_tile(i - rest, 0, near, full, end)
+        o_k = columns(p_list, begin, clear + i, i < rest, count, i_near * BN, BN, UNIT)
+        b_dq = meet_columns(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < rest, keys,
+            scale * LOG2_E, K, V, BK, BV, True, PRECISION,
+        )  # fmt: skip
+    store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
+
+
+def kept_attention_backward_queries(
+    q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale
+) -> tuple[Tensor, Tensor]:
+    """dq `[B, TQ, HQ, K]`, and delta `[B, HQ, TQ]` for the kernel of dk and dv."""
+    q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
+    dlse = None if dlse is None else dlse.contiguous()
+    (B, TQ, HQ, K), V = q.shape, v.shape[3]
+    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
+    tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, unit)
+    tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
+    _kept_attention_backward_queries[(tiles * HQ * B,)](
+        q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, until, cu_seqlens,
+        **strides(q=q, k=k, v=v, d=do, u=until), **sizes(q, k, v, ranks, cu_seqlens), tiles=tiles,
+        window=window or 0, scale=scale, **constants(q, v, tile, unit, window, cu_seqlens),
+    )  # fmt: skip
+    return dq, delta

@@ -1,0 +1,145 @@
+"""The forward kernel: one tile of queries meets its local keys and, listed before them, those that were kept."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.sparse_attention.mask import left_of
+from tokenmix_core.ops.sparse_attention.tiles import (
+    columns,
+    far_tiles,
+    load_rows,
+    local_tiles,
+    seen,
+    tile_of_queries,
+)
+from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.tile.softmax import finish_softmax, online_softmax
+
+
+@triton.jit
+def meet_columns(
+    b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, far, keys, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the keys and values at positions `o_k` into the outputs, before their division, and the maxima and sums."""
+    b_k = load_rows(p_k, o_k, keys, s_kt, K, BK, MASKED)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        b_s = tl.where(seen(o_q, b_left, o_k, far, p_until, s_ut, keys), b_s, float("-inf"))
+    b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
+    b_v = load_rows(p_v, o_k, keys, s_vt, V, BV, MASKED)
+    b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+    return b_o, b_m, b_l
+
+
+@cached_launch
+@triton.jit
+def _kept_attention_forward(
+    q, k, v, o, lse, ranks, lists, until, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_ub, s_ut, s_uh,
+    TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries and a head a program."""
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
+    i_n = 0
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
+        keys = queries
+        if first_row >= queries:
+            return
+        i_t = first_row // BM
+    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    p_until = until
+    if until is not None:
+        p_until = until + i_b * s_ub + start * s_ut + i_hk * s_uh
+    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
+
+    first = i_t * BM + keys - queries
+    last = tl.minimum(first + BM, keys) - 1
+    o_q = first + tl.arange(0, BM)
+    b_left = left_of(o_q, window, UNIT, WINDOW)
+    near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
+    p_list, begin, whole, count = far_tiles(
+        ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BN, UNIT, WINDOW
+    )
+    # listed tiles that all queries see, unless some end before
+    clear = whole // BN
+    if until is not None:
+        clear = 0
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, BV], tl.float32)
+    for i in range(0, clear + end - full):
+        o_k = columns(p_list, begin, i, i < clear, count, (full + i - clear) * BN, BN, UNIT)
+        b_o, b_m, b_l = meet_columns(
+            b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < clear, keys, scale,
+            K, V, BK, BV, False, PRECISION,
+        )  # fmt: skip
+    rest = tl.cdiv(count, BN) - clear
+    for i in range(0, rest + full - near + stop - end):
+        i_near = masked_tile(i - rest, 0, near, full, end)
+        o_k = columns(p_list, begin, clear + i, i < rest, count, i_near * BN, BN, UNIT)
+        b_o, b_m, b_l = meet_columns(
+            b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < rest, keys, scale,
+            K, V, BK, BV, True, PRECISION,
+        )  # fmt: skip
+
+    b_norm, b_lse = finish_softmax(b_m, b_l, scale)
+    s_ot = HQ * V
+    store_tile(o + (i_b * TQ + start) * s_ot + i_h * V, b_o * b_norm[:, None], i_t * BM, queries, s_ot, V, BM, BV)
+    o_t = i_t * BM + tl.arange(0, BM)
+    tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
+
+
+def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, unit, window, scale) -> None:
+    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    q, k, v = (dense_rows(x) for x in (q, k, v))
+    (B, TQ, HQ, K), V = q.shape, v.shape[3]
+    tile = tuning.kept_attention("forward", max(K, V), q.dtype, unit)
+    tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
+    _kept_attention_forward[(tiles * HQ * B,)](
+        q, k, v, o, lse, ranks, lists, until, cu_seqlens, **strides(q=q, k=k, v=v, u=until),
+        **sizes(q, k, v, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale * math.log2(math.e),
+        **constants(q, v, tile, unit, window, cu_seqlens),
+    )  # fmt: skip
+
+
+def strides(**tensors: Tensor | None) -> dict[str, int]:
+    """Strides of rows, tokens and heads by the names that kernels give them; 0 for a tensor that is not there."""
+    steps = {name: (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
+    return {f"s_{name}{axis}": step for name in steps for axis, step in zip("bth", steps[name], strict=True)}
+
+
+def sizes(q, k, v, ranks, cu_seqlens) -> dict[str, int]:
+    """What kernels are told of a call's sizes."""
+    (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, ranks.shape
+    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    return {"TQ": TQ, "TK": TK, "U": U - 1, "HQ": HQ, "H": H, "HM": HM, "N": N}
+
+
+def constants(q, v, tile: tuning.KeptAttentionTile, unit: int, window: int | None, cu_seqlens) -> dict:
+    """What kernels are compiled for."""
+    K, V = q.shape[3], v.shape[3]
+    return {
+        **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},
+        **{"UNIT": unit, "WINDOW": window is not None, "PACKED": cu_seqlens is not None},
+        **{"PRECISION": precision(q.dtype), "num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        **({} if tile.maxnreg is None else {"maxnreg": tile.maxnreg}),
+    }

@@ -1,0 +1,142 @@
+"""Where the local part begins, when a key is far, and the lists of units that are kept and of those that are not.
+
+Lists are made on the device, in order, by counting: no unit waits for another program, and the host reads nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.sequences import sequence_span
+
+# units that one program lists
+_BLOCK = 1024
+
+
+@triton.jit
+def left_of(o_q, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key of the local part of queries at positions `o_q`."""
+    if WINDOW:
+        return tl.maximum(o_q - window + 1, 0)
+    else:
+        return tl.maximum(o_q, 0) // UNIT * UNIT
+
+
+@triton.jit
+def away_from(o_k, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    """The first query for which keys at positions `o_k` are no longer local."""
+    if WINDOW:
+        return o_k + window
+    else:
+        return (o_k // UNIT + 1) * UNIT
+
+
+@triton.jit
+def first_unit(start, i_n, UNIT: tl.constexpr):
+    """The place in `keep` of the first unit of sequence `i_n`, whose first token is `start` in its row."""
+    if UNIT == 1:
+        return start
+    else:
+        return start // UNIT + i_n
+
+
+@triton.jit
+def _load_kept(keep, i_b, i_m, o_u, U, HM):
+    b_keep = tl.load(keep + (i_b * U + o_u) * HM + i_m, mask=o_u < U, other=0)
+    if keep.dtype.element_ty == tl.int1:
+        return (b_keep != 0).to(tl.int32)
+    else:
+        return (b_keep > 0.5).to(tl.int32)
+
+
+@triton.jit
+def _row_and_block(blocks, HM):
+    pid = tl.program_id(0)
+    return (pid // blocks // HM).to(tl.int64), pid // blocks % HM, pid % blocks
+
+
+@cached_launch
+@triton.jit
+def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
+    """How many of a block of units are kept."""
+    i_b, i_m, i_u = _row_and_block(blocks, HM)
+    b_kept = _load_kept(keep, i_b, i_m, i_u * BU + tl.arange(0, BU), U, HM)
+    tl.store(counts + tl.program_id(0), tl.sum(b_kept, 0))
+
+
+@cached_launch
+@triton.jit
+def _list_units(keep, counts, ranks, lists, B, U, HM, blocks, BU: tl.constexpr):
+    """A block of units, each written to the list that it belongs to."""
+    i_b, i_m, i_u = _row_and_block(blocks, HM)
+    before = 0
+    for i in range(0, i_u, BU):
+        o_c = i + tl.arange(0, BU)
+        before += tl.sum(tl.load(counts + tl.program_id(0) - i_u + o_c, mask=o_c < i_u, other=0), 0)
+    o_u = i_u * BU + tl.arange(0, BU)
+    b_kept = _load_kept(keep, i_b, i_m, o_u, U, HM)
+    b_rank = before + tl.cumsum(b_kept, 0) - b_kept
+    o_row = i_b * HM + i_m
+    # the one beyond the last unit counts them all
+    tl.store(ranks + o_row * (U + 1) + o_u, b_rank, mask=o_u <= U)
+    if (i_u + 1) * BU == U:
+        tl.store(ranks + o_row * (U + 1) + U, before + tl.sum(b_kept, 0))
+    place = o_row * U + tl.where(b_kept != 0, b_rank, o_u - b_rank + tl.cast(B, tl.int64) * HM * U)
+    tl.store(lists + place, o_u, mask=o_u < U)
+
+
+@cached_launch
+@triton.jit
+def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl.constexpr):
+    """A sequence's first tokens, and its ranks at its borders, which are all that keys ask for."""
+    i_n = tl.program_id(0)
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    before = 0
+    o_row = i_n.to(tl.int64)
+    if PACKED:
+        o_row = o_row * 0
+        for i in range(0, i_n, BT):
+            o_n = i + tl.arange(0, BT)
+            b_length = tl.load(cu_seqlens + o_n + 1, mask=o_n < i_n, other=0)
+            b_length -= tl.load(cu_seqlens + o_n, mask=o_n < i_n, other=0)
+            before += tl.sum(tl.minimum(b_length, count).to(tl.int32), 0)
+    start = begin - o_row * T
+    after = before + tl.minimum(length, count)
+    # the next sequence writes the same there
+    tl.store(ranks + o_row * (T + 1) + start, before)
+    tl.store(ranks + o_row * (T + 1) + start + length, after)
+    for i in range(before, after, BT):
+        o_u = i + tl.arange(0, BT)
+        tl.store(lists + o_row * T + o_u, (start + o_u - before).to(tl.int32), mask=o_u < after)
+
+
+def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ranks `[B, 1, T + 1]` at the borders of sequences and the list `[1, B, 1, T]` of their first `count` tokens.
+
+    `tokens` is `[B, T, ...]`.
+    """
+    B, T = tokens.shape[:2]
+    ranks, lists = (tokens.new_empty(shape, dtype=torch.int32) for shape in ((B, 1, T + 1), (1, B, 1, T)))
+    _list_first[(num_sequences(tokens, cu_seqlens),)](
+        ranks, lists, cu_seqlens, T=T, count=count, PACKED=cu_seqlens is not None, BT=256
+    )
+    return ranks, lists
+
+
+def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
+    """Write how many units before each are kept, `ranks [B, HM, U + 1]`, and `lists [2, B, HM, U]`: kept, and others.
+
+    Both lists rise and begin at their row's start; in a packed batch they run through all its sequences.
+    """
+    keep = keep.contiguous()
+    B, U, HM = keep.shape
+    blocks = cdiv(U, _BLOCK)
+    counts = ranks.new_empty(B * HM * blocks)
+    if blocks > 1:
+        _count_units[(B * HM * blocks,)](keep, counts, U=U, HM=HM, blocks=blocks, BU=_BLOCK)
+    _list_units[(B * HM * blocks,)](keep, counts, ranks, lists, B=B, U=U, HM=HM, blocks=blocks, BU=_BLOCK)

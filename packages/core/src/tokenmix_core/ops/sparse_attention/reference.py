@@ -1,0 +1,144 @@
+"""Attention over kept keys, eager: the specification of the operation and of its gradient, on any device, in float64.
+
+Queries are taken in blocks that see all keys before them through a mask: memory stays linear in the length, work does
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import packed_positions, sequence_ids
+from tokenmix_core.ops.attention.reference import sequences, softmax, wide
+from tokenmix_core.ops.common import AttentionOutput
+
+# scores of one block of queries: 2²⁴ of them are 64 MiB in float32
+_BLOCK_SCORES = 1 << 24
+
+
+def kept_attention_reference(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    keep: Bool[Tensor, "B U HM"] | Float[Tensor, "B U HM"],
+    *,
+    unit: int = 1,
+    window: int | None = None,
+    until: Int[Tensor, "B TK H"] | None = None,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+) -> AttentionOutput:
+    """Attention as `kept_attention` defines it, differentiable by autograd, in a float `keep` too.
+
+    A kept unit weighs its far keys with a factor of one, whose derivative is that of `keep`.
+    """
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    weights = _by_token(keep, k, unit, cu_seqlens)
+    # exp of it is the factor of one
+    bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
+    rows, lses = [], []
+    for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
+        b_q, b_k, b_v = q[:, block.queries], k[:, block.keys], v[:, block.keys]
+        b_bias = 0.0 if bias is None else (_over_keys(bias[:, block.keys]) * block.far)[:, :, None]
+        p, lse = softmax(b_q, b_k, block.mask[:, :, None], scale, b_bias)
+        rows.append(torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), b_v).flatten(2, 3))
+        lses.append(lse.flatten(1, 2).transpose(1, 2))
+    if not rows:
+        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
+    return AttentionOutput(torch.cat(rows, 1), torch.cat(lses, 1))
+
+
+@torch.no_grad()
+def kept_attention_reference_backward(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    keep: Bool[Tensor, "B U HM"] | Float[Tensor, "B U HM"],
+    o: Float[Tensor, "B TQ HQ V"],
+    do: Float[Tensor, "B TQ HQ V"],
+    dlse: Float[Tensor, "B TQ HQ"] | None,
+    *,
+    unit: int,
+    window: int | None,
+    until: Int[Tensor, "B TK H"] | None,
+    scale: float,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and `keep` (as a float), by the formulas that the kernels follow (README.md)."""
+    delta = (wide(o) * do).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    dq, dk, dv = (torch.zeros_like(wide(x)) for x in (q, k, v))
+    heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    kept = is_kept(_by_token(keep, k, unit, cu_seqlens))
+    d_kept = delta.new_zeros(k.shape[:3])
+    for block in _blocks(q, k, kept, unit, window, until, cu_seqlens):
+        b_q, b_k, b_v = wide(q[:, block.queries]), wide(k[:, block.keys]), wide(v[:, block.keys])
+        b_q, b_do = (x.unflatten(2, (heads, group)) for x in (b_q, wide(do[:, block.queries])))
+        b_delta = delta[:, block.queries].unflatten(2, (heads, group)).permute(0, 2, 3, 1).unsqueeze(-1)
+        p, _ = softmax(q[:, block.queries], k[:, block.keys], block.mask[:, :, None], scale)
+        ds = p * (torch.einsum("bihgv,bjhv->bhgij", b_do, b_v) - b_delta)
+        d_kept[:, block.keys] += (ds.sum(2) * block.far).sum(2).transpose(1, 2)
+        dq[:, block.queries] = torch.einsum("bhgij,bjhk->bihgk", ds, b_k).flatten(2, 3) * scale
+        dk[:, block.keys] += torch.einsum("bhgij,bihgk->bjhk", ds, b_q) * scale
+        dv[:, block.keys] += torch.einsum("bhgij,bihgv->bjhv", p, b_do)
+    d_keep = d_kept.new_zeros(keep.shape)
+    # the gradient of keys that a head of `keep` has for itself or shares
+    d_kept = (d_kept * kept).unflatten(2, (keep.shape[2], -1)).sum(3)
+    d_keep.index_add_(1, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device), d_kept)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_keep
+
+
+def is_kept(keep: Tensor) -> Tensor:
+    """Whether each unit is kept: a float, which is 0 or 1 up to rounding, counts from a half on."""
+    return keep > 0.5 if keep.is_floating_point() else keep
+
+
+def units_of_tokens(tokens: int, unit: int, cu_seqlens: Tensor | None, device: torch.device) -> Int[Tensor, "T"]:
+    """The place in `keep` of each token's unit."""
+    if unit == 1 or cu_seqlens is None:
+        return torch.arange(tokens, device=device) // unit
+    index = sequence_ids(cu_seqlens, tokens)
+    return cu_seqlens[index] // unit + index + packed_positions(cu_seqlens, tokens) // unit
+
+
+def _by_token(keep: Tensor, k: Tensor, unit: int, cu_seqlens: Tensor | None) -> Tensor:
+    """`keep` of each token and key head, `[B, TK, H]`."""
+    keep = keep[:, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device)]
+    return keep.repeat_interleave(k.shape[2] // keep.shape[2], 2)
+
+
+def _over_keys(x: Tensor) -> Tensor:
+    """`[B, keys, H]` as `[B, H, 1, keys]`."""
+    return x.transpose(1, 2).unsqueeze(2)
+
+
+class _Block(NamedTuple):
+    """Consecutive queries, the keys up to the last of them, `mask [B, H, queries, keys]` and `far [queries, keys]`."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor
+    far: Tensor
+
+
+def _blocks(
+    q: Tensor, k: Tensor, kept: Tensor, unit: int, window: int | None, until: Tensor | None, cu_seqlens: Tensor | None
+) -> Iterator[_Block]:
+    (batch, tq, heads, _), tk = q.shape, k.shape[1]
+    size = max(16, _BLOCK_SCORES // max(1, batch * heads * tk))
+    for queries, keys in sequences(tq, tk, cu_seqlens):
+        start, shift = keys.start, (keys.stop - keys.start) - (queries.stop - queries.start)
+        for first in range(queries.start, queries.stop, size):
+            last = min(first + size, queries.stop)
+            stop = max(start, min(keys.stop, last - queries.start + shift + start))
+            o_q = torch.arange(first - queries.start, last - queries.start, device=q.device)[:, None] + shift
+            o_k = torch.arange(stop - start, device=q.device)
+            far = o_k < (o_q // unit * unit if window is None else o_q - window + 1)
+            seen = kept[:, start:stop]
+            seen = _over_keys(seen) if until is None else _over_keys(seen) & (o_q < _over_keys(until[:, start:stop]))
+            yield _Block(slice(first, last), slice(start, stop), torch.where(far, seen, o_k <= o_q), far)

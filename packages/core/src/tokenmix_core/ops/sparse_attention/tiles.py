@@ -1,0 +1,105 @@
+"""Tiles of columns by position, local ones side by side and listed ones gathered, and which a tile of queries meets."""
+
+import triton
+import triton.language as tl
+
+from tokenmix_core.ops.sparse_attention.mask import first_unit, left_of
+
+# a position where no key is
+NOWHERE = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def tile_of_queries(tiles, HQ, H):
+    """The row, head, head of keys (int64) and tile of queries that a program takes.
+
+    The last tiles of all heads, which see most keys, start first: lists may be long in one head alone.
+    """
+    pid = tl.program_id(0)
+    i_h = (pid % HQ).to(tl.int64)
+    i_t = tiles - 1 - pid // HQ % tiles
+    i_b = (pid // HQ // tiles).to(tl.int64)
+    return i_b, i_h, i_h // (HQ // H), i_t
+
+
+@triton.jit
+def local_tiles(first, last, window, keys, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles of the local parts of queries at positions `first` … `last`.
+
+    Returns:
+        `(near, full, end, stop)`: masked [near, full), seen entirely [full, end), masked [end, stop).
+    """
+    stop = tl.cdiv(tl.maximum(last + 1, 0), BN)
+    near = tl.minimum(left_of(first, window, UNIT, WINDOW) // BN, stop)
+    full = tl.minimum(tl.cdiv(left_of(last, window, UNIT, WINDOW), BN), stop)
+    end = tl.minimum(tl.maximum(tl.maximum(first + 1, 0) // BN, full), stop)
+    return near, full, end, stop
+
+
+@triton.jit
+def far_tiles(
+    ranks, lists, i_b, i_m, i_n, start, first, last, window, U, HM,
+    BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The listed columns before the local parts of queries at positions `first` … `last`.
+
+    Returns:
+        `(p_list, begin, whole, count)`: where the sequence's list begins, the place of its first unit, and how many
+        listed columns lie before all local parts, and before one of them.
+    """
+    begin = first_unit(start, i_n, UNIT)
+    p_rank = ranks + (i_b * HM + i_m) * (U + 1) + begin
+    rank = tl.load(p_rank)
+    whole = (tl.load(p_rank + left_of(first, window, UNIT, WINDOW) // UNIT) - rank) * UNIT
+    count = (tl.load(p_rank + tl.cdiv(left_of(last, window, UNIT, WINDOW), UNIT)) - rank) * UNIT
+    return lists + (i_b * HM + i_m) * U + rank, begin.to(tl.int32), whole, count
+
+
+@triton.jit
+def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constexpr):
+    """Positions of the listed columns `o_c` … `o_c + BN − 1`; nowhere from `count` on."""
+    o_n = tl.arange(0, BN)
+    if UNIT == 1:
+        m_n = o_c + o_n < count
+        return tl.where(m_n, tl.load(p_list + o_c + o_n, mask=m_n, other=0) - begin, NOWHERE)
+    else:
+        # a tile lies in one unit
+        first = tl.load(p_list + o_c // UNIT, mask=o_c < count, other=0) - begin
+        return tl.where(o_c < count, first * UNIT + o_c % UNIT, NOWHERE) + o_n
+
+
+@triton.jit
+def columns(p_list, begin, i, far, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
+    """Positions of the i-th tile: of the list's where it is `far`, else of the keys from `first` on."""
+    o_k = listed_columns(p_list, begin, i * BN, tl.where(far, count, 0), BN, UNIT)
+    return tl.where(far, o_k, first + tl.arange(0, BN))
+
+
+@triton.jit
+def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
+    """The rows `o_t` of a matrix of `rows` rows and D columns, as a tile `[len(o_t), BD]`.
+
+    Columns beyond D are 0, and so are rows beyond the last one where `CHECK` is set.
+    """
+    o_d = tl.arange(0, BD)
+    p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
+    if CHECK:
+        if D == BD:
+            return tl.load(p_x, mask=(o_t < rows)[:, None], other=0.0)
+        else:
+            return tl.load(p_x, mask=(o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif D == BD:
+        return tl.load(p_x)
+    else:
+        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def seen(o_q, b_left, o_k, far, p_until, s_ut, keys):
+    """Whether queries at `o_q`, whose local parts begin at `b_left`, see the columns of a tile that is `far` or not."""
+    m_far = o_k[None, :] < b_left[:, None]
+    if p_until is not None:
+        b_until = tl.load(p_until + o_k * s_ut, mask=o_k < tl.where(far, keys, 0), other=0)
+        m_far = m_far & (o_q[:, None] < b_until[None, :])
+    m_local = (o_k[None, :] >= b_left[:, None]) & (o_k[None, :] <= o_q[:, None])
+    return (m_far & far) | (m_local & (not far))

@@ -1,0 +1,343 @@
+"""Attention over kept keys on any device: the definition, the reference, and the kernels in the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tokenmix_core import tuning
+from tokenmix_core.ops import attention, kept_attention
+from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.sparse_attention import kept_attention_reference
+from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
+from tokenmix_core.ops.sparse_attention.reference import units_of_tokens
+from tokenmix_core.testing.closeness import assert_within
+
+NEG_INF = float("-inf")
+NAMES = ("o", "lse", "dq", "dk", "dv", "dkeep")
+
+
+def units(TK: int, unit: int, cu: list[int] | None) -> int:
+    return -(-TK // unit) if cu is None or unit == 1 else TK // unit + len(cu) - 1
+
+
+def inputs(
+    B=1, TQ=20, TK=None, HQ=2, H=1, HM=1, K=8, V=None, unit=1, kept=0.4, until=False, cu=None,
+    dtype=torch.float64, device="cpu", seed=0,
+):  # fmt: skip
+    """q, k, v, a float keep of zeros and ones, and the options of a call; a function for `kept` marks the units."""
+    generator = torch.Generator().manual_seed(seed)
+    TK = TQ if TK is None else TK
+    shapes = (B, TQ, HQ, K), (B, TK, H, K), (B, TK, H, V or K)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes]
+    U = units(TK, unit, cu)
+    keep = kept(B, U, HM) if callable(kept) else torch.rand(B, U, HM, generator=generator) < kept
+    keep = keep.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    options: dict = {"unit": unit}
+    if until:
+        # from none on, and never
+        options["until"] = torch.randint(0, TK + 1, (B, TK, H), generator=generator).to(device)
+        options["until"][:, ::5] = 1 << 40
+    if cu is not None:
+        options["cu_seqlens"] = torch.tensor(cu, device=device)
+    return [x.requires_grad_() for x in (*tensors, keep)], options
+
+
+def upstream(out: AttentionOutput, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in out]
+
+
+def by_definition(q, k, v, keep, *, unit=1, window=None, until=None, scale=None, cu_seqlens=None):
+    """The equations of the README, one query at a time, with a factor before the exponentials of far pairs."""
+    (B, TQ, HQ, K), (TK, H), HM = q.shape, k.shape[1:3], keep.shape[2]
+    scale = K**-0.5 if scale is None else scale
+    borders = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
+    o, lse = q.new_zeros(B, TQ, HQ, v.shape[-1]), q.new_full((B, TQ, HQ), NEG_INF)
+    for n, (start, stop) in enumerate(itertools.pairwise(borders)):
+        first_unit = start if unit == 1 else start // unit + n
+        queries = range(TQ) if cu_seqlens is None else range(start, stop)
+        for b, row, h in itertools.product(range(B), queries, range(HQ)):
+            i, h_k = row - start + (TK - TQ), h * H // HQ
+            left = i // unit * unit if window is None else i - window + 1
+            seen, logs = [], []
+            for j in range(i + 1):
+                mark = keep[b, first_unit + j // unit, h_k * HM // H]
+                if j >= left:
+                    logs.append(mark.new_zeros(()))
+                elif mark > 0.5 and (until is None or i < until[b, start + j, h_k]):
+                    logs.append(mark.log())
+                else:
+                    continue
+                seen.append(start + j)
+            if seen:
+                scores = scale * (k[b, seen, h_k] @ q[b, row, h]) + torch.stack(logs)
+                lse[b, row, h] = scores.logsumexp(0)
+                o[b, row, h] = scores.softmax(0) @ v[b, seen, h_k]
+    return AttentionOutput(o, lse)
+
+
+def run(forward, tensors, options):
+    """Outputs and gradients; rows that see nothing are left out of the log-sum-exp."""
+    out = forward(*tensors, **options)
+    do, dlse = upstream(out)
+    blind = out.lse == NEG_INF
+    grads = torch.autograd.grad((out.o, out.lse.masked_fill(blind, 0)), tensors, (do, dlse), materialize_grads=True)
+    return [out.o, out.lse.masked_fill(blind, 0), *grads]
+
+
+HEADS = dict(HQ=4, H=2, HM=1)
+CASES = {
+    "tokens, a window": (dict(TQ=24, **HEADS), dict(window=5)),
+    "tokens, each its own unit": (dict(TQ=12), {}),
+    "a mark for each key head": (dict(TQ=18, B=2, HQ=4, H=2, HM=2), dict(window=4)),
+    "until": (dict(TQ=24, HQ=2, H=2, HM=1, until=True, kept=0.7), dict(window=3)),
+    "fewer queries": (dict(TQ=7, TK=20, **HEADS, until=True), dict(window=4)),
+    "fewer keys": (dict(TQ=20, TK=13), dict(window=4)),
+    "chunks": (dict(TQ=140, unit=64, kept=0.6), {}),
+    "chunks of 128, ragged, fewer queries": (dict(TQ=20, TK=270, unit=128, kept=0.9, HQ=2, H=2, HM=1), {}),
+    "chunks and a window": (dict(TQ=30, TK=200, unit=64, kept=0.7), dict(window=70)),
+    "packed": (dict(TQ=24, cu=[0, 3, 3, 14, 24], **HEADS), dict(window=4)),
+    "packed chunks": (dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6, K=4), {}),
+    "unequal heads and a scale": (dict(TQ=12, K=4, V=6), dict(window=3, scale=0.7)),
+    "a window that holds all": (dict(TQ=12), dict(window=99)),
+    "one token": (dict(TQ=1), dict(window=1)),
+}
+
+
+@pytest.mark.parametrize(("sizes", "mask"), CASES.values(), ids=CASES)
+def test_reference_is_the_definition_in_value_and_gradient(sizes, mask):
+    tensors, options = inputs(**sizes)
+    wanted = run(by_definition, tensors, options | mask)
+    for forward in (kept_attention_reference, kept_attention):
+        for name, got, want in zip(NAMES, run(forward, tensors, options | mask), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("unit", [1, 64])
+@pytest.mark.parametrize("cu", [None, [0, 90, 150]], ids=["whole", "packed"])
+def test_all_kept_is_causal_attention_and_none_kept_is_the_window(unit, cu):
+    for kept, window in ((1.0, None), (0.0, 20)):
+        (*x, keep), options = inputs(TQ=150, unit=unit, kept=kept, cu=cu)
+        borders = options.get("cu_seqlens")
+        got = run(lambda *x, keep=keep, options=options: kept_attention(*x, keep, window=20, **options), x, {})
+        want = run(lambda *x, w=window, cu=borders: attention(*x, window=w, cu_seqlens=cu), x, {})
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_reference_takes_queries_in_pieces(monkeypatch):
+    from tokenmix_core.ops.sparse_attention import reference
+
+    tensors, options = inputs(TQ=70, TK=90, **HEADS, until=True)
+    whole = run(kept_attention, tensors, options | {"window": 9})
+    monkeypatch.setattr(reference, "_BLOCK_SCORES", 1)
+    torch.testing.assert_close(run(kept_attention, tensors, options | {"window": 9}), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", [dict(window=6), dict(unit=64)], ids=str)
+def test_later_pieces_of_a_sequence_need_the_keys_alone(mask):
+    (q, k, v, keep), _ = inputs(TQ=200, unit=mask.get("unit", 1), **HEADS)
+    whole = kept_attention(q, k, v, keep, **mask)
+    for first, stop in ((0, 70), (70, 130), (130, 200)):
+        marks = keep[:, : -(-stop // mask.get("unit", 1))]
+        piece = kept_attention(q[:, first:stop], k[:, :stop], v[:, :stop], marks, **mask)
+        torch.testing.assert_close(piece.o, whole.o[:, first:stop], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(piece.lse, whole.lse[:, first:stop], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("unit", [1, 64])
+def test_packed_documents_never_meet(unit):
+    cu = [0, 70, 70, 200]
+    tensors, options = inputs(TQ=200, unit=unit, cu=cu, kept=0.5)
+    *x, keep = tensors
+    whole = kept_attention(*tensors, window=9, **options)
+    for n, (start, stop) in enumerate(itertools.pairwise(cu)):
+        first = start if unit == 1 else start // unit + n
+        marks = keep[:, first : first + -(-(stop - start) // unit)]
+        alone = kept_attention(*(t[:, start:stop] for t in x), marks, unit=unit, window=9)
+        torch.testing.assert_close(whole.o[:, start:stop], alone.o, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bool_keep_is_the_same_choice():
+    (*x, keep), options = inputs(TQ=30, **HEADS)
+    want, got = (kept_attention(*x, t, window=5, **options) for t in (keep, keep.detach() > 0.5))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for a, b in zip(*(torch.autograd.grad(out.o.sum(), x) for out in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_marks_between_packed_chunks_mean_nothing():
+    cu = torch.tensor([0, 10, 70, 100])
+    used = torch.zeros(1, 4, 1, dtype=torch.bool).index_fill(1, units_of_tokens(100, 64, cu, cu.device), True)
+    (*x, keep), options = inputs(TQ=100, unit=64, cu=cu.tolist())
+    assert not used.all()
+    outs = [
+        kept_attention(*x, keep.detach().where(used, mark), **options).o
+        for mark in (torch.tensor(0.0), torch.tensor(1.0))
+    ]
+    torch.testing.assert_close(*outs, rtol=0, atol=0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 16 x 32 and few pieces a device: many tiles in a short sequence, whose sums are made in parts."""
+    monkeypatch.setattr(tuning, "kept_attention", lambda *call: tuning.KeptAttentionTile(16, 32, 4, 1))
+    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: 5)
+
+
+def unequal(B, U, HM):
+    """All of one head, nothing of the next, the first units of the one after."""
+    keep = torch.zeros(B, U, HM, dtype=torch.bool)
+    keep[..., 0] = True
+    keep[:, : U // 3, 2:] = True
+    return keep
+
+
+def last_alone(B, U, HM):
+    return (torch.arange(U) == U - 1)[None, :, None].expand(B, U, HM)
+
+
+KERNEL_CASES = {
+    "tokens, a window": (dict(TQ=70, HQ=4, H=2, HM=1), dict(window=20)),
+    "tokens, each its own unit": (dict(TQ=40), {}),
+    "lists of unequal length": (dict(TQ=70, HQ=4, H=4, HM=4, kept=unequal), dict(window=10)),
+    "nothing kept": (dict(TQ=70, kept=0.0), dict(window=20)),
+    "all kept": (dict(TQ=70, kept=1.0, B=2), dict(window=20)),
+    "a window of one": (dict(TQ=40), dict(window=1)),
+    "a window that holds all": (dict(TQ=40), dict(window=99)),
+    "until": (dict(TQ=70, HQ=2, H=2, HM=1, until=True, kept=0.7), dict(window=10)),
+    "fewer queries": (dict(TQ=21, TK=97, HQ=4, H=2, HM=2, until=True), dict(window=30)),
+    "fewer keys": (dict(TQ=70, TK=33), dict(window=9)),
+    "one query": (dict(TQ=1, TK=70, B=2), dict(window=9)),
+    "chunks": (dict(TQ=150, unit=64, HQ=2, H=2, HM=1, kept=0.6), {}),
+    "chunks of 128, ragged, fewer queries": (dict(TQ=40, TK=300, unit=128, kept=0.6), {}),
+    "chunks of 256, the last alone kept": (dict(TQ=300, unit=256, kept=last_alone), {}),
+    "chunks and a window": (dict(TQ=40, TK=200, unit=64, kept=0.7), dict(window=70)),
+    "K and V differ, neither a power of two": (dict(TQ=40, K=24, V=40), dict(window=9)),
+    "packed": (dict(TQ=70, cu=[0, 3, 3, 40, 70], HQ=4, H=2, HM=1), dict(window=10)),
+    "packed chunks": (dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("sizes", "mask"), KERNEL_CASES.values(), ids=KERNEL_CASES)
+def test_kernels_answer_to_the_reference(sizes, mask, dtype, device, small_tiles):
+    sizes = {"K": 16, **sizes}
+    tensors, options = inputs(**sizes, dtype=dtype, device=device)
+    options |= mask
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact, baseline = (run(kept_attention_reference, x, options) for x in (wide, tensors))
+    got = run(kept_attention, tensors, options | {"impl": "triton"})
+    for name, x, e, b in zip(NAMES, got, exact, baseline, strict=True):
+        # the gradient of `keep` sums thousands of terms of either sign
+        floor = 16 if name == "dkeep" and dtype == torch.float32 else 2
+        assert_within(name, x, e, b, floor=floor * torch.finfo(dtype).eps)
+
+
+def test_kernels_take_views_and_give_the_same_bits_each_time(device, small_tiles):
+    (q, k, v, keep), _ = inputs(TQ=70, HQ=2, H=2, HM=2, K=16, dtype=torch.float32, device=device)
+    views = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    views.append(keep.detach().mT.contiguous().mT.requires_grad_())
+    runs = [run(kept_attention, x, {"window": 9, "impl": "triton"}) for x in ((q, k, v, keep), views, views)]
+    for name, *results in zip(NAMES, *runs, strict=True):
+        assert all(torch.equal(results[0], x) for x in results[1:]), name
+
+
+@pytest.mark.parametrize("sinks", [3, 40])
+@pytest.mark.parametrize("cu", [None, [0, 3, 3, 40, 70]], ids=["whole", "packed"])
+def test_sinks_are_such_a_list(cu, sinks, device, small_tiles):
+    (*x, _), _ = inputs(TQ=70, B=1 if cu else 2, HQ=4, H=2, K=16, dtype=torch.float32, device=device)
+    borders = None if cu is None else torch.tensor(cu, device=device)
+    places = torch.arange(70, device=device)
+    for start, stop in itertools.pairwise(cu or []):
+        places[start:stop] -= start
+    marks = (places < sinks)[None, :, None].expand(len(x[0]), 70, 1)
+    want = run(lambda *x: kept_attention(*x, marks, window=9, cu_seqlens=borders), x, {})
+    got = run(lambda *x: attention(*x, window=9, sinks=sinks, cu_seqlens=borders, impl="triton"), x, {})
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
+    from tokenmix_core.ops.sparse_attention import mask
+
+    monkeypatch.setattr(mask, "_BLOCK", {1: 64, 3: 16}[blocks])
+    # a multiple of the block, and not
+    for U in (48, 41):
+        keep = torch.rand(2, U, 3, generator=torch.Generator().manual_seed(U)).to(device)
+        ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((2, 3, U + 1), (2, 2, 3, U)))
+        mask.list_units(keep, ranks, lists)
+        for b, m in itertools.product(range(2), range(3)):
+            kept = keep[b, :, m] > 0.5
+            count = int(kept.sum())
+            assert ranks[b, m].tolist() == [0, *kept.cumsum(0).tolist()]
+            assert lists[0, b, m, :count].tolist() == kept.nonzero()[:, 0].tolist()
+            assert lists[1, b, m, : U - count].tolist() == (~kept).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+def test_pieces_cover_all_tiles_of_queries_once_and_share_the_work(programs, device, monkeypatch):
+    from tokenmix_core.ops.sparse_attention import mask, plan
+
+    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
+    monkeypatch.setattr(plan, "_LEAST", 1)
+    T, H, BM, BN, window = 150, 2, 16, 32, 20
+    keep = unequal(1, T, H).to(device)
+    ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (2, 1, H, T)))
+    mask.list_units(keep, ranks, lists)
+    strides = dict.fromkeys(("s_ub", "s_ut", "s_uh"), 0)
+    made = plan.plan_pieces(
+        ranks, lists, None, None, TQ=T, TK=T, H=H, BM=BM, BN=BN, unit=1, window=window, until_strides=strides
+    )
+    near, _, _, stop, *_, pieces, first_piece, first_part = made.facts.tolist()
+    share, all_pieces, all_parts = made.totals.tolist()
+    # all of the first head is kept, nothing of the second
+    wanted = [T // BM + 1 - j // BM for j in range(0, T, BN)]
+    wanted += [min(T // BM + 1, -(-(min(j + BN, T) - 1 + window) // BM)) - j // BM for j in range(0, T, BN)]
+    work = [b - a for a, b, n in zip(near, stop, pieces, strict=True) if n]
+    assert sorted(work) == sorted(wanted)
+    assert share == max(1, -(-sum(work) // programs))
+    assert [n for n in pieces if n] == [max(1, -(-w // share)) for w in work]
+    assert all_pieces == sum(pieces) <= len(made.piece_tiles)
+    assert all_parts == sum(n for n in pieces if n > 1) <= len(made.part_tiles)
+    for x, n in enumerate(pieces):
+        assert made.piece_tiles[first_piece[x] :][:n].tolist() == [x] * n
+        assert n < 2 or made.part_tiles[first_part[x] :][:n].tolist() == [x] * n
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_no_keys_and_no_queries(impl, device):
+    for sizes in (dict(TQ=5, TK=0), dict(TQ=0, TK=5), dict(B=0)):
+        tensors, options = inputs(**sizes, dtype=torch.float32, device=device)
+        out = kept_attention(*tensors, window=2, impl=impl, **options)
+        assert (out.o == 0).all()
+        assert (out.lse == NEG_INF).all()
+        grads = torch.autograd.grad(out.o.sum(), tensors)
+        assert all((g == 0).all() for g in grads)
+
+
+def test_compiles_into_one_graph():
+    def loss(q, k, v, keep):
+        near, far = kept_attention(q, k, v, keep, window=5), kept_attention(q, k, v, keep > 0.5, window=2)
+        return near.o.square().sum() + near.lse.sum() + far.o.sum()
+
+    tensors, _ = inputs(TQ=20, **HEADS)
+    want = loss(*tensors)
+    got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, tensors), torch.autograd.grad(want, tensors), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_operators_keep_torchs_rules(device):
+    impl = "triton" if device == "cuda" else "reference"
+    tensors, _ = inputs(TQ=6, dtype=torch.float32, device=device)
+    until = torch.full((1, 6, 1), 5, device=device)
+    options = (1, 2, 0.5, impl)
+    torch.library.opcheck(kept_attention_op, (*tensors, until, None, *options))
+    saved = [x.detach() for x in (*tensors, *kept_attention_op(*tensors, until, None, *options))]
+    for through_keep in (True, False):
+        args = (*saved, saved[4], None, until, None, through_keep, *options)
+        torch.library.opcheck(kept_attention_backward_op, args)
