@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -12,10 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
+from tokenmix_core.extras import is_installed
 from tokenmix_core.ops import attention, attention_decode
 from tokenmix_core.testing.benchmarking import (
     first_call_seconds,
     measure,
+    measure_forms,
     measure_step,
     mixed_lengths,
 )
@@ -82,6 +83,17 @@ def sweep(device: str) -> list[dict]:
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
+def versions(device: str) -> list[dict]:
+    """Both forms of the kernels on the installed Triton."""
+    B, T, H, K, window = (8, 4096, 16, 128, 1024) if device != "cpu" else (1, 128, 1, 16, 32)
+    q, k, v = (_random(B, T, H, K, device=device).requires_grad_() for _ in range(3))
+
+    def forward(impl: str) -> Tensor:
+        return attention(q, k, v, window=window, impl=impl).o
+
+    return measure_forms(f"attention, window {window}", _name(B, T, H, H, K), device, forward, (q, k, v))
+
+
 def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, HQ, H, K, V, window, packed = shape
     q, k, v = (_random(B, T, heads, size, device=device).requires_grad_() for heads, size in ((HQ, K), (H, K), (H, V)))
@@ -95,7 +107,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         if window is None and not packed:
             forwards["cuDNN (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.CUDNN_ATTENTION)
             forwards["FlashAttention-2 (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.FLASH_ATTENTION)
-        if importlib.util.find_spec("flash_attn") is not None and K == V:
+        if is_installed("flash_attn") and K == V:
             forwards["flash-attn"] = _flash(q, k, v, window, lengths)
         forwards["FlexAttention, compiled"] = _flex(q, k, v, window, lengths)
     mask = f", window={window}" if window else ""
@@ -120,7 +132,7 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
         forwards["FlashAttention-2 (SDPA)"] = functools.partial(
             _sdpa, q, k, v, SDPBackend.FLASH_ATTENTION, causal=False
         )
-        if importlib.util.find_spec("flash_attn") is not None:
+        if is_installed("flash_attn"):
             from flash_attn import flash_attn_with_kvcache
 
             split = functools.partial(flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths, causal=True)

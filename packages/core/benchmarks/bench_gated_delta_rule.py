@@ -12,8 +12,10 @@ from torch import Tensor
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.testing.benchmarking import (
+    document_borders,
     first_call_seconds,
     measure,
+    measure_forms,
     measure_step,
     mixed_lengths,
 )
@@ -82,6 +84,22 @@ def rows(device: str) -> list[dict]:
 def sweep(device: str) -> list[dict]:
     """Training at the shapes of `SWEEP`, beside every peer that runs there; FLA tunes itself for half an hour."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
+
+
+def versions(device: str) -> list[dict]:
+    """Both forms of the kernels on the installed Triton: one shape of a table, and 100 packed documents."""
+    rows = []
+    for B, T, documents in ((8, 4096, False), (1, 152_497, True)) if device != "cpu" else ((1, 200, False),):
+        heads, size = (16, 128) if device != "cpu" else (1, 16)
+        inputs = [x.requires_grad_() for x in _inputs(B, T, heads, heads, size, size, device)]
+        borders = document_borders(device) if documents else None
+
+        def forward(impl: str, inputs=inputs, borders=borders) -> Tensor:
+            return chunk_gated_delta_rule(*inputs, cu_seqlens=borders, qk_l2norm=True, impl=impl).o
+
+        name = f"B{B} T{T} H{heads} K{size} V{size}" + (", 100 documents" if documents else "")
+        rows += measure_forms("gated_delta_rule", name, device, forward, inputs)
+    return rows
 
 
 def _training_rows(shape: tuple, device: str) -> list[dict]:

@@ -14,6 +14,7 @@ from tokenmix_core.ops import chunk_ssd, ssd_step
 from tokenmix_core.testing.benchmarking import (
     first_call_seconds,
     measure,
+    measure_forms,
     measure_step,
     mixed_lengths,
 )
@@ -83,6 +84,16 @@ def rows(device: str) -> list[dict]:
 def sweep(device: str) -> list[dict]:
     """Training at the shapes of `SWEEP`, beside every peer that runs there; FLA tunes itself for half an hour."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
+
+
+def versions(device: str) -> list[dict]:
+    """Both forms of the kernels on the installed Triton."""
+    B, T, H, D = (8, 4096, 16, 128) if device != "cpu" else (1, 128, 1, 16)
+    q, k = (_random(B, T, H, D, device=device).mul_(D**-0.5).requires_grad_() for _ in range(2))
+    v = _random(B, T, H, D, device=device).requires_grad_()
+    g = torch.rand(B, T, H, device=device).mul_(-0.1).requires_grad_()
+    name = f"B{B} T{T} G{H} HV{H} K{D} V{D}"
+    return measure_forms("SSD", name, device, lambda impl: chunk_ssd(q, k, v, g, impl=impl).o, (q, k, v, g))
 
 
 def _training_rows(shape: tuple, device: str) -> list[dict]:

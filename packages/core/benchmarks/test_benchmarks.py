@@ -1,4 +1,4 @@
-"""Run every `bench_*.py` beside this file and keep its rows in `results/`, those of its sweep in `results/sweep/`."""
+"""Run every `bench_*.py` beside this file; rows are kept in `results/`, those of other functions in folders there."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ import pytest
 from tokenmix_core.testing.results import run_benchmark
 
 BENCHMARKS = sorted(Path(__file__).parent.glob("bench_*.py"))
+# those of kernels with more than one form
+VERSIONED = [path for path in BENCHMARKS if "def versions(" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -19,3 +21,9 @@ def test_measure(path, benchmark, capsys):
 @pytest.mark.timeout(7200)
 def test_sweep(path, benchmark, capsys):
     run_benchmark(path, benchmark, capsys, function="sweep")
+
+
+@pytest.mark.parametrize("path", VERSIONED, ids=lambda path: path.stem)
+@pytest.mark.timeout(1800)
+def test_versions(path, benchmark, capsys):
+    run_benchmark(path, benchmark, capsys, function="versions")

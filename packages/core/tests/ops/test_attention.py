@@ -312,6 +312,13 @@ def test_limits_name_the_way_out(monkeypatch):
         assert "; pass impl=" in text
 
 
+def test_flash_attention_4_alone_is_not_taken_for_flash_attn_2(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call = Call("cuda", torch.bfloat16, 64, 64, 64, 64, Mask(True, None, 0))
+    assert "flash-attn (2), which is not installed" in (limit("flash_attn", call) or "")
+
+
 GOOD = dict(TQ=6, TK=6, HQ=2, H=1, K=4)
 BAD_CALLS = {
     "q is no tensor": (dict(q=[1.0]), "q must be a tensor"),
@@ -333,7 +340,7 @@ BAD_CALLS = {
     "scale of NaN": (dict(scale=math.nan), "scale must be a finite number, got nan"),
     "infinite scale": (dict(scale=math.inf), "scale must be a finite number, got inf"),
     "scale in words": (dict(scale="half"), "scale must be a finite number, got 'half'"),
-    "unknown impl": (dict(impl="cuda"), "None or one of 'triton', 'sdpa', .*, got 'cuda'"),
+    "unknown impl": (dict(impl="cuda"), "None or one of 'gluon', 'triton', 'sdpa', .*, got 'cuda'"),
     "flash-attn on a CPU": (dict(impl="flash_attn"), "flash_attn.*needs CUDA"),
     "torch's kernel with fewer keys": (
         dict(q=torch.zeros(1, 7, 2, 4), impl="sdpa"), "sdpa.*at least as many keys as queries .*, got 6 and 7"

@@ -291,7 +291,7 @@ def test_compiles_into_one_graph(device):
         ({"initial_state": torch.zeros(3, 2, 16, 16)}, r"initial_state must have shape .*N=2, got \[3, 2, 16, 16\]"),
         ({"cu_seqlens": torch.tensor([0, 70])}, "a packed batch has B = 1, got B = 2"),
         ({"q": torch.zeros(2, 70, 1, 16, dtype=torch.int64)}, "q must be .*, got int64"),
-        ({"impl": "cuda"}, "impl must be None or one of 'triton', 'reference', got 'cuda'"),
+        ({"impl": "cuda"}, "impl must be None or one of 'gluon', 'triton', 'reference', got 'cuda'"),
         ({"impl": "triton"}, r"K in \{64, 128, 256\}, got K=16; pad the heads, or pass impl='reference'"),
         ({"q": [1.0]}, "q must be a tensor .*, got list"),
         ({"beta": None}, "beta must be a tensor .*, got None"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tokenmix_core import tuning
+from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
-from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.replay import Replayed
+from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.gated_delta_rule import plan
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -47,7 +48,7 @@ def borders(values=PACKED):
 def check(x, form=chunk_gated_delta_rule, factor=2.0, upstream=None, **options):
     """Assert that values and gradients err at most `factor` times as much as the eager reference in the same dtype."""
     options = {"qk_l2norm": True} | options
-    function = partial(form, impl="triton", **options)
+    function = partial(form, impl=None, **options)
     reference = partial(chunk_gated_delta_rule, impl="reference", **options)
     dtype = x["q"].dtype
     # a test may choose other tiles or segments between its calls: those recorded before would be replayed
@@ -65,7 +66,7 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, upstream=None, **options):
 @pytest.fixture(autouse=True)
 def one_step(monkeypatch):
     """However few heads a test has, the step that makes all gradients is taken where there is one."""
-    monkeypatch.setattr(hopper, "_LEAST", 0)
+    monkeypatch.setattr(plan, "_BUSY", 0)
 
 
 def use_tile(monkeypatch, index):
@@ -106,8 +107,7 @@ def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 128)])
 def test_kernels_of_other_devices(K, V, index, monkeypatch):
-    for name in ("takes", "takes_heads"):
-        monkeypatch.setattr(hopper, name, lambda *tensors: False)
+    monkeypatch.setattr(GluonForm, "limit", lambda *_: "is left out")
     use_tile(monkeypatch, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES)
     check(x, cu_seqlens=borders())
@@ -117,7 +117,7 @@ def test_kernels_of_other_devices(K, V, index, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_programs_take_two_steps(dtype, monkeypatch):
-    monkeypatch.setattr(hopper, "_LEAST", 1000)
+    monkeypatch.setattr(plan, "_BUSY", 1000)
     check(inputs(1, 300, 1, 2, 128, 128, N=SEQUENCES, dtype=dtype), cu_seqlens=borders())
 
 
@@ -141,7 +141,7 @@ def test_without_norm_or_states():
 @pytest.mark.parametrize("least", [0, 1000], ids=["one step", "two steps"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 64), (256, 64), (256, 256)])
 def test_small_gradients_in_float16(K, V, least, monkeypatch):
-    monkeypatch.setattr(hopper, "_LEAST", least)
+    monkeypatch.setattr(plan, "_BUSY", least)
     x = inputs(2, 200, 1, 2, K, V, N=2, dtype=torch.float16)
     small = inputs(2, 200, 1, 2, K, V, dtype=torch.float16, seed=1)["v"] / 128
     check(x, upstream={"o": small, "final_state": torch.zeros(2, 2, K, V, device="cuda")})
@@ -172,14 +172,13 @@ def test_token_by_token(dtype):
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize("batch", [1, 128])
 @pytest.mark.parametrize(("K", "V"), [(64, 256), (128, 64), (128, 128), (256, 64)])
-def test_decoding_updates_the_state_in_place(batch, K, V, on_hopper, monkeypatch):
-    if not on_hopper:
-        monkeypatch.setattr(tuning, "state_step", lambda *shape: None)
+def test_decoding_updates_the_state_in_place(batch, K, V, on_hopper):
+    impl = None if on_hopper else "triton"
     x = inputs(batch, 1, 8, 16, K, V, N=batch)
     got_state = x.pop("initial_state").contiguous()
     expected_state = got_state.clone()
     token = {name: value[:, 0] for name, value in x.items()}
-    got = gated_delta_rule_step(**token, state=got_state, qk_l2norm=True, impl="triton")
+    got = gated_delta_rule_step(**token, state=got_state, qk_l2norm=True, impl=impl)
     expected = gated_delta_rule_step(**token, state=expected_state, qk_l2norm=True, impl="reference")
     assert relative_error(got, expected) < 4e-3
     assert relative_error(got_state, expected_state) < 1e-6
@@ -210,7 +209,7 @@ def test_more_than_two_to_the_31_elements():
     # nothing passes into the tail, which can then be computed alone
     g[:, -tail] = -1e4
     leaves = [x.requires_grad_() for x in (q, k, v, g, beta)]
-    o, _ = chunk_gated_delta_rule(*leaves, qk_l2norm=True, impl="triton")
+    o, _ = chunk_gated_delta_rule(*leaves, qk_l2norm=True, impl=None)
     got = [x[:, -tail:].clone() for x in torch.autograd.grad(o, leaves, do)]
     alone = [x.detach()[:, -tail:].double().requires_grad_() for x in leaves]
     expected_o, _ = chunk_gated_delta_rule(*alone, qk_l2norm=True, impl="reference")
@@ -222,7 +221,7 @@ def test_more_than_two_to_the_31_elements():
 
 def test_results_never_change_between_runs():
     x = inputs(2, 1000, 4, 16, 128, 128, N=2)
-    form = partial(chunk_gated_delta_rule, qk_l2norm=True, impl="triton")
+    form = partial(chunk_gated_delta_rule, qk_l2norm=True, impl=None)
     first, upstream = values_and_gradients(form, x)
     for _ in range(5):
         again, _ = values_and_gradients(form, x, upstream)
@@ -231,7 +230,7 @@ def test_results_never_change_between_runs():
 
 
 def train_step(x, upstream, **options):
-    o, final_state = chunk_gated_delta_rule(**x, qk_l2norm=True, impl="triton", **options)
+    o, final_state = chunk_gated_delta_rule(**x, qk_l2norm=True, impl=None, **options)
     return o, final_state, *torch.autograd.grad([o, final_state], list(x.values()), upstream)
 
 
@@ -240,7 +239,7 @@ def test_training_and_decoding_never_stall_the_stream(packed):
     x = inputs(1, 300, 2, 4, 128, 128, N=SEQUENCES if packed else 1)
     x = {name: value.requires_grad_() for name, value in x.items()}
     options = {"cu_seqlens": borders()} if packed else {}
-    upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl="triton", **options)]
+    upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl=None, **options)]
     state = torch.zeros(1, 4, 128, 128, device="cuda")
     token = [x[name].detach()[:, 0] for name in ("q", "k", "v", "g", "beta")]
     train_step(x, upstream, **options)
@@ -252,5 +251,5 @@ def test_training_and_decoding_never_stall_the_stream(packed):
 
 def test_forward_and_backward_replay_from_a_graph():
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 2, 4, 128, 128, N=1).items()}
-    upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl="triton")]
+    upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl=None)]
     assert_replays(partial(train_step, x, upstream))

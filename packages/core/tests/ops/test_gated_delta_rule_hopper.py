@@ -10,7 +10,8 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
-from tokenmix_core.ops.gated_delta_rule import hopper, recurrent
+from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.gated_delta_rule import hopper, plan, recurrent
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -35,9 +36,8 @@ def on_hopper(steps, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(hopper, name, module, raising=False)
         monkeypatch.setattr(module, name, lambda *args, name=name, step=step: (ran.add(name), step(*args)))
-    monkeypatch.setattr(hopper, "takes", lambda *tensors: {x.shape[-1] for x in tensors} in ({64}, {128}))
-    monkeypatch.setattr(hopper, "takes_heads", lambda *tensors: True)
-    monkeypatch.setattr(hopper, "_LEAST", 0)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
+    monkeypatch.setattr(plan, "_BUSY", 0)
     return ran
 
 
@@ -53,7 +53,7 @@ def inputs(B, T, H, HV, K, V=None, N=None, decay=0.3):
 def check(x, **options):
     options = {"qk_l2norm": True} | options
     form = partial(chunk_gated_delta_rule, **options)
-    function, reference = partial(form, impl="triton"), partial(form, impl="reference")
+    function, reference = partial(form, impl="gluon"), partial(form, impl="reference")
     if x["q"].shape[-1] == x["v"].shape[-1] == 64:
         assert_agrees(function, reference, x)
         return
@@ -72,7 +72,7 @@ def test_small_gradients_in_float16(K, V, on_hopper):
     # operands have norms of q and k in them, small where heads are wide: float16 has to be given room for that
     x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 70, 1, 1, K, V, N=1).items()}
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
-    function, reference = partial(form, impl="triton"), partial(form, impl="reference")
+    function, reference = partial(form, impl="gluon"), partial(form, impl="reference")
     small = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(1)).half() / 256
     upstream = {"o": small, "final_state": torch.zeros(1, 1, K, V)}
     got, _ = values_and_gradients(function, x, upstream)
@@ -85,7 +85,7 @@ def test_small_gradients_in_float16(K, V, on_hopper):
 
 @pytest.mark.parametrize(("K", "V", "least"), [(64, 64, 0), (128, 128, 0), (128, 128, 9), (128, 64, 0), (256, 64, 0)])
 def test_decays_of_a_state_are_summed_before_its_gradient_is_rounded(K, V, least, on_hopper, monkeypatch):
-    monkeypatch.setattr(hopper, "_LEAST", least)
+    monkeypatch.setattr(plan, "_BUSY", least)
     x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 40, 1, 1, K, V, N=1).items()}
     x["beta"] *= 0
     if K == V:
@@ -93,7 +93,7 @@ def test_decays_of_a_state_are_summed_before_its_gradient_is_rounded(K, V, least
         x["initial_state"] = x["initial_state"].half().float()
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
     upstream = {"o": torch.zeros_like(x["v"]), "final_state": torch.randn(1, 1, K, V)}
-    got, _ = values_and_gradients(partial(form, impl="triton"), x, upstream)
+    got, _ = values_and_gradients(partial(form, impl="gluon"), x, upstream)
     exact, _ = values_and_gradients(partial(form, impl="reference"), x, upstream, dtype=torch.float64)
     assert relative_error(got["dg"], exact["dg"]) < 1e-5
 
@@ -132,7 +132,7 @@ def test_segments_of_heads_whose_keys_and_values_differ_in_size(decay, K, V, on_
 
 
 def test_few_programs_take_two_steps(on_hopper, monkeypatch):
-    monkeypatch.setattr(hopper, "_LEAST", 2)
+    monkeypatch.setattr(plan, "_BUSY", 2)
     check(inputs(1, 70, 1, 1, 128))
     assert on_hopper == set(STEPS) - {"backward"}
 
@@ -165,7 +165,7 @@ def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(s
     gradients, kept = [], []
     for room in (0, 1 << 20):
         monkeypatch.setattr(tuning, "GATED_DELTA_RULE_KEEPS", room)
-        output = chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, qk_l2norm=True, impl="triton")
+        output = chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, qk_l2norm=True, impl="gluon")
         kept.append(output.o.grad_fn.saved_tensors[5].numel())
         upstream = [value.detach().cos() for value in output]
         # what is kept is there for a second time
@@ -190,14 +190,14 @@ def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper,
 def test_one_token(V, qk_l2norm, monkeypatch):
     (module,) = gluon.load(hopper.__name__, "step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(recurrent, "on_hopper", lambda device: True)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(recurrent, "recurrent_kernel", None)
     x = {name: value.squeeze(1) for name, value in inputs(3, 1, 1, 2, 128, V, N=3).items()}
     x["k"] *= 128**-0.5
     for tile in tuning.STATE_STEPS["gated_delta_rule"].values():
         monkeypatch.setattr(tuning, "state_step", lambda *shape, tile=tile: tile)
         results = []
-        for dtype, impl in ((torch.float32, "triton"), (torch.float64, "reference"), (torch.float32, "reference")):
+        for dtype, impl in ((torch.float32, "gluon"), (torch.float64, "reference"), (torch.float32, "reference")):
             token = {name: value.to(dtype, copy=True) for name, value in x.items()}
             state = token.pop("initial_state")
             results.append((gated_delta_rule_step(**token, state=state, qk_l2norm=qk_l2norm, impl=impl), state))

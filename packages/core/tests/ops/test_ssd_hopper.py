@@ -11,7 +11,8 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_ssd, ssd_step
-from tokenmix_core.ops.ssd import autograd, forward, gradients, recurrent
+from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.ssd import recurrent
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import assert_agrees
 from tokenmix_core.testing.closeness import assert_within
@@ -54,8 +55,7 @@ def on_hopper(steps, monkeypatch):
         run = getattr(module, launcher)
         stand_in = SimpleNamespace(**{launcher: lambda *args, name=name, run=run: (ran.add(name), run(*args))[1]})
         monkeypatch.setitem(sys.modules, module.__name__, stand_in)
-    for step in forward, gradients, autograd:
-        monkeypatch.setattr(step, "on_hopper", lambda device: True)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran
 
 
@@ -91,7 +91,7 @@ def test_steps_agree_with_the_reference(case, walks, segment, on_hopper, monkeyp
     if "cu_seqlens" in options:
         options = {"cu_seqlens": torch.tensor(options["cu_seqlens"], dtype=torch.int32)}
     ssd = partial(chunk_ssd, scale=0.7, **options)
-    assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), inputs(**shape))
+    assert_agrees(partial(ssd, impl="gluon"), partial(ssd, impl="reference"), inputs(**shape))
     assert on_hopper == {"forward", "walk" if walks else "gradients"}
 
 
@@ -100,7 +100,7 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
     plan_with(monkeypatch, 1, 64, 64, False, lookback=128)
     x = inputs(B=2, T=200, G=1, HV=2, N=2, steps=weighted)
     ssd = partial(chunk_ssd, scale=0.7)
-    assert_agrees(partial(ssd, impl="triton"), partial(ssd, impl="reference"), x)
+    assert_agrees(partial(ssd, impl="gluon"), partial(ssd, impl="reference"), x)
     assert on_hopper == {"forward", "gradients"}
 
 
@@ -109,13 +109,13 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
 def test_one_token(tile, weighted, monkeypatch):
     (module,) = gluon.load("tokenmix_core", "ops.ssd.hopper.step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(recurrent, "on_hopper", lambda device: True)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)
     monkeypatch.setattr(tuning, "state_step", lambda *shape: tile)
     x = inputs(B=3, T=1, G=2, HV=4, K=128, N=3, steps=weighted)
     x = {name: value if name in ("initial_state", "D") else value.squeeze(1) for name, value in x.items()}
     results = []
-    for dtype, impl in ((torch.float32, "triton"), (torch.float64, "reference"), (torch.float32, "reference")):
+    for dtype, impl in ((torch.float32, "gluon"), (torch.float64, "reference"), (torch.float32, "reference")):
         token = {name: value.to(dtype, copy=True) for name, value in x.items()}
         state = token.pop("initial_state")
         results.append((ssd_step(**token, state=state, scale=0.7, impl=impl), state))

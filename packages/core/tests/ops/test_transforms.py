@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tokenmix_core.nn.loss import linear_cross_entropy
-from tokenmix_core.ops import attention, short_conv
+from tokenmix_core.ops import attention, kept_attention, short_conv
 
 
 def convolution(x, device):
@@ -20,11 +20,16 @@ def plain_attention(x, device):
     return attention(q, q, q, impl="triton" if device == "cuda" else "sdpa").o
 
 
+def sparse_attention(x, device):
+    q = x.unflatten(-1, (2, -1))
+    return kept_attention(q, q, q, q[..., :1, 0] > 0, window=2).o
+
+
 def loss(x, device):
     return linear_cross_entropy(x.flatten(0, 1), x[0], torch.arange(x.shape[1], device=device))
 
 
-OPS = [convolution, plain_attention, loss]
+OPS = [convolution, plain_attention, sparse_attention, loss]
 
 
 @pytest.fixture
@@ -81,7 +86,7 @@ def test_what_recomputing_spares_may_be_chosen_by_operation(x, device):
 
 
 @pytest.mark.parametrize("mode", ["real", "fake"])
-@pytest.mark.parametrize("op", OPS[:2])
+@pytest.mark.parametrize("op", OPS[:3])
 def test_a_traced_call_computes_anew(op, mode, x, device):
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from tokenmix_core.ops.replay import Replayed, is_plain
-from tokenmix_core.ops.replay_code import next_part
+from tokenmix_core.launch import private
+from tokenmix_core.launch.replay import Replayed, is_plain, is_real
+from tokenmix_core.launch.replay_code import next_part
+from tokenmix_core.ops.choice import NOT_TO_BE_HAD, GluonForm, give_up
 
-Impl = Literal["triton", "reference"]
+Impl = Literal["gluon", "triton", "reference"]
 
 # a tensor's shape and dtype
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -52,15 +54,29 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
-def on_hopper(device: torch.device) -> bool:
-    """Whether kernels in Gluon, the part of Triton that speaks to Hopper's matrix units directly, run on a device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    import triton
+# where kernels are launched
+_LAUNCHED_ON = "cuda"
 
-    # Gluon's interface still changes between versions: these kernels are written for 3.6 and 3.7
-    return (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+
+def recorded_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
+    """`torch.library.custom_op` of `run`, or a decorator, whose calls on a GPU are recorded, too.
+
+    What torch compiles calls the op with plain tensors, which is then as quick as a call in eager mode.
+    """
+    if run is None:
+        return lambda run: recorded_op(name, run, mutates_args=mutates_args)
+    op = torch.library.custom_op(name, run, mutates_args=mutates_args)
+    replayed = retried(Replayed(run))
+    defaults = [x.default for x in inspect.signature(run).parameters.values()]
+
+    @op.register_kernel(_LAUNCHED_ON)
+    def call(*inputs):
+        if not is_plain(next(x for x in inputs if x is not None)):
+            return run(*inputs)
+        # torch leaves out what is as by default at the end
+        return replayed(*inputs, *defaults[len(inputs) :])
+
+    return op
 
 
 def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None) -> Callable:
@@ -76,7 +92,25 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
             return op(*inputs)
         if writes is not None:
             increment_version(inputs[writes])
-        return run(*inputs)
+        try:
+            return run(*inputs)
+        except NOT_TO_BE_HAD as error:
+            give_up(error)
+            return call(*inputs)
+
+    return call
+
+
+def retried(run: Callable) -> Callable:
+    """`run`, made once more, by portable kernels, where one of its kernels in Gluon is not to be had."""
+
+    @functools.wraps(run, updated=())
+    def call(*inputs, **options):
+        try:
+            return run(*inputs, **options)
+        except NOT_TO_BE_HAD as error:
+            give_up(error)
+            return call(*inputs, **options)
 
     return call
 
@@ -129,22 +163,26 @@ def differentiable(
                 refuse_graph()
             return *gradients(ctx, *output_gradients), None
 
-    # `apply` without its first part, which is for transforms of functions: what they wrap matches nothing
-    apply = super(torch.autograd.Function, Eager).apply
+    # what transforms of functions wrap matches nothing
+    apply = private.direct_apply(Eager)
 
     def call(*inputs):
         if not is_plain(inputs[0]):
             output = op(*inputs)
-        elif not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            output = run(*inputs)
-        else:
+            return output if outputs is None else output[:outputs]
+        try:
+            if not torch.is_grad_enabled() and not private.forward_mode():
+                output = run(*inputs)
+                return output if outputs is None else output[:outputs]
             for match in keep.recent:
                 found = match(*inputs)
                 if found is not None:
                     return apply(*inputs, found)
             # torch says that forward-mode derivatives are not available, also where it records nothing
             return Eager.apply(*inputs, None)
-        return output if outputs is None else output[:outputs]
+        except NOT_TO_BE_HAD as error:
+            give_up(error)
+            return call(*inputs)
 
     return call
 
@@ -181,7 +219,7 @@ def aligned(x: Tensor | None) -> Any:
 
     Copies into shared memory take 16 bytes at a time, and for other addresses kernels would be compiled anew.
     """
-    if x is None or (x.is_contiguous() and (not is_plain(x) or x.data_ptr() % 16 == 0)):
+    if x is None or (x.is_contiguous() and (not is_real(x) or x.data_ptr() % 16 == 0)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -200,22 +238,37 @@ class _Rehearsed:
         """No gradients are made here."""
 
 
-def resolve_impl(op: str, impl: str | None, x: Tensor, choices: tuple[str, ...] = ("triton", "reference")) -> str:
-    """The implementation to run: the one asked for, or Triton for CUDA tensors and the eager reference for others.
+def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None) -> str | None:
+    """The implementation asked for, or, where None is, the eager reference for tensors on a CPU.
+
+    None stays None for CUDA tensors: the operation's kernels, those in Gluon wherever they run.
+
+    Args:
+        gluon: the operation's kernels in Gluon, if it has any.
 
     Raises:
-        ValueError: an unknown name, or "triton" for tensors on a CPU outside Triton's interpreter.
+        ValueError: an unknown name, "gluon" where there are no such kernels, or "triton" for tensors on a CPU outside
+            Triton's interpreter.
     """
     if impl is None:
-        return "triton" if x.is_cuda else "reference"
-    if impl not in choices:
-        raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, choices))}, got {impl!r}")
+        return None if x.is_cuda else "reference"
+    if impl not in get_args(Impl):
+        raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, get_args(Impl)))}, got {impl!r}")
+    if impl == "gluon":
+        if gluon is None:
+            raise ValueError(f"{op}: impl='gluon' is not there, as it has no kernels in Gluon; pass impl='triton'")
+        gluon.require(op, x.device, x.dtype)
     if impl == "triton" and not x.is_cuda and not interpreting():
         raise ValueError(
             f"{op}: impl='triton' needs CUDA tensors, got tensors on {x.device}; "
             "pass impl='reference', or set TRITON_INTERPRET=1 to run the kernels on a CPU"
         )
     return impl
+
+
+def unless_gluon(impl: Any) -> Any:
+    """`impl`, or None, the fastest, for "gluon": what a module asks of an operation that may have no such kernels."""
+    return None if impl == "gluon" else impl
 
 
 def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:

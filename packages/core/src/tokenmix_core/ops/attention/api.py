@@ -8,8 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.attention import autograd
 from tokenmix_core.ops.attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
+from tokenmix_core.ops.attention.plan import GLUON
+from tokenmix_core.ops.attention.plan import limit as limit_of_gluon
 from tokenmix_core.ops.common import (
     AttentionOutput,
     Impl,
@@ -20,7 +23,6 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     check_scale,
 )
-from tokenmix_core.ops.replay import Checked
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -55,8 +57,10 @@ def attention(
         sinks: how many first keys of its sequence a query sees beside the window.
         scale: factor of the scores, positive; None is K ** −0.5.
         cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "triton", "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn" (the package), "reference", or
-            None for the fastest that covers the call (`choose_impl` has the rule).
+        impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; a step stays portable where that
+            is faster), "triton" (our portable ones), "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn"
+            (the package), "reference", or None for the fastest here that covers the call (`choose_impl` has the rule,
+            `tokenmix_core.ops.explain` says what it comes to).
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
@@ -122,7 +126,7 @@ def attention_decode(
         cache_seqlens: tokens in the cache, int32 or int64, on the device of q; never read by the host on CUDA.
         window, sinks, scale: as in `attention`.
         impl: "triton" (split over the keys, then merged), "reference", or None: "triton" on CUDA up to heads of 256,
-            "reference" otherwise.
+            "reference" otherwise. There are no kernels in Gluon, as reading the cache is all that takes time.
 
     Returns:
         o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query before the first token of its sequence.
@@ -136,8 +140,11 @@ def attention_decode(
 
 
 @Checked
-def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str]:
-    """Validate a whole-sequence call; return the mask in its simplest form, the scale and the implementation."""
+def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None]:
+    """Validate a whole-sequence call; return the mask in its simplest form, the scale and the implementation.
+
+    None is our kernels, those in Gluon wherever they run.
+    """
     op = "attention"
     dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
     mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
@@ -146,10 +153,21 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
         bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
         if dims["TQ"] != dims["TK"]:
             raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
-    heads = dims["B"] * dims["H"] if dims["HQ"] == dims["H"] else None
-    packed = cu_seqlens is not None
-    call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed, heads)
-    return mask, scale, _resolve(op, impl, call)
+    return mask, scale, implementation(op, q, k, v, mask, cu_seqlens is not None, impl)
+
+
+def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | None) -> str | None:
+    """The implementation of a call whose shapes fit; None is our kernels, those in Gluon wherever they run.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot do what is asked.
+    """
+    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
+    call = Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None)
+    impl = _resolve(op, impl, call)
+    if impl == "gluon" and not torch.compiler.is_compiling():
+        GLUON.require(op, q.device, q.dtype, limit_of_gluon(q, k, v))
+    return impl
 
 
 @Checked
@@ -196,9 +214,10 @@ def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mas
     return Mask(bool(causal), window, 0 if window is None else sinks), factor
 
 
-def _resolve(op: str, impl: str | None, call: Call) -> str:
+def _resolve(op: str, impl: str | None, call: Call) -> str | None:
     if impl is None:
-        return choose_impl(call)
+        chosen = choose_impl(call)
+        return None if chosen == "triton" else chosen
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
     if (why := limit(impl, call)) is not None:

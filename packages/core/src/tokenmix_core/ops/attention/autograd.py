@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.attention import backends
-from tokenmix_core.ops.common import differentiable, direct_when_eager
+from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op, retried
 
 
+@retried
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None,
-    causal: bool, window: int | None, sinks: int, scale: float, impl: str,
+    causal: bool, window: int | None, sinks: int, scale: float, impl: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`: heads before time, as every backend keeps it."""
     if q.numel() == 0 or k.numel() == 0:
@@ -27,7 +28,7 @@ def _forward(
     return o.contiguous(), lse.contiguous()
 
 
-attention_op = torch.library.custom_op("tokenmix_core::attention", _forward, mutates_args=())
+attention_op = recorded_op("tokenmix_core::attention", _forward, mutates_args=())
 attention_forward = direct_when_eager(attention_op, _forward)
 
 
@@ -36,9 +37,10 @@ def _(q, k, v, cu_seqlens, causal, window, sinks, scale, impl):
     return _empty_outputs(q, v)
 
 
+@retried
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None,
-    cu_seqlens: Tensor | None, causal: bool, window: int | None, sinks: int, scale: float, impl: str,
+    cu_seqlens: Tensor | None, causal: bool, window: int | None, sinks: int, scale: float, impl: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, contiguous, from the gradients of o and of the log-sum-exp (None: zero)."""
     if q.numel() == 0 or k.numel() == 0:
@@ -49,7 +51,7 @@ def _backward(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-attention_backward_op = torch.library.custom_op("tokenmix_core::attention_backward", _backward, mutates_args=())
+attention_backward_op = recorded_op("tokenmix_core::attention_backward", _backward, mutates_args=())
 attention_backward = direct_when_eager(attention_backward_op, _backward)
 
 
@@ -88,7 +90,7 @@ def _decode(
     return decode(q, k_cache, v_cache, cache_seqlens.contiguous(), window=window, sinks=sinks, scale=scale)
 
 
-attention_decode_op = torch.library.custom_op("tokenmix_core::attention_decode", _decode, mutates_args=())
+attention_decode_op = recorded_op("tokenmix_core::attention_decode", _decode, mutates_args=())
 attention_decode = direct_when_eager(attention_decode_op, _decode)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.extras import is_installed
 from tokenmix_core.ops.common import interpreting
 
 _HALF = (torch.bfloat16, torch.float16)
 
-AttentionImpl = Literal["triton", "sdpa", "flash_attn", "reference"]
+AttentionImpl = Literal["gluon", "triton", "sdpa", "flash_attn", "reference"]
 IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 
 # below this many queries a row the libraries' plain causal kernels have no lead over ours
@@ -87,7 +87,8 @@ def choose_impl(call: Call) -> str:
 
     On CUDA: "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where
     cuDNN leads but for calls too small to fill the GPU; K and V that differ are cuDNN's up to its largest head;
-    "triton" for everything else it takes; "reference" for what is left (heads beyond 256, float64).
+    "triton", our kernels, for everything else they take, those in Gluon where they run; "reference" for what is left
+    (heads beyond 256, float64).
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
     "flash_attn" runs only when asked for: no call is known on which it is the fastest.
     """
@@ -101,19 +102,25 @@ def choose_impl(call: Call) -> str:
     return next((impl for impl in order if limit(impl, call) is None), "reference")
 
 
-def backward_impl(impl: str, x: Tensor, through_lse: bool) -> str:
+def backward_impl(impl: str | None, x: Tensor, through_lse: bool) -> str | None:
     """Whose backward follows a forward by `impl`: its own, unless a gradient of the log-sum-exp has to be carried."""
     if through_lse and impl in ("sdpa", "flash_attn"):
-        return "triton" if x.is_cuda else "reference"
+        return None if x.is_cuda else "reference"
     return impl
 
 
-def load(impl: str) -> Backend:
-    """Import the implementation; Triton and optional libraries are imported here at the earliest."""
-    if impl == "triton":
+def load(impl: str | None) -> Backend:
+    """Import the implementation, None for our kernels; Triton and optional libraries are imported here at the earliest.
+
+    None lets kernels in Gluon run where they can.
+    """
+    if impl in (None, "gluon", "triton"):
         from tokenmix_core.ops.attention import backward, forward
 
-        return Backend(forward.attention_forward, backward.attention_backward)
+        return Backend(
+            functools.partial(forward.attention_forward, impl=impl),
+            functools.partial(backward.attention_backward, impl=impl),
+        )
     if impl == "sdpa":
         from tokenmix_core.ops.attention import sdpa
 
@@ -168,8 +175,8 @@ def _sdpa_limit(call: Call) -> str | None:
 def _flash_attn_limit(call: Call) -> str | None:
     if call.device != "cuda":
         return f"needs CUDA tensors, got tensors on {call.device}; pass impl='sdpa' or impl='reference'"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "needs the package flash-attn, which is not installed; pass impl='triton' or impl='sdpa'"
+    if not is_installed("flash_attn"):
+        return "needs the package flash-attn (2), which is not installed; pass impl='triton' or impl='sdpa'"
     return _flash_limit(call)
 
 
@@ -188,7 +195,13 @@ def _flash_limit(call: Call) -> str | None:
     return None
 
 
+def _gluon_limit(call: Call) -> str | None:
+    """What can be said without the tensors; `plan.limit` has the rest."""
+    return _triton_limit(call) if call.device == "cuda" else None
+
+
 _LIMITS: dict[str, Callable[[Call], str | None]] = {
+    "gluon": _gluon_limit,
     "triton": _triton_limit,
     "sdpa": _sdpa_limit,
     "flash_attn": _flash_attn_limit,

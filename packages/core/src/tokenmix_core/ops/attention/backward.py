@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.attention.plan import plan
 from tokenmix_core.ops.attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.attention.tiles import (
     add_product,
@@ -24,9 +25,7 @@ from tokenmix_core.ops.attention.tiles import (
     store_tile,
     tile_of_queries,
 )
-from tokenmix_core.ops.common import on_hopper
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.sequences import locate_chunk
 
@@ -194,18 +193,7 @@ def _attention_backward_keys(
     store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
 
 
-def _hopper(q, k, v, do):
-    """The module of the kernels for Hopper, where they take these tensors."""
-    from tokenmix_core.ops.attention import hopper
-
-    if not hopper.takes(q, k, v, do):
-        return None
-    from tokenmix_core.ops.attention.hopper import backward
-
-    return backward
-
-
-def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True):
+def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` and `fill` as forward."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
@@ -214,15 +202,17 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     # the kernel of dq leaves delta for the kernel of dk and dv
     # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
-    hopper = _hopper(q, k, v, do) if on_hopper(q.device) else None
+    by = plan(q, k, v, mask, cu_seqlens is not None, impl, do)
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
 
-    if hopper is not None and K == 128:
-        hopper.backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill)
+    if by.queries is None:
+        from tokenmix_core.ops.attention.hopper.backward import backward_queries
+
+        backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill)
     else:
-        BM, BN, warps, stages = tuning.attention("backward_queries", max(K, V), q.dtype)
+        BM, BN, warps, stages = by.queries
         tiles = chunk_slots(1, TQ, BM, cu_seqlens)
         _attention_backward_queries[(tiles * HQ * B,)](
             q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
@@ -230,15 +220,26 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, fill,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    if hopper is not None:
-        hopper.backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)
+    # a sink is seen by every query: among keys that a window sees, its tile would make all others wait
+    sinks = mask.sinks if selected is None else 0
+    mask = mask._replace(sinks=mask.sinks - sinks)
+    if by.keys is None:
+        from tokenmix_core.ops.attention.hopper.backward import backward_keys
+
+        backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)
     else:
-        BM, BN, warps, stages = tuning.attention("backward_keys", max(K, V), q.dtype)
+        BM, BN, warps, stages = by.keys
         tiles = chunk_slots(1, TK, BN, cu_seqlens)
         ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
         _attention_backward_keys[(tiles * H * B,)](
             q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,
             TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
             K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if sinks:
+        from tokenmix_core.ops.sparse_attention.backward_keys import first_keys_backward
+
+        first_keys_backward(
+            q, k, v, do, lse, delta, dk, dv, cu_seqlens, count=sinks, window=mask.window, scale=scale
         )  # fmt: skip
     return dq, dk, dv

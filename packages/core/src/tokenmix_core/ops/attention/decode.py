@@ -14,10 +14,10 @@ import triton.language as tl
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.tiles import add_product, key_tiles, load_tile
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
-from tokenmix_core.chunking import cdiv, chunk_slots, next_power_of_2
+from tokenmix_core.chunking import chunk_slots, next_power_of_2
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.attention.plan import plan
 from tokenmix_core.ops.attention.selection import selected_rows
 from tokenmix_core.ops.attention.tiles import (
     add_product,
@@ -20,8 +21,6 @@ from tokenmix_core.ops.attention.tiles import (
     store_tile,
     tile_of_queries,
 )
-from tokenmix_core.ops.common import on_hopper
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
@@ -107,7 +106,7 @@ def _attention_forward(
     tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
 
 
-def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True):
+def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
 
     `selected [B, TQ]` names the queries that are wanted: tiles without one are skipped, the others get 0 and +∞, or
@@ -116,15 +115,13 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
-    if mask.window is not None and cu_seqlens is None and K == 128 and on_hopper(q.device):
-        from tokenmix_core.ops.attention import hopper
-        from tokenmix_core.ops.attention.hopper import forward as on_hopper_forward
+    tile = plan(q, k, v, mask, cu_seqlens is not None, impl).forward
+    if tile is None:
+        from tokenmix_core.ops.attention.hopper.forward import forward
 
-        # with few blocks each has more of a multiprocessor to itself in Triton's kernel
-        if hopper.takes(q, k, v) and B * HQ * cdiv(TQ, hopper.TILE) >= 12 * tuning.multiprocessors(q.device):
-            on_hopper_forward.forward(q, k, v, o, lse, mask, scale)
-            return o, lse
-    BM, BN, warps, stages = tuning.attention("forward", max(K, V), q.dtype)
+        forward(q, k, v, o, lse, mask, scale)
+        return o, lse
+    BM, BN, warps, stages = tile
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     tiles = chunk_slots(1, TQ, BM, cu_seqlens)
     _attention_forward[(tiles * HQ * B,)](

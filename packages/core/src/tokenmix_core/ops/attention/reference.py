@@ -38,14 +38,14 @@ def attention_reference(
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     rows, lses = [], []
-    for queries, keys in _sequences(q.shape[1], k.shape[1], cu_seqlens):
+    for queries, keys in sequences(q.shape[1], k.shape[1], cu_seqlens):
         for block in _blocks(q[:, queries], k[:, keys], causal, window, sinks):
             b_q, b_k, b_v = q[:, queries][:, block.rows], block.gather(k[:, keys]), block.gather(v[:, keys])
-            p, lse = _softmax(b_q, b_k, block.mask, scale)
+            p, lse = softmax(b_q, b_k, block.mask, scale)
             rows.append(torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), b_v).flatten(2, 3))
             lses.append(lse.flatten(1, 2).transpose(1, 2))
     if not rows:
-        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), _wide(q).new_full(q.shape[:3], float("-inf")))
+        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
     return AttentionOutput(torch.cat(rows, 1), torch.cat(lses, 1))
 
 
@@ -65,19 +65,19 @@ def attention_reference_backward(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, by the formula that the kernels follow (README.md), block by block."""
-    delta = (_wide(o) * do).sum(-1)
+    delta = (wide(o) * do).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    dq, dk, dv = (torch.zeros_like(_wide(x)) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(wide(x)) for x in (q, k, v))
     heads, group = k.shape[2], q.shape[2] // k.shape[2]
-    for queries, keys in _sequences(q.shape[1], k.shape[1], cu_seqlens):
+    for queries, keys in sequences(q.shape[1], k.shape[1], cu_seqlens):
         for block in _blocks(q[:, queries], k[:, keys], causal, window, sinks):
             b_q, b_k, b_v = q[:, queries][:, block.rows], block.gather(k[:, keys]), block.gather(v[:, keys])
-            b_do = _wide(do[:, queries][:, block.rows]).unflatten(2, (heads, group))
+            b_do = wide(do[:, queries][:, block.rows]).unflatten(2, (heads, group))
             b_delta = delta[:, queries][:, block.rows].unflatten(2, (heads, group)).permute(0, 2, 3, 1).unsqueeze(-1)
-            p, _ = _softmax(b_q, b_k, block.mask, scale)
-            ds = p * (torch.einsum("bihgv,bjhv->bhgij", b_do, _wide(b_v)) - b_delta) * scale
-            dq[:, queries][:, block.rows] = torch.einsum("bhgij,bjhk->bihgk", ds, _wide(b_k)).flatten(2, 3)
-            b_q = _wide(b_q).unflatten(2, (heads, group))
+            p, _ = softmax(b_q, b_k, block.mask, scale)
+            ds = p * (torch.einsum("bihgv,bjhv->bhgij", b_do, wide(b_v)) - b_delta) * scale
+            dq[:, queries][:, block.rows] = torch.einsum("bhgij,bjhk->bihgk", ds, wide(b_k)).flatten(2, 3)
+            b_q = wide(b_q).unflatten(2, (heads, group))
             block.scatter(dk[:, keys], torch.einsum("bhgij,bihgk->bjhk", ds, b_q))
             block.scatter(dv[:, keys], torch.einsum("bhgij,bihgv->bjhv", p, b_do))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -102,7 +102,7 @@ def attention_decode_reference(
     o_k = torch.arange(keys, device=q.device)
     o_q = cache_seqlens[:, None] - tq + torch.arange(tq, device=q.device)
     mask = visible(o_q.flatten(), o_k, True, window, sinks).view(len(q), 1, 1, tq, keys)
-    p, lse = _softmax(q, k, mask, scale)
+    p, lse = softmax(q, k, mask, scale)
     # 0 times whatever lies behind a sequence in its cache must be 0
     v = v.masked_fill((o_k >= cache_seqlens[:, None])[:, :, None, None], 0.0)
     o = torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3)
@@ -134,7 +134,8 @@ class _Block(NamedTuple):
         x[:, self.start : self.stop] += dx[:, self.sinks :]
 
 
-def _sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+def sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each sequence; of a whole batch at once where nothing is packed."""
     borders = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
     for start, stop in itertools.pairwise(borders):
         rows = slice(start, stop)
@@ -159,14 +160,14 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int) 
         yield _Block(slice(first, last + 1), far, start, stop, visible(o_q, o_k, causal, window, sinks))
 
 
-def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Probabilities `[B, H, G, rows, keys]` and log-sum-exp `[B, H, G, rows]`; 0 and −∞ in rows that see no key.
 
-    `mask` is `[rows, keys]`, or any shape that broadcasts to that of the probabilities.
+    `mask` is `[rows, keys]`, or any shape that broadcasts to that of the probabilities; so is `bias`, added to scores.
     """
-    q = _wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+    q = wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     blind = ~mask.any(-1)
-    s = torch.einsum("bihgk,bjhk->bhgij", q, _wide(k)) * scale
+    s = torch.einsum("bihgk,bjhk->bhgij", q, wide(k)) * scale + bias
     # a row of −∞ has no derivative: give it zeros, then discard it
     s = s.masked_fill(~mask, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = s.logsumexp(-1)
@@ -174,5 +175,6 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, 
     return p.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, float("-inf"))
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """x in float32 at least."""
     return x if x.dtype == torch.float64 else x.float()

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, num_sequences
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 
 

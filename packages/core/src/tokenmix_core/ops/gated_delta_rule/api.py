@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -17,9 +19,11 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
+from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP, step_limit
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
-from tokenmix_core.ops.replay import Checked
 
+# tokens a chunk: runs of `writes` are made of whole ones
+CHUNK = 64
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,6 +39,8 @@ def chunk_gated_delta_rule(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     qk_l2norm: bool = False,
+    writes: Float[Tensor, "B slots HV"] | None = None,
+    write_chunk: int = 64,
     impl: Impl | None = None,
 ) -> ScanOutput:
     """The gated delta rule over whole sequences, chunk by chunk: what training and prefill use.
@@ -55,8 +61,16 @@ def chunk_gated_delta_rule(
             packed sequences.
         cu_seqlens: borders of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
-        impl: "triton" (K and V in {64, 128, 256}; bfloat16, float16 or float32), "reference" (any size and device), or
-            None for Triton on CUDA tensors and the reference on others.
+        writes: for each run of `write_chunk` tokens and value head a factor m, any real number: what the run's tokens
+            write enters the state by that share at the run's end, S ← e^{Σ g} S₀ + m (S − e^{Σ g} S₀) with S₀ the
+            state before the run. Outputs inside the run are those of full writes, and a last, partial run follows the
+            same rule. Runs are counted from each sequence's start: slots are ⌈T / write_chunk⌉, and of a packed batch
+            `chunking.chunk_slots`, numbered as `chunking.slot_ids` does. None is 1 everywhere.
+        write_chunk: tokens of a run, a multiple of 64.
+        impl: "gluon" (Hopper, bfloat16 or float16), "triton" (portable kernels; also float32), both for K and V in {64,
+            128, 256}, "reference" (any size and device), or None: the fastest here, which is Gluon where it runs, then
+            Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays portable where that is
+            faster, and with `writes` most are; `tokenmix_core.ops.explain` names the kernels.
 
     Returns:
         `o [B, T, HV, V]` in v's dtype and `final_state [N, HV, K, V]` in float32.
@@ -65,12 +79,13 @@ def chunk_gated_delta_rule(
         ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
     """
     op = "chunk_gated_delta_rule"
-    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl)
+    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl)
+    withheld = (writes, write_chunk)
     if impl == "reference":
-        return ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm))
+        return ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm, *withheld))
     from tokenmix_core.ops.gated_delta_rule.autograd import chunk
 
-    return ScanOutput(*chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm))
+    return ScanOutput(*chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, *withheld))
 
 
 def recurrent_gated_delta_rule(
@@ -84,19 +99,25 @@ def recurrent_gated_delta_rule(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     qk_l2norm: bool = False,
+    writes: Float[Tensor, "B slots HV"] | None = None,
+    write_chunk: int = 64,
     impl: Impl | None = None,
 ) -> ScanOutput:
     """The same function as `chunk_gated_delta_rule`, computed token by token: best for a few tokens a sequence.
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`; gradients too.
+    Arguments, results and errors are those of `chunk_gated_delta_rule`; gradients too. Only they are made by kernels in
+    Gluon, where those run: `impl="gluon"` is an error.
     """
     op = "recurrent_gated_delta_rule"
-    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl)
+    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl)
+    withheld = (writes, write_chunk)
     if impl == "reference":
-        return ScanOutput(*recurrent_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm))
+        return ScanOutput(
+            *recurrent_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm, *withheld)
+        )
     from tokenmix_core.ops.gated_delta_rule.autograd import recurrent
 
-    return ScanOutput(*recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm))
+    return ScanOutput(*recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, *withheld))
 
 
 def gated_delta_rule_step(
@@ -119,7 +140,8 @@ def gated_delta_rule_step(
         g: `[B, HV]`, natural log of the decay, at most 0.
         beta: `[B, HV]`, strength of the write.
         state: `[B, HV, K, V]` float32, contiguous; overwritten with the state after this token.
-        scale, qk_l2norm, impl: as for `chunk_gated_delta_rule`.
+        scale, qk_l2norm: as for `chunk_gated_delta_rule`.
+        impl: as there, but that Gluon takes float32, too, and K = 128 with V ≥ 64 alone.
 
     Returns:
         o `[B, HV, V]` in v's dtype: scale · stateᵀ q, of the updated state.
@@ -136,12 +158,14 @@ def gated_delta_rule_step(
             return o.squeeze(1)
         from tokenmix_core.ops.gated_delta_rule.autograd import step
 
-        return step(q, k, v, g, beta, state, scale, qk_l2norm)
+        return step(q, k, v, g, beta, state, scale, qk_l2norm, impl)
 
 
 @Checked
-def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tuple[str, float]:
-    """Validate a whole-sequence call; return the implementation and the scale."""
+def _check(
+    op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl
+) -> tuple[str | None, float]:
+    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does, and the scale."""
     dims = bind_shapes(
         op,
         {},
@@ -158,14 +182,20 @@ def _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, impl) -> tupl
         raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {q.device} like the other tensors")
     dims["N"] = dims["B"] if sequences is None else sequences
     bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V?"))
-    impl = resolve_impl(op, impl, q)
+    if write_chunk < CHUNK or write_chunk % CHUNK:
+        raise ValueError(f"{op}: write_chunk must be a multiple of {CHUNK}, got {write_chunk}")
+    if writes is not None:
+        dims["slots"] = chunk_slots(1, dims["T"], write_chunk, cu_seqlens)
+        bind_shapes(op, dims, q=(q, "B T H K"), writes=(writes, "B slots HV"))
+        check_dtype(op, (*_INPUTS, torch.float64), writes=writes)
+    impl = resolve_impl(op, impl, q, GLUON if op == "chunk_gated_delta_rule" else None)
     _check_sizes(op, dims, impl)
     _check_dtypes(op, q, k, v, g, beta, initial_state, impl)
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 
 @Checked
-def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str, float]:
+def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float]:
     """The same for one token."""
     op = "gated_delta_rule_step"
     dims = bind_shapes(
@@ -178,28 +208,30 @@ def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str, float]:
         beta=(beta, "B HV"),
         state=(state, "B HV K V"),
     )
-    impl = resolve_impl(op, impl, q)
+    impl = resolve_impl(op, impl, q, GLUON_STEP)
     _check_sizes(op, dims, impl)
+    if impl == "gluon":
+        GLUON_STEP.require(op, q.device, q.dtype, step_limit(dims["K"], dims["V"]))
     _check_dtypes(op, q, k, v, g, beta, state, impl)
     if not state.is_contiguous():
         raise ValueError(f"{op}: state must be contiguous to be updated in place, got strides {state.stride()}")
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 
-def _check_sizes(op: str, dims: dict[str, int], impl: str) -> None:
+def _check_sizes(op: str, dims: dict[str, int], impl: str | None) -> None:
     check_multiple(op, "HV", dims["HV"], "H", dims["H"])
-    if impl == "triton":
+    if impl != "reference":
         for letter in ("K", "V"):
             if dims[letter] not in HEAD_SIZES:
                 raise ValueError(
-                    f"{op}: impl='triton' takes {letter} in {{64, 128, 256}}, got {letter}={dims[letter]}; "
+                    f"{op}: impl={impl or 'triton'!r} takes {letter} in {{64, 128, 256}}, got {letter}={dims[letter]}; "
                     "pad the heads, or pass impl='reference'"
                 )
 
 
-def _check_dtypes(op, q, k, v, g, beta, state, impl: str) -> None:
-    inputs = _INPUTS if impl == "triton" else (*_INPUTS, torch.float64)
+def _check_dtypes(op, q, k, v, g, beta, state, impl: str | None) -> None:
+    inputs = (*_INPUTS, torch.float64) if impl == "reference" else _INPUTS
     check_dtype(op, inputs, q=q, g=g, beta=beta)
     check_same_dtype(op, q=q, k=k, v=v)
     if state is not None:
-        check_dtype(op, (torch.float32,) if impl == "triton" else (torch.float32, torch.float64), state=state)
+        check_dtype(op, (torch.float32, torch.float64) if impl == "reference" else (torch.float32,), state=state)

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
-from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.chunking import cdiv, num_sequences
 from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.forward import Forward
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, walks
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Writes
+from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan
 
 
 def backward(
@@ -21,6 +20,7 @@ def backward(
     beta: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    writes: Writes,
     transitions: Tensor,
     saved: Forward,
     do: Tensor | None,
@@ -30,28 +30,27 @@ def backward(
     qk_l2norm: bool,
     initial: bool,
     spare: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, β and, if `initial`, the initial state; what is saved may be overwritten if `spare`."""
+    plan: GDNPlan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of q, k, v, g, β, of the factors of writes and, if `initial`, of the initial state.
+
+    What is saved may be overwritten if `spare`.
+    """
     B, T, H, D = q.shape
     HV, N = v.shape[2], num_sequences(q, cu_seqlens)
-    segment = 0
-    # only norms of 1 bound what a segment may leave out
-    if qk_l2norm:
-        packed = cu_seqlens is not None
-        segment = tuning.gated_delta_rule_backward_segment(N, HV, B * T, packed, walks(k, v))
-    transitions = transitions if segment else transitions[:0]
-    segment = segment or cdiv(T, CHUNK) * CHUNK
-    programs = chunk_slots(B, T, segment, cu_seqlens) * HV
+    transitions = transitions if plan.reverse_segment else transitions[:0]
+    segment = plan.reverse_segment or cdiv(T, CHUNK) * CHUNK
     options = (cu_seqlens, scale, qk_l2norm)
-    if do is None or not hopper.gradients_at_once(q, k, do, qk_l2norm=qk_l2norm, programs=programs):
-        states = (saved.states, saved.remainders, transitions)
-        dv, dstates, ends, dinitial_state = backward_state(
-            q, k, inverse, gates, *states, do, dfinal_state, *options, segment, v, initial
+    if do is None or not plan.at_once:
+        states = (saved.residual, saved.states, saved.remainders, transitions)
+        dv, dstates, ends, of_runs, dinitial_state = backward_state(
+            q, k, inverse, gates, writes, *states, do, dfinal_state, *options, segment, v, initial, plan.reverse
         )
-        dq, dk, dg, dbeta = backward_chunk(
-            q, k, g, beta, gates, do, dv, saved.residual, saved.states, dstates, ends, *options, spare
+        parts = (saved.residual, saved.states, dstates, ends, of_runs)
+        dq, dk, dg, dbeta, dfactors = backward_chunk(
+            q, k, g, beta, gates, writes, do, dv, *parts, *options, spare, plan.chunks
         )
-        return dq, dk, dv, dg, dbeta, dinitial_state
+        return dq, dk, dv, dg, dbeta, dfactors, dinitial_state
 
     from tokenmix_core.ops.gated_delta_rule.hopper.backward import backward as at_once
     from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Reverse
@@ -63,4 +62,4 @@ def backward(
     dinitial_state = v.new_empty(N if initial else 0, HV, D, D, dtype=torch.float32)
     reverse = Reverse(q, k, inverse, gates, saved.states, do, dfinal_state, *options, segment)
     at_once(reverse, g, saved.residual, transitions, (dq, dk, dv, dg, dbeta, dinitial_state))
-    return *sum_groups(dq, dk, H), dv, dg, dbeta, dinitial_state
+    return *sum_groups(dq, dk, H), dv, dg, dbeta, None, dinitial_state

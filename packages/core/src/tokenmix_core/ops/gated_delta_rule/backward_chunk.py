@@ -7,11 +7,12 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_delta_rule.backward_state import OfRuns
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision
+from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import (
     column,
     diagonal_inverse_norm,
@@ -21,7 +22,7 @@ from tokenmix_core.tile.memory import (
     store_rows,
     store_vector,
 )
-from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.tile.sequences import first_chunk, locate_chunk
 
 
 @triton.jit
@@ -33,22 +34,27 @@ def unnormalise(b_dx, b_x, r_x, b_dot):
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
-    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
+    q, k, g, gates, writes, cu_seqlens, do, dv, residual, states, dstates, ends, bare_ends, dq, dk, dg, dbeta, dwrites,
     scale, T, N, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    OUTPUT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    WRITES: tl.constexpr, OUTPUT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK, dg and dβ of one chunk and value head.
+    """dQ, dK, dg and dβ of one chunk and value head; with WRITES of 1 also the gradient of its factor in `writes`.
+
+    With more than 1, that many chunks share a factor, of which `dstates` know, and the decay of the state before them
+    has the gradient in `bare_ends`.
 
     Products come in pairs, of a matrix and of its transpose: transposing a result to use it as an operand would cost a
     trip through shared memory, and is compiled wrongly for Hopper by some versions of Triton.
     """
     i_slot, i_hv = tl.program_id(0), tl.program_id(1)
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
+    i_n, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
     if start >= length:
         return
     first, rows = begin + start, length - start
     HV = H * group
+    if WRITES:
+        run = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
     p_q, p_k = q + (first * H + i_hv // group) * K, k + (first * H + i_hv // group) * K
     p_dq, p_dk = dq + (first * HV + i_hv) * K, dk + (first * HV + i_hv) * K
@@ -99,6 +105,9 @@ def backward_chunk_kernel(
 
     # dQ = scale γ dO Sᵀ + (E β) K̂; dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + (β Eᵀ) Q̂ + β w R dSᵀ
     b_out = tl.zeros([BT], tl.float32)
+    share = 1.0
+    if WRITES == 1:
+        share = tl.load(writes + run).to(tl.float32)
     for i_k in range(K // BK):
         b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
         b_dq, b_dk = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
@@ -114,6 +123,8 @@ def backward_chunk_kernel(
             b_dw = tl.dot(b_r, tl.trans(b_ds), b_dw, input_precision=DOT)
         b_dw *= tl.exp2(b_last - b_b)[:, None]
         b_out += tl.sum(b_dw * b_k.to(tl.float32), 1) * r_k
+        if WRITES == 1:
+            b_dw *= share
         b_dk *= -tl.exp2(b_b)[:, None]
         b_dot_k += tl.sum(b_dk * b_k.to(tl.float32), 1) * r_k
         b_dk = tl.dot(b_fw, b_k, b_dk + b_dw * b_beta[:, None], input_precision=DOT)
@@ -124,10 +135,13 @@ def backward_chunk_kernel(
             b_dq = tl.dot(b_ew, b_k, b_dq, input_precision=DOT)
         if L2NORM and K == BK:
             b_dq = unnormalise(b_dq, b_q, r_q, b_dot_q)
-            b_dk = unnormalise(b_dk, b_k, r_k, b_dot_k + b_beta * (b_dbeta + b_out))
+            b_dk = unnormalise(b_dk, b_k, r_k, b_dot_k + b_beta * (b_dbeta + b_out * share))
         store_rows(p_dq + i_k * BK, b_dq, HV * K, rows, BT, BK)
         store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
         p_tile += BK * V
+    if WRITES == 1:
+        tl.store(dwrites + run, tl.sum(b_out * b_beta, 0))
+        b_out *= share
     b_dbeta += b_out
     if L2NORM and K > BK:
         # the products x̂ · dx̂ are complete only now
@@ -146,6 +160,8 @@ def backward_chunk_kernel(
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
+    if WRITES > 1:
+        b_dg += tl.sum(tl.load(bare_ends + run * PARTS + tl.arange(0, PARTS)), 0)
     b_g = load_vector(g + first * HV + i_hv, HV, rows, BT)
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
 
@@ -156,23 +172,30 @@ def backward_chunk(
     g: Tensor,
     beta: Tensor,
     gates: Tensor,
+    writes: Writes,
     do: Tensor | None,
     dv: Tensor,
     residual: Tensor,
     states: Tensor,
     dstates: Tensor,
     ends: Tensor,
+    of_runs: OfRuns | None,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     spare: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of; `residual` may be overwritten if `spare`."""
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of, and that of the factors of writes, float32.
+
+    `residual` may be overwritten if `spare`.
+    """
     B, T, H, K = q.shape
     HV, V = dv.shape[2:]
     group = HV // H
+    dfactors = None if writes.factors is None else torch.zeros_like(writes.factors)
     dq, dg, dbeta = q.new_empty(B, T, HV, K), torch.empty_like(g), torch.empty_like(beta)
-    if do is not None and qk_l2norm and hopper.takes(q, k) and hopper.takes(do):
+    if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
         # a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
@@ -180,7 +203,7 @@ def backward_chunk(
         on_hopper.backward_chunk(
             q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
         )
-    elif do is not None and qk_l2norm and hopper.takes_heads(q, k, do):
+    elif form == "gluon tiled":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk_tiled as by_tiles
 
         dk = k.new_empty(B, T, HV, K)
@@ -191,9 +214,12 @@ def backward_chunk(
         dk = k.new_empty(B, T, HV, K)
         launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
         backward_chunk_kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), HV)](
-            q, k, g, gates, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,
-            dq, dk, dg, dbeta, scale, T, num_sequences(q, cu_seqlens), H, group, B * T,
-            K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], do is not None, qk_l2norm,
+            q, k, g, gates, writes.factors, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,
+            None if of_runs is None else of_runs.decay, dq, dk, dg, dbeta, dfactors,
+            scale, T, num_sequences(q, cu_seqlens), H, group, B * T,
+            K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], writes.chunks, do is not None, qk_l2norm,
             cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-    return *sum_groups(dq, dk, H), dg, dbeta
+    if of_runs is not None:
+        dfactors = of_runs.factor.sum(-1)
+    return *sum_groups(dq, dk, H), dg, dbeta, dfactors

@@ -1,5 +1,7 @@
 """The gradient of the state, sequential in reverse over a sequence's chunks, and with it that of the values."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,10 +9,10 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision
+from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import causal_decay_transposed
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
 
@@ -18,15 +20,17 @@ from tokenmix_core.tile.sequences import first_chunk, sequence_span
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, states, remainders, do, dfinal_state, dv, dstates, ends, dinitial_state,
-    scale, T, H, group, tokens,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, REMAINDERS: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    q, k, inverse, gates, writes, cu_seqlens, residual, states, remainders, do, dfinal_state, dv, dstates, ends,
+    dwrites, bare_ends, dinitial_state, scale, T, H, group, tokens,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, OUTPUT: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, REMAINDERS: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩ with S entering it.
 
     OUTPUT: there is a gradient of o; FINAL: of the final state; INITIAL: the initial state's is wanted; REMAINDERS: S
-    comes in two parts.
+    comes in two parts. WRITES: so many chunks share a factor in `writes`; where that is more than one, also this tile's
+    part of the factor's gradient, and of the gradient that the decay of the state before these chunks has.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -42,8 +46,19 @@ def backward_state_kernel(
         b_ds = tl.zeros([K, BV], tl.float32)
 
     chunks = tl.cdiv(length, BT)
+    # the gradient of the state after a run of chunks, decayed: that of the state before it, but for what the run writes
+    if WRITES > 1:
+        b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
     for i_c in range(chunks):
         start = (chunks - 1 - i_c) * BT
+        if WRITES:
+            run = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
+            share = tl.load(writes + run).to(tl.float32)
+        # what is known when a kernel is compiled stands alone
+        if WRITES > 1:  # noqa: SIM102
+            if (i_c == 0) | ((start // BT + 1) % WRITES == 0):
+                b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
+                b_ds *= share
         first, rows = begin + start, length - start
         o_qk, o_vo = (first * H + i_hv // group) * K, (first * HV + i_hv) * V + i_v * BV
         b_k = load_rows(k + o_qk, H * K, rows, BT, K)
@@ -55,6 +70,9 @@ def backward_state_kernel(
         b_last = last_of(b_b, rows, BT)
         b_b = tl.where(o_t < rows, b_b, b_last)
         b_w, r_k = column(b_gates, 1), column(b_gates, 2)
+        b_writes = b_w * tl.exp2(b_last - b_b)
+        if WRITES == 1:
+            b_writes *= share
         r_q = tl.zeros([BT], tl.float32) + scale
         if L2NORM:
             r_q *= inverse_norm(b_q, DOT)
@@ -66,9 +84,15 @@ def backward_state_kernel(
         if REMAINDERS:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
         tl.store(ends + o_state * (V // BV) + i_v, tl.sum(tl.sum(b_s * b_ds, 1), 0))
+        if WRITES > 1:
+            b_r = load_rows(residual + o_vo, HV * V, rows, BT, BV).to(tl.float32)
+            b_kd = tl.dot(b_k, b_bare.to(k.dtype.element_ty), input_precision=DOT)
+            b_dwrite += tl.sum(b_kd * b_r, 1) * b_writes
+            b_bare *= tl.exp2(b_last)
+            b_end = tl.sum(tl.sum(b_s * b_bare, 1), 0) * (1.0 - share)
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
-        b_dr = tl.dot(b_k, b_dh, input_precision=DOT) * (b_w * tl.exp2(b_last - b_b))[:, None]
+        b_dr = tl.dot(b_k, b_dh, input_precision=DOT) * b_writes[:, None]
         if OUTPUT:
             b_do = load_rows(do + o_vo, HV * V, rows, BT, BV)
             b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
@@ -85,9 +109,23 @@ def backward_state_kernel(
             b_ds = tl.dot(tl.trans(b_q), b_do, b_ds, input_precision=DOT)
         b_dy = (b_dy * -(b_g * r_k)[:, None]).to(k.dtype.element_ty)
         b_ds = tl.dot(tl.trans(b_k), b_dy, b_ds, input_precision=DOT)
+        if WRITES > 1:  # noqa: SIM102
+            if (start // BT) % WRITES == 0:
+                b_ds += (1.0 - share) * b_bare
+                tl.store(dwrites + run * (V // BV) + i_v, tl.sum(b_dwrite, 0))
+                tl.store(bare_ends + run * (V // BV) + i_v, b_end)
 
     if INITIAL:
         tl.store(dinitial_state + i_nh.to(tl.int64) * K * V + p_tile, b_ds)
+
+
+class OfRuns(NamedTuple):
+    """Gradients by run of chunks that share a factor of `writes`, in parts: float32 `[slots, HV, parts]`."""
+
+    # of the factor
+    factor: Tensor
+    # of each decay in the run, by way of the state before it, without what the run writes
+    decay: Tensor
 
 
 def backward_state(
@@ -95,6 +133,8 @@ def backward_state(
     k: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    writes: Writes,
+    residual: Tensor,
     states: Tensor,
     remainders: Tensor,
     transitions: Tensor,
@@ -106,8 +146,11 @@ def backward_state(
     segment: int,
     like_v: Tensor,
     initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor, OfRuns | None, Tensor]:
     """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
+
+    Before the last stands what the gradients of `writes` and gates take from runs of several chunks.
 
     `states` are those entering the chunks, `remainders` what rounding took from them, or empty. ⟨dS', S⟩ comes in
     parts, `[slots, HV, parts]`. On Hopper alone sequences are split, into segments of `segment` tokens, with their M in
@@ -119,28 +162,32 @@ def backward_state(
     dv = torch.empty_like(like_v)
     dstates = dv.new_empty(chunk_slots(B, T, CHUNK, cu_seqlens), HV, K, V)
     dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
-    if do is not None and (hopper.takes(q, k, do) or hopper.takes_heads(q, k, do)):
+    if form != "triton":
+        assert do is not None, "kernels in Gluon begin at the outputs"
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
 
         reverse = on_hopper.Reverse(
             q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment
         )
         out = (dv, dstates, gates.new_empty(len(dstates), HV, V), dinitial_state)
-        # eight warps have all columns of V, where there are 128
-        if hopper.takes(q, k, do) or (hopper.takes(q, k) and V == 128):
+        if form == "gluon":
             on_hopper.backward_state(reverse, remainders, transitions, out)
         else:
             from tokenmix_core.ops.gated_delta_rule.hopper import backward_state_tiled as by_tiles
 
             by_tiles.backward_state_tiled(reverse, remainders, transitions, out)
-        return out
+        return *out[:3], None, out[3]
     launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
     ends = gates.new_empty(len(dstates), HV, V // launch.BV)
+    of_runs = None
+    if writes.factors is not None and writes.chunks > 1:
+        # slots without a chunk are not written
+        of_runs = OfRuns(*(gates.new_zeros(*writes.factors.shape, V // launch.BV) for _ in range(2)))
     backward_state_kernel[(N * HV * (V // launch.BV),)](
-        q, k, inverse, gates, cu_seqlens, states, remainders, dv if do is None else do,
+        q, k, inverse, gates, writes.factors, cu_seqlens, residual, states, remainders, dv if do is None else do,
         gates if dfinal_state is None else dfinal_state,
-        dv, dstates, ends, dinitial_state, scale, T, H, HV // H, B * T,
-        K, V, CHUNK, launch.BV, do is not None, dfinal_state is not None, initial, len(remainders) > 0, qk_l2norm,
-        cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        dv, dstates, ends, *(of_runs or (None, None)), dinitial_state, scale, T, H, HV // H, B * T,
+        K, V, CHUNK, launch.BV, writes.chunks, do is not None, dfinal_state is not None, initial, len(remainders) > 0,
+        qk_l2norm, cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    return dv, dstates, ends, dinitial_state
+    return dv, dstates, ends, of_runs, dinitial_state

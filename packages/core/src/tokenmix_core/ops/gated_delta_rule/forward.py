@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.gated_delta_rule import hopper
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, state_layouts, walks
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision, state_layouts
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import causal_decay_transposed
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
@@ -42,6 +42,28 @@ def forgotten(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: t
     b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < chunks, other=0.0)
     b_left = tl.cumsum(b_b, 0, reverse=True)
     return tl.max(tl.where((b_left < LIMIT) & (o_c < chunks), o_c, 0), 0)
+
+
+@triton.jit
+def first_run(i_n, begin, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
+    """The slot of the first factor of sequence `i_n` in `writes`, a factor for each run of WRITES chunks; int64."""
+    return first_chunk(i_n, begin, T, BT * WRITES, PACKED).to(tl.int64)
+
+
+@triton.jit
+def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.constexpr):
+    """`skipped`, if the factors of writes in the segment that begins at `first` lie between 0 and 1; else 0.
+
+    Between a decayed state and an updated one no column is longer than both; beyond them decays bound nothing.
+    """
+    BC: tl.constexpr = 128
+    run: tl.constexpr = BT * WRITES
+    beyond = 0
+    for i in range(first // run, (first + segment) // run, BC):
+        o_c = i + tl.arange(0, BC)
+        b_w = tl.load(p_w + o_c.to(tl.int64) * stride, mask=o_c < (first + segment) // run, other=0.0).to(tl.float32)
+        beyond += tl.sum(((b_w < 0.0) | (b_w > 1.0)).to(tl.int32), 0)
+    return tl.where(beyond > 0, 0, skipped)
 
 
 @triton.jit
@@ -82,17 +104,18 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
-    q, k, v, inverse, gates, initial_state, entering, cu_seqlens, order, o, final_state, residual, states,
+    q, k, v, inverse, gates, writes, initial_state, entering, cu_seqlens, order, o, final_state, residual, states,
     remainders, scale, T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    REMAINDERS: tl.constexpr, SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
+    REMAINDERS: tl.constexpr, WRITES: tl.constexpr, SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk.
 
     With REMAINDERS also what rounding has taken from each of those states. With SPLIT a program runs through one
     segment of a sequence, from as many chunks before it as are not forgotten then, or, if these are more than a
-    segment, from the state that enters it; with ORDERED programs take segments, or sequences, by `order`.
+    segment, from the state that enters it; with ORDERED programs take segments, or sequences, by `order`. With WRITES
+    each run of so many chunks writes to the state by its factor in `writes`.
     """
     i_v, i_sh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -114,6 +137,9 @@ def forward_kernel(
     if SPLIT and first > 0:
         p_before = gates + (i_hv.to(tl.int64) * tokens + begin + first - segment) * 4
         skipped = forgotten(p_before, segment, BT, L2NORM, FORGOTTEN)
+        if WRITES:
+            p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+            skipped = bounded(skipped, p_w, HV, first - segment, segment, BT, WRITES)
         begun = tl.where(skipped > 0, first - segment + skipped * BT, first)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[None, :] * V + i_v * BV + o_v[:, None]
@@ -136,6 +162,9 @@ def forward_kernel(
         known = tl.where(begun < first, 0, K)
         b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
+    # the state without what this run of chunks has written so far
+    if WRITES > 1:
+        b_bare = b_s
     for start in range(begun, end, BT):
         rows = length - start
         # what is kept of a chunk
@@ -154,7 +183,18 @@ def forward_kernel(
         if OUTPUT:
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
         b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
-        b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        if WRITES:
+            p_w = writes + (first_run(i_n, begin, T, BT, WRITES, PACKED) + start // (BT * WRITES)) * HV + i_hv
+            share = tl.load(p_w).to(tl.float32)
+        if WRITES == 1:
+            b_s = next_state(b_s, b_r, b_k, b_b, b_w * share, b_last, DOT)
+        else:
+            b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        if WRITES > 1:
+            b_bare *= tl.exp2(b_last)
+            if ((start // BT + 1) % WRITES == 0) | (start + BT >= length):
+                b_s = b_bare + share * (b_s - b_bare)
+                b_bare = b_s
         if SAVE:
             tl.store(p_s, b_h, mask=o_k[None, :] < kept)
             store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, kept_rows, BT, BV)
@@ -193,17 +233,20 @@ def forward(
     inverse: Tensor,
     gates: Tensor,
     entering: Tensor,
+    writes: Writes,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     *,
+    segment: int,
+    form: Form,
     output: bool = True,
     save: bool = False,
     remainders: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> Forward:
-    """Run along the sequences, or along the segments that `entering` (see `segments.py`) holds the states of.
+    """Run along the sequences, or along the segments of `segment` tokens that `entering` (see `segments.py`) has.
 
     What `output`, `save` or, besides `save`, `remainders` do not ask for is empty. What `save` asks for goes `into` two
     tensors, if they are given.
@@ -219,16 +262,16 @@ def forward(
         residual, states = into or (v.new_empty(shape) for shape, _ in state_layouts(k, v, cu_seqlens))
     rests = torch.empty_like(states) if remainders else none
     programs = len(entering) or N
-    segment = tuning.gated_delta_rule_segment(N, HV, B * T, walks(k, v)) if len(entering) else 0
+    segment = segment if len(entering) else 0
     order = longest_first(T, segment, cu_seqlens)
     results = Forward(out, final_state, residual, states, rests)
-    if not remainders and V == 128 and hopper.takes(q, k, v):
+    if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
 
         terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
         on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, output, save, results[:4])
         return results
-    if output != save and save == remainders and K > 64 and hopper.takes_heads(q, k, v):
+    if form == "gluon tiled":
         from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles
 
         terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
@@ -238,9 +281,9 @@ def forward(
     # pointers that a flag leaves unused still need a tensor to point at
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
-        q, k, v, inverse, gates, gates if initial_state is None else initial_state, entering, cu_seqlens,
-        order, out, final_state, residual, states, rests, scale, T, N, H, HV // H, B * T, segment,
-        K, V, CHUNK, BV, output, save, remainders, segment > 0, initial_state is not None, qk_l2norm,
+        q, k, v, inverse, gates, writes.factors, gates if initial_state is None else initial_state, entering,
+        cu_seqlens, order, out, final_state, residual, states, rests, scale, T, N, H, HV // H, B * T, segment,
+        K, V, CHUNK, BV, output, save, remainders, writes.chunks, segment > 0, initial_state is not None, qk_l2norm,
         cu_seqlens is not None, order is not None, dot_precision(q),
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
     )  # fmt: skip

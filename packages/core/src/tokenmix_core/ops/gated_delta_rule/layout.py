@@ -1,15 +1,34 @@
 """What the launchers share: the chunk length, the shapes of what is kept, and the precision of products."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.common import Layout, interpreting, on_hopper
+from tokenmix_core.ops.common import Layout, interpreting
 
 CHUNK = 64
 
 # sizes that Triton would otherwise compile anew for: those equal to 1, and those divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
+
+
+class Writes(NamedTuple):
+    """Which share of what every run of `chunks` chunks writes stays in the state: `factors [slots, HV]`, float32.
+
+    Both are absent, None and 0, where all of it does.
+    """
+
+    factors: Tensor | None
+    chunks: int
+
+
+def write_factors(writes: Tensor | None, write_chunk: int) -> Writes:
+    """The argument `writes [B, slots, HV]` of a call as kernels take it."""
+    if writes is None:
+        return Writes(None, 0)
+    return Writes(writes.flatten(0, 1).float().contiguous(), write_chunk // CHUNK)
 
 
 def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
@@ -22,12 +41,6 @@ def state_layouts(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Layo
     """R and the state entering each chunk, of `forward`."""
     B, T, HV, V = v.shape
     return (tuple(v.shape), v.dtype), ((chunk_slots(B, T, CHUNK, cu_seqlens), HV, k.shape[-1], V), v.dtype)
-
-
-def walks(k: Tensor, v: Tensor) -> int:
-    """Programs along a sequence and value head: on Hopper heads of 256 are shared out by 64 columns of V."""
-    wide = max(k.shape[-1], v.shape[-1]) > 128 and k.element_size() == 2
-    return v.shape[-1] // 64 if wide and on_hopper(k.device) else 1
 
 
 def dot_precision(x: Tensor) -> str:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
 
 # beyond so many pieces they are taken as they come: even their order would then take longer to find than it saves
 _MOST = 1024

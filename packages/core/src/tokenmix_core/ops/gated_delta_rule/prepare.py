@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule import hopper
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, solve_precision, term_layouts
+from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import causal_decay, load_decay
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tile.solve import inverse_64
@@ -145,13 +145,14 @@ def prepare(
     beta: Tensor,
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,
+    form: Form,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ã `[B, T, HV, C]` in k's dtype, and float32 `[HV, B · T, 4]`: b, β r, r and β, with r the keys' inverse norms."""
     B, T, H, K = k.shape
     HV = g.shape[2]
     inverse, gates = out or (k.new_empty(shape, dtype=dtype) for shape, dtype in term_layouts(k, HV))
-    if hopper.takes_heads(k):
+    if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import prepare as on_hopper
 
         on_hopper.prepare(k, g, beta, cu_seqlens, qk_l2norm, (inverse, gates))

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.common import on_hopper
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
-from tokenmix_core.tile.launch import cached_launch
-from tokenmix_core.tile.sequences import sequence_span
+from tokenmix_core.tile.sequences import first_chunk, sequence_span
+from tokenmix_core.tuning import StateStep
 
 
 @triton.jit
@@ -33,13 +33,13 @@ def pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def recurrent_kernel(
-    q, k, v, g, beta, cu_seqlens, o, state_in, state_out, scale, T, H, group,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, STEP: tl.constexpr,
+    q, k, v, g, beta, writes, cu_seqlens, o, state_in, state_out, scale, T, H, group,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, INITIAL: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`.
 
-    A STEP is one token, without a loop, which costs the compiler registers.
+    A STEP is one token, without a loop, which costs the compiler registers. WRITES tokens share a factor in `writes`.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -58,8 +58,18 @@ def recurrent_kernel(
     if STEP:
         b_s = pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
     else:
-        for _ in range(length):
+        if WRITES:
+            p_w = writes + first_chunk(i_n, begin, T, WRITES, PACKED).to(tl.int64) * HV + i_hv
+            b_bare = b_s
+        for t in range(length):
             b_s = pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
+            if WRITES:
+                b_bare *= tl.exp(tl.load(p_g).to(tl.float32))
+                if ((t + 1) % WRITES == 0) | (t + 1 == length):
+                    share = tl.load(p_w).to(tl.float32)
+                    p_w += HV
+                    b_s = b_bare + share * (b_s - b_bare)
+                    b_bare = b_s
             p_q += H * K
             p_k += H * K
             p_v += HV * V
@@ -79,9 +89,16 @@ def recurrent_forward(
     cu_seqlens: Tensor | None,
     scale: float,
     qk_l2norm: bool,
+    tile: StateStep | None = None,
     state_out: Tensor | None = None,
+    writes: Tensor | None = None,
+    write_chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; the latter go to `state_out`, which may be `initial_state`, where it is given."""
+    """Outputs and final states; the latter go to `state_out`, which may be `initial_state`, where it is given.
+
+    A `tile` is that of the kernel in Gluon, for one token whose state is updated in place. `writes` are as for
+    `chunk_gated_delta_rule`.
+    """
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = num_sequences(q, cu_seqlens)
@@ -90,9 +107,8 @@ def recurrent_forward(
     if state_out is None:
         state_out = q.new_empty(N, HV, K, V, dtype=torch.float32)
         initial_state = None if initial_state is None else initial_state.contiguous()
-    step = T == 1 and cu_seqlens is None
-    in_place = step and initial_state is state_out
-    tile = tuning.state_step("gated_delta_rule", N * HV, K, V) if in_place and on_hopper(q.device) else None
+    factors, run = (None, 0) if writes is None else (writes.contiguous(), write_chunk)
+    step = T == 1 and cu_seqlens is None and not run
     if tile is not None:
         from tokenmix_core.ops.gated_delta_rule.hopper.step import hopper_step_kernel
 
@@ -103,8 +119,8 @@ def recurrent_forward(
         return o, state_out
     launch = tuning.gated_delta_rule("step" if step else "recurrent", K, V, q.element_size(), N * HV)
     recurrent_kernel[(N * HV * (V // launch.BV),)](
-        q, k, v, g, beta, cu_seqlens, o, initial_state if initial_state is not None else state_out, state_out,
-        scale, T, H, HV // H, K, V, launch.BV, initial_state is not None, qk_l2norm, cu_seqlens is not None,
+        q, k, v, g, beta, factors, cu_seqlens, o, initial_state if initial_state is not None else state_out, state_out,
+        scale, T, H, HV // H, K, V, launch.BV, run, initial_state is not None, qk_l2norm, cu_seqlens is not None,
         step, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return o, state_out

@@ -6,6 +6,7 @@ autograd. The derivation of the chunkwise form is in README.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -33,6 +34,8 @@ def recurrent_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     qk_l2norm: bool = False,
+    writes: Float[Tensor, "B slots HV"] | None = None,
+    write_chunk: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """Token by token, as the equation reads. Returns outputs in v's dtype and final states."""
     if cu_seqlens is not None:
@@ -43,6 +46,8 @@ def recurrent_reference(
                 scale,
                 None if initial_state is None else initial_state[n : n + 1],
                 qk_l2norm=qk_l2norm,
+                writes=None if writes is None else writes[:, start // write_chunk + n :],
+                write_chunk=write_chunk,
             )
             for n, (start, end) in enumerate(pairwise(borders))
         ]
@@ -61,15 +66,26 @@ def recurrent_reference(
     else:
         state = initial_state.to(dtype)
 
-    outputs = []
+    # without the writes of the chunk that t is in
+    outputs, bare = [], state
     for t in range(q.shape[1]):
-        state = state * g[:, t, :, None, None].exp()
+        if writes is not None and t % write_chunk == 0:
+            state = bare = state if t == 0 else _withheld(state, bare, writes[:, t // write_chunk - 1], dtype)
+        decay = g[:, t, :, None, None].exp()
+        state, bare = state * decay, bare * decay
         seen = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         update = beta[:, t, :, None] * (v[:, t] - seen)
         state = state + k[:, t, :, :, None] * update[:, :, None, :]
         outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    if writes is not None and outputs:
+        state = _withheld(state, bare, writes[:, (len(outputs) - 1) // write_chunk], dtype)
     o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
     return o.to(out_dtype), state.to(torch.promote_types(torch.float32, dtype))
+
+
+def _withheld(state: Tensor, bare: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor:
+    """The state after a chunk of which only a share `write [N, ...]` is written to the state `bare` of its writes."""
+    return bare + write.to(dtype)[..., None, None] * (state - bare)
 
 
 def chunk_reference(
@@ -82,6 +98,8 @@ def chunk_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     qk_l2norm: bool = False,
+    writes: Float[Tensor, "B slots HV"] | None = None,
+    write_chunk: int = 64,
     chunk_size: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """Chunkwise: dense algebra over all chunks at once, and a loop over chunks for the states alone.
@@ -121,16 +139,27 @@ def chunk_reference(
     N = len(borders) - 1
     state = q.new_zeros(N, H, HV // H, K, V) if initial_state is None else initial_state.to(dtype).unflatten(1, (H, -1))
     entering, residual, first = [], [], 0
-    for active in steps:
+    # with `writes`: states without what the chunk so far has written, and the share of it that stays
+    bare, share = state, state.new_ones(state.shape[:3])
+    for step, active in enumerate(steps):
         here = slice(first, first + len(active))
         whole = len(active) == N
         s = state if whole else state[active]
+        if writes is not None and step * C % write_chunk == 0:
+            s = _withheld(s, bare[active], share[active], dtype)
+            bare = bare.index_copy(0, active, s)
+            now = _shares(writes, borders, active, step * C // write_chunk, write_chunk)
+            share = share.index_copy(0, active, now.unflatten(1, (H, -1)).to(dtype))
         r = fresh[here] - seen[here] @ s
         entering.append(s)
         residual.append(r)
         s = last[here] * s + write[here] @ r
         state = s if whole else state.index_copy(0, active, s)
+        if writes is not None:
+            bare = bare.index_copy(0, active, last[here] * bare[active])
         first += len(active)
+    if writes is not None:
+        state = _withheld(state, bare, share, dtype)
 
     if chunks:
         r, s = torch.cat(residual), torch.cat(entering)
@@ -142,6 +171,17 @@ def chunk_reference(
     else:
         o = torch.zeros(B, T, HV, V, dtype=dtype, device=device)
     return o.to(out_dtype), state.flatten(1, 2)
+
+
+def _shares(writes: Tensor, borders: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
+    """`writes` of the active sequences' chunk of that number, `[active, HV]`."""
+    rows = writes.flatten(0, 1)
+    if len(writes) == 1:
+        # packed, or a single row, which is the same
+        slots = [borders[n] // write_chunk + n + chunk for n in active.tolist()]
+    else:
+        slots = [n * writes.shape[1] + chunk for n in active.tolist()]
+    return rows[slots]
 
 
 def _chunks(borders: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:

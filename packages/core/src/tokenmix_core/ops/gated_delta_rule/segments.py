@@ -11,9 +11,16 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.gated_delta_rule.forward import chunk_gates, forgotten, next_state, residual_of
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, walks
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_delta_rule.forward import (
+    bounded,
+    chunk_gates,
+    first_run,
+    forgotten,
+    next_state,
+    residual_of,
+)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision
 from tokenmix_core.tile.memory import load_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
@@ -27,9 +34,9 @@ ASKED = tl.constexpr(-32.5)
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def segment_kernel(
-    k, v, inverse, gates, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr,
+    k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, INITIAL: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """L, which for a sequence's first segment is the state it leaves, and M: a tile of BV columns of either a program.
 
@@ -45,10 +52,16 @@ def segment_kernel(
         return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin + first) * 4
     skipped = forgotten(p_gates, segment, BT, L2NORM, FORGOTTEN)
+    if WRITES:
+        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        skipped = bounded(skipped, p_w, HV, first, segment, BT, WRITES)
     if skipped > 0:
         if (i_m >= 0) | (first + 2 * segment >= length):
             return
-        if forgotten(p_gates + segment * 4, segment, BT, L2NORM, FORGOTTEN) > 0:
+        after = forgotten(p_gates + segment * 4, segment, BT, L2NORM, FORGOTTEN)
+        if WRITES:
+            after = bounded(after, p_w, HV, first + segment, segment, BT, WRITES)
+        if after > 0:
             return
     o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[None, :] * V + i_tile * BV + o_v[:, None]
@@ -67,13 +80,24 @@ def segment_kernel(
     p_v = v + (row * HV + i_hv) * V + i_tile * BV
     p_a = inverse + (row * HV + i_hv) * BT
     p_gates += skipped * BT * 4
-    for _ in range(skipped, segment // BT):
+    if WRITES > 1:
+        b_bare = b_s
+    for i_c in range(skipped, segment // BT):
         b_k = load_rows(p_k, H * K, BT, BT, K)
         b_v = load_rows(p_v, HV * V, value_rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, BT, BT, BT)
         b_b, b_w, r_k, b_last = chunk_gates(p_gates, BT, BT)
         b_r = residual_of(b_s.to(k.dtype.element_ty), b_k, b_v, b_a, b_b, r_k, DOT)
+        if WRITES:
+            share = tl.load(p_w + ((first // BT + i_c) // WRITES).to(tl.int64) * HV).to(tl.float32)
+        if WRITES == 1:
+            b_w *= share
         b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        if WRITES > 1:
+            b_bare *= tl.exp2(b_last)
+            if (i_c + 1) % WRITES == 0:
+                b_s = b_bare + share * (b_s - b_bare)
+                b_bare = b_s
         p_k += BT * H * K
         p_v += BT * HV * V
         p_a += BT * HV * BT
@@ -107,9 +131,9 @@ def all_forget(p_gates, segments, segment, BT: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def entering_kernel(
-    gates, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr,
+    gates, writes, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The state that enters a segment, from L and M of those before it, where that or the next one forgets nothing."""
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
@@ -120,19 +144,27 @@ def entering_kernel(
     if segments < 2:
         return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
-    if L2NORM and all_forget(p_gates, segments - 1, segment, BT):
-        return
+    if L2NORM and WRITES == 0:  # noqa: SIM102
+        if all_forget(p_gates, segments - 1, segment, BT):
+            return
     i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
     p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
     p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
-    before = forgotten(p_gates, segment, BT, L2NORM, ASKED) == 0
+    skipped = forgotten(p_gates, segment, BT, L2NORM, ASKED)
+    if WRITES:
+        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        skipped = bounded(skipped, p_w, HV, 0, segment, BT, WRITES)
+    before = skipped == 0
     for i in range(1, segments):
         p_gates += segment * 4
         here = False
         if i + 1 < segments:
-            here = forgotten(p_gates, segment, BT, L2NORM, ASKED) == 0
+            skipped = forgotten(p_gates, segment, BT, L2NORM, ASKED)
+            if WRITES:
+                skipped = bounded(skipped, p_w, HV, i * segment, segment, BT, WRITES)
+            here = skipped == 0
         if before | here:
             b_s = tl.load(p_l + p_tile)
             if before & (i > 1):
@@ -204,11 +236,9 @@ def pass_back(
     )  # fmt: skip
 
 
-def segment_slots(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
+def segment_slots(k: Tensor, segment: int, cu_seqlens: Tensor | None) -> int:
     """How many slots the segments of k `[B, T, ...]` take; 0 if sequences are not split."""
-    B, T = k.shape[:2]
-    segment = tuning.gated_delta_rule_segment(num_sequences(k, cu_seqlens), v.shape[2], B * T, walks(k, v))
-    return chunk_slots(B, T, segment, cu_seqlens) if segment else 0
+    return chunk_slots(*k.shape[:2], segment, cu_seqlens) if segment else 0
 
 
 def segment_states(
@@ -216,9 +246,11 @@ def segment_states(
     v: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    writes: Writes,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,
+    segment: int,
 ) -> tuple[Tensor, Tensor]:
     """The state that enters each segment and its M, float32 `[slots, HV, K, …]`, numbered as `tile.sequences` does.
 
@@ -228,8 +260,7 @@ def segment_states(
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     N = num_sequences(k, cu_seqlens)
-    segment = tuning.gated_delta_rule_segment(N, HV, B * T, walks(k, v))
-    slots = segment_slots(k, v, cu_seqlens)
+    slots = segment_slots(k, segment, cu_seqlens)
     entering = k.new_empty(slots, HV, K, V, dtype=torch.float32)
     transitions = k.new_empty(slots, HV, K, K, dtype=torch.float32)
     if not segment:
@@ -238,14 +269,15 @@ def segment_states(
     launch = tuning.gated_delta_rule("segment", K, V, k.element_size(), slots * HV)
     BV = min(K, V, launch.BV)
     segment_kernel[(slots * HV * ((K + V) // BV),)](
-        k, v, inverse, gates, gates if initial_state is None else initial_state, cu_seqlens, states, transitions,
-        T, N, H, HV // H, B * T, segment, K, V, CHUNK, BV, initial_state is not None, qk_l2norm,
+        k, v, inverse, gates, writes.factors, gates if initial_state is None else initial_state, cu_seqlens, states,
+        transitions, T, N, H, HV // H, B * T, segment, K, V, CHUNK, BV, writes.chunks, initial_state is not None,
+        qk_l2norm,
         cu_seqlens is not None, dot_precision(k), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     launch = tuning.gated_delta_rule("entering", K, V, k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](
-        gates, cu_seqlens, states, transitions, entering, T, H, HV // H, B * T, segment,
-        K, V, CHUNK, launch.BK, launch.BV, qk_l2norm, cu_seqlens is not None, "tf32x3",
+        gates, writes.factors, cu_seqlens, states, transitions, entering, T, H, HV // H, B * T, segment,
+        K, V, CHUNK, launch.BK, launch.BV, writes.chunks, qk_l2norm, cu_seqlens is not None, "tf32x3",
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return entering, transitions

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -17,7 +18,6 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     resolve_impl,
 )
-from tokenmix_core.ops.replay import Checked
 from tokenmix_core.ops.short_conv.reference import short_conv_reference, short_conv_step_reference
 
 Activation = Literal["silu"]
@@ -48,7 +48,8 @@ def short_conv(
         activation: None or "silu".
         initial_state: `[N, D, W − 1]` in x's dtype: the last inputs before each sequence, oldest first.
         cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
-        impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
+            no kernels in Gluon, as reading and writing is all that takes time here.
 
     Returns:
         ScanOutput: o `[B, T, D]` and final_state `[N, D, W − 1]`, the last inputs of each sequence, both in x's dtype.
@@ -57,7 +58,7 @@ def short_conv(
         ValueError: shapes, dtypes, devices, the activation or cu_seqlens do not fit.
     """
     impl = _check(x, weight, bias, activation, initial_state, cu_seqlens, impl)
-    if impl == "triton":
+    if impl != "reference":
         from tokenmix_core.ops.short_conv.autograd import short_conv_triton
 
         return short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens)
@@ -90,7 +91,7 @@ def short_conv_step(
         ValueError: as `short_conv`.
     """
     impl = _check_step(x, weight, bias, state, activation, impl)
-    if impl == "triton":
+    if impl != "reference":
         from tokenmix_core.ops.short_conv.autograd import short_conv_step_triton
 
         return short_conv_step_triton(x, weight, bias, state, activation)
@@ -98,8 +99,8 @@ def short_conv_step(
 
 
 @Checked
-def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
-    """Validate a whole-sequence call; return the implementation."""
+def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str | None:
+    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does."""
     op = "short_conv"
     dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)
@@ -113,8 +114,8 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str:
 
 
 @Checked
-def _check_step(x, weight, bias, state, activation, impl) -> str:
-    """Validate a call of one token; return the implementation."""
+def _check_step(x, weight, bias, state, activation, impl) -> str | None:
+    """Validate a call of one token; return the implementation, as `resolve_impl` does."""
     op = "short_conv_step"
     dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)
@@ -133,7 +134,7 @@ def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tens
     dims["W-1"] = dims["W"] - 1
     spec = f"{rows} D W-1" + ("?" if name == "initial_state" else "")
     bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, spec)})
-    floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
+    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, x=x, weight=weight, bias=bias)
     check_same_dtype(op, weight=weight, bias=bias)
     check_same_dtype(op, x=x, **state)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager
+from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager, recorded_op
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def run_step(x, weight, bias, state, activation) -> Tensor:
     return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation)
 
 
-@torch.library.custom_op("tokenmix_core::short_conv_forward", mutates_args=())
+@recorded_op("tokenmix_core::short_conv_forward", mutates_args=())
 def short_conv_forward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -67,7 +67,7 @@ def _(x, weight, bias, activation, initial_state, cu_seqlens):
     return x.new_empty(x.shape), x.new_empty((num_sequences(x, cu_seqlens), D, W - 1))
 
 
-@torch.library.custom_op("tokenmix_core::short_conv_backward", mutates_args=())
+@recorded_op("tokenmix_core::short_conv_backward", mutates_args=())
 def short_conv_backward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, do: Tensor, final_gradient: Tensor | None,
@@ -82,7 +82,7 @@ def _(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient
     return [t.new_empty(t.shape) for t in (x, weight, bias, initial_state) if t is not None]
 
 
-@torch.library.custom_op("tokenmix_core::short_conv_step", mutates_args={"state"})
+@recorded_op("tokenmix_core::short_conv_step", mutates_args={"state"})
 def short_conv_step_op(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
     """`run_step` for torch to trace."""
     return run_step(x, weight, bias, state, activation)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.short_conv.forward import load_input, sigmoid, within
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -17,7 +18,7 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
-from tokenmix_core.ops.replay import Checked
+from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit, step_limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +54,10 @@ def chunk_ssd(
         scale: factor of the output.
         initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
         cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
-        impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
-            Triton needs K and V of 16, 32, 64, 128 or 256.
+        impl: "gluon" (Hopper, bfloat16 or float16, K and V of 64, 128 or 256), "triton" (portable kernels; K and V of
+            16, 32, 64, 128 or 256), "reference" (any size and device), or None: the fastest here, which is Gluon where
+            it runs, then Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays portable
+            where that is faster; `tokenmix_core.ops.explain` names the kernels.
 
     Returns:
         ScanOutput: o `[B, T, HV, V]` in v's dtype and final_state `[N, HV, K, V]` in float32.
@@ -63,10 +66,10 @@ def chunk_ssd(
         ValueError: shapes, dtypes, devices, group count or cu_seqlens do not fit; it says what was got and expected.
     """
     impl, scale = _check("chunk_ssd", q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
-    if impl == "triton":
-        from tokenmix_core.ops.ssd.autograd import chunk_ssd_triton
+    if impl != "reference":
+        from tokenmix_core.ops.ssd.autograd import chunk_ssd_kernels
 
-        return chunk_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+        return chunk_ssd_kernels(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
     return chunk_ssd_reference(q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
@@ -85,13 +88,14 @@ def recurrent_ssd(
 ) -> ScanOutput:
     """The same function as `chunk_ssd`, computed token by token: best for a few tokens a sequence.
 
-    Arguments, results and errors are those of `chunk_ssd`; gradients too.
+    Arguments, results and errors are those of `chunk_ssd`; gradients too. Only they are made by kernels in Gluon, where
+    those run: `impl="gluon"` is an error.
     """
     impl, scale = _check("recurrent_ssd", q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
-    if impl == "triton":
-        from tokenmix_core.ops.ssd.autograd import recurrent_ssd_triton
+    if impl != "reference":
+        from tokenmix_core.ops.ssd.autograd import recurrent_ssd_kernels
 
-        return recurrent_ssd_triton(q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+        return recurrent_ssd_kernels(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
     return recurrent_ssd_reference(
         q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -120,7 +124,7 @@ def ssd_step(
         dt: `[B, HV]`, Δ; None is 1.
         D: `[HV]`; None is 0.
         scale: factor of the output.
-        impl: as for `chunk_ssd`.
+        impl: as for `chunk_ssd`, but that Gluon takes float32, too, and K = 128 with V ≥ 64 alone.
 
     Returns:
         o `[B, HV, V]` in v's dtype: scale · stateᵀ q + D v, of the updated state.
@@ -129,19 +133,22 @@ def ssd_step(
         ValueError: as `chunk_ssd`.
     """
     impl, scale = _check_step(q, k, v, g, dt, D, state, scale, impl)
-    if impl == "triton":
-        from tokenmix_core.ops.ssd.autograd import ssd_step_triton
+    if impl != "reference":
+        from tokenmix_core.ops.ssd.autograd import ssd_step_kernels
 
-        return ssd_step_triton(q, k, v, g, dt, D, state, scale)
+        return ssd_step_kernels(q, k, v, g, dt, D, state, scale, impl)
     return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
 
 
 @Checked
-def _check(op, q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> tuple[str, float]:
+def _check(op, q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> tuple[str | None, float]:
+    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does, and the scale."""
     dims = bind_shapes(
         op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"), dt=(dt, "B T HV?"), D=(D, "HV?")
     )
-    impl = resolve_impl(op, impl, q)
+    impl = resolve_impl(op, impl, q, GLUON if op == "chunk_ssd" else None)
+    if impl == "gluon":
+        GLUON.require(op, q.device, q.dtype, limit(dims["K"], dims["V"]))
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
@@ -153,13 +160,15 @@ def _check(op, q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> tup
 
 
 @Checked
-def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str, float]:
+def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, float]:
     """Validate a call of one token; return the implementation and the scale."""
     dims = bind_shapes(
         "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
         dt=(dt, "B HV?"), D=(D, "HV?"),
     )  # fmt: skip
-    impl = resolve_impl("ssd_step", impl, q)
+    impl = resolve_impl("ssd_step", impl, q, GLUON_STEP)
+    if impl == "gluon":
+        GLUON_STEP.require("ssd_step", q.device, q.dtype, step_limit(dims["K"], dims["V"]))
     _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, state=state)
     if not state.is_contiguous():
         raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
@@ -168,14 +177,14 @@ def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str, float]:
 
 def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:
     """Dtypes, head counts and what Triton needs."""
-    floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
+    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
     check_same_dtype(op, q=q, k=k, v=v)
     check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), **state)
     check_multiple(op, "HV", dims["HV"], "G", dims["G"])
     for letter in "KV":
-        if impl == "triton" and dims[letter] not in HEAD_SIZES:
+        if impl != "reference" and dims[letter] not in HEAD_SIZES:
             raise ValueError(
-                f"{op}: impl='triton' needs {letter} in {', '.join(map(str, HEAD_SIZES))}, got {letter}={dims[letter]}"
-                "; pad the head size or pass impl='reference'"
+                f"{op}: impl={impl or 'triton'!r} needs {letter} in {', '.join(map(str, HEAD_SIZES))}, "
+                f"got {letter}={dims[letter]}; pad the head size or pass impl='reference'"
             )

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, num_sequences
-from tokenmix_core.ops.common import on_hopper
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDForward
@@ -102,7 +101,7 @@ def ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, segment, co
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
     spans = len(initial_state) if segment else N
-    if config.hopper and on_hopper(q.device):
+    if config.hopper:
         from tokenmix_core.ops.ssd.hopper.forward import hopper_forward
 
         if not segment and config.lookback:

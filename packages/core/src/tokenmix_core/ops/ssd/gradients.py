@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.ops.common import on_hopper
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import SSDGradients
@@ -120,14 +119,14 @@ def ssd_gradients_kernel(
 def ssd_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, config: SSDGradients):
     """dq, dk, dv, dg, dΔ and dD. Heads of a group are summed over a buffer, in a fixed order.
 
-    Only the kernels for Hopper know Δ and D, which are None for the others.
+    Only the kernels in Gluon know Δ and D, which are None for the others.
     """
     B, T, G, K = q.shape
     HV, V = v.shape[2:]
     N = num_sequences(q, cu_seqlens)
     dv = torch.empty_like(v, memory_format=torch.contiguous_format)
     dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    if config.hopper is not None and on_hopper(q.device):
+    if config.hopper is not None:
         from tokenmix_core.ops.ssd.hopper.gradients import hopper_gradients
 
         dq, dk, ddt, dD = hopper_gradients(

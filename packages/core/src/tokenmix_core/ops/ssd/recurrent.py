@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from tokenmix_core import tuning
-from tokenmix_core.ops.common import on_hopper
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.sequences import sequence_span
 
 
@@ -63,15 +62,16 @@ def ssd_recurrent_kernel(
     tl.store(final_state + o_state, b_s)
 
 
-def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens):
-    """Outputs; writes `final_state [N, HV, K, V]`, which may be the initial one itself."""
+def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens, tile=None):
+    """Outputs; writes `final_state [N, HV, K, V]`, which may be the initial one itself.
+
+    A `tile` is that of the kernel in Gluon, for one token whose state is updated in place.
+    """
     T, G, K = q.shape[1:]
     HV, V = v.shape[2:]
     N = len(final_state)
     step = T == 1 and cu_seqlens is None
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    in_place = step and initial_state is final_state
-    tile = tuning.state_step("ssd", N * HV, K, V) if in_place and on_hopper(q.device) else None
     if tile is not None:
         from tokenmix_core.ops.ssd.hopper.step import hopper_step_kernel
 

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import load_decay
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 from tokenmix_core.tuning import SSDStates

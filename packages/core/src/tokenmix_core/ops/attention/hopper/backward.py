@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.hopper import TILE, WARPS
 from tokenmix_core.ops.attention.selection import first_place, list_tiles
 from tokenmix_core.ops.attention.tiles import key_tiles, query_tiles, tile_of_queries
@@ -27,7 +28,6 @@ from tokenmix_core.tile.hopper import (
     row_layout,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 
 

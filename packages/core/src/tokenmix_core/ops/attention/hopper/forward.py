@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.hopper import TILE, WARPS
 from tokenmix_core.ops.attention.tiles import key_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import await_copies, barrier, begin_copy, product_layout, store_rows
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tile.masks import visible
 
 # as many as three blocks a multiprocessor leave a thread

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     BARRIERS,
     DS_READ,
@@ -57,7 +58,6 @@ from tokenmix_core.tile.hopper import (
     store_rows,
     widen,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
@@ -20,10 +21,10 @@ from tokenmix_core.tile.hopper import (
     group_layout,
     locate_chunk,
     product_layout,
+    reinterpret,
     row_layout,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 # β up to which a token counts for nothing in the sums that cancel
 SMALLEST = gl.constexpr(2.0**-8)
@@ -57,7 +58,7 @@ def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr =
 @gluon.jit
 def square(s_x, i: gl.constexpr, D: gl.constexpr):
     """Room for the i-th tile `[64, 64]` in that of one `[64, D]`."""
-    return s_x._reinterpret(s_x.dtype, [D // 64, 64, 64], gl.NVMMASharedLayout(128, 16)).index(i)
+    return reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     accumulate,
     backward_chunk,
@@ -26,10 +27,10 @@ from tokenmix_core.tile.hopper import (
     fetch_rows,
     group_layout,
     locate_chunk,
+    reinterpret,
     row_layout,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 
 @cached_launch
@@ -75,7 +76,7 @@ def backward_chunk_kernel(
         s_more = gl.allocate_shared_memory(dtype, [2, BT, 64], shared)
         s_e, s_et, s_f, s_ft = s_do.index(0), s_more.index(0), s_dy.index(0), s_more.index(1)
     # what leaves takes the place of a tile of S
-    s_out = states_2.index((TILES - 1) % 2)._reinterpret(dtype, [BT, K], shared)
+    s_out = reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
     for i in gl.static_range(TILES):
         fetch_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
         fetch_rows(s_dy.index(i), dv + o_vo + i * 64, HV * V, rows, WARPS)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
@@ -30,7 +31,6 @@ from tokenmix_core.tile.hopper import (
     product_layout,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 # chunks that are in shared memory or on their way there
 PLACES = gl.constexpr(2)

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
@@ -19,7 +20,6 @@ from tokenmix_core.tile.hopper import (
     row_layout,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 # columns of V a program, the rows of its transposed state
 COLUMNS = 64

@@ -11,9 +11,19 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
-from tokenmix_core.tile.hopper import LOG2_E, LOWEST, add, fetch_rows, let_next_begin, locate_chunk, parts, store_rows
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.tile.hopper import (
+    LOG2_E,
+    LOWEST,
+    add,
+    fetch_rows,
+    let_next_begin,
+    locate_chunk,
+    parts,
+    reinterpret,
+    store_rows,
+)
 
 # warps that share a multiprocessor: its registers are enough for no more without spills
 WARPS = 8
@@ -164,7 +174,7 @@ def prepare_kernel(
     s_k = gl.allocate_shared_memory(dtype, [K // 64, BT, 64], gl.NVMMASharedLayout(128, 16))
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
-    s_blocks = s_l._reinterpret(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    s_blocks = reinterpret(s_l, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     # two, as a row of blocks is made while the one before is stored
     s_a = gl.allocate_shared_memory(dtype, [2, 16, BT], gl.NVMMASharedLayout(128, 16))
     o_t = gl.arange(0, BT, line)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.vectors import allocate_vectors, as_matrix, load_numbers, store_decays
 from tokenmix_core.tile.hopper import (
     await_copies,
@@ -26,7 +27,6 @@ from tokenmix_core.tile.hopper import (
     sequence_span,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
 from tokenmix_core.ops.ssd.hopper.group import group_gradients_kernel
 from tokenmix_core.ops.ssd.hopper.products import multiply
@@ -23,7 +24,6 @@ from tokenmix_core.tile.hopper import (
     locate_chunk,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_core.tuning import SSDHopper
 
 CHUNK = gl.constexpr(64)

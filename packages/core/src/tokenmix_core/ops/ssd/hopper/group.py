@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.inner import inner_gradients
 from tokenmix_core.ops.ssd.hopper.products import multiply
 from tokenmix_core.ops.ssd.hopper.vectors import (
@@ -36,7 +37,6 @@ from tokenmix_core.tile.hopper import (
     row_layout,
     store_rows,
 )
-from tokenmix_core.tile.launch import cached_launch
 
 CHUNK = gl.constexpr(64)
 

@@ -6,7 +6,7 @@ Sums over rows are kept in parts, by warp or warp group, until they are gathered
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import LOG2_E, LOWEST, add
+from tokenmix_core.tile.hopper import LOG2_E, LOWEST, add, reinterpret
 
 
 @gluon.constexpr_function
@@ -30,7 +30,7 @@ def allocate_parts(R: gl.constexpr, P: gl.constexpr):
 @gluon.jit
 def as_matrix(x_h, R: gl.constexpr, C: gl.constexpr):
     """The vectors of all heads as rows."""
-    return x_h._reinterpret(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return reinterpret(x_h, gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit

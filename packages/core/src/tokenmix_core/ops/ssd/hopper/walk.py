@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import num_sequences
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.forward import locate_span
 from tokenmix_core.ops.ssd.hopper.inner import inner_gradients
 from tokenmix_core.ops.ssd.hopper.products import multiply
@@ -31,7 +32,6 @@ from tokenmix_core.ops.ssd.hopper.vectors import (
     store_row_sums,
 )
 from tokenmix_core.tile.hopper import anew, await_copies, barrier, fetch_rows, group_layout, store_rows
-from tokenmix_core.tile.launch import cached_launch
 
 
 @gluon.constexpr_function

@@ -1,0 +1,147 @@
+"""Which kernels of an operation run on this machine, and why: asked of the same plans that calls follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.common import bind_shapes
+
+Tensors = Mapping[str, Tensor]
+# a call without a gradient, one for each step otherwise
+WHOLE = "all steps"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs for a kind of call.
+
+    Attributes:
+        operation: its name.
+        impl: the implementation, as `impl` names it.
+        kernels: what makes each step of the forward and backward pass.
+        why: the reason, as a clause.
+        call: sizes, dtype and device.
+    """
+
+    operation: str
+    impl: str
+    kernels: Mapping[str, str]
+    why: str
+    call: str
+
+    def __str__(self) -> str:
+        steps = "" if list(self.kernels) == [WHOLE] else "".join(f"\n  {x}: {y}" for x, y in self.kernels.items())
+        return f"{self.operation}: {self.impl}, as {self.why} ({self.call}){steps}"
+
+
+class Operation(NamedTuple):
+    """What `explain` knows of an operation.
+
+    Attributes:
+        function: the public function.
+        tensors: its first arguments, with shapes as `bind_shapes` reads them.
+        sizes: a usual call's.
+        kernels: `(tensors, impl)`, what makes each step of a call by kernels, and nothing of one by the reference.
+        gluon: its kernels in Gluon, if it has any.
+        limit: `(tensors)`, why these do not take tensors that their device and dtype do not speak against.
+    """
+
+    function: Callable
+    tensors: Mapping[str, str]
+    sizes: Mapping[str, int]
+    kernels: Callable[[Tensors, str | None], Mapping[str, str]]
+    gluon: GluonForm | None = None
+    limit: Callable[[Tensors], str | None] = lambda tensors: None
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def register_operation(operation: Operation) -> None:
+    """Let `explain`, and `info` of the command line, know an operation."""
+    OPERATIONS[operation.function.__name__] = operation
+
+
+def explain(
+    operation: Callable | str,
+    *tensors: Tensor,
+    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    impl: str | None = None,
+) -> Explanation:
+    """Say which implementation and kernels of an operation would run, and why; nothing is launched.
+
+    Args:
+        operation: the function, or its name.
+        tensors: example arguments, in the function's order, as many as there are at hand.
+        sizes: by letter of the function's signature, such as `{"T": 512, "K": 64}`; others are those of `tensors`, or
+            usual ones.
+        dtype, device: without `tensors`; the first GPU by default, or the CPU where there is none.
+        impl: as the function takes it.
+
+    Raises:
+        ValueError: an operation, size or device that is not known, tensors that do not fit, or an `impl` that does not
+            run.
+    """
+    name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
+    if name not in OPERATIONS:
+        raise ValueError(f"explain: operation must be one of {', '.join(OPERATIONS)}, got {name}")
+    known = OPERATIONS[name]
+    dims = dict(known.sizes) | dict(sizes or {})
+    if unknown := dims.keys() - known.sizes.keys():
+        raise ValueError(f"explain: {name} has sizes {', '.join(known.sizes)}, got {', '.join(sorted(unknown))}")
+    given = dict(zip(known.tensors, tensors, strict=False))
+    if given:
+        found: dict[str, int] = {}
+        bind_shapes(name, found, **{x: (tensor, known.tensors[x]) for x, tensor in given.items()})
+        dims |= found
+        dtype, device = tensors[0].dtype, tensors[0].device
+    else:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"explain: device {device} is not here: this machine has {torch.cuda.device_count()} GPUs")
+    # one number for all elements: enough to ask for shapes
+    one = torch.empty(1, dtype=dtype, device=device)
+    x = {name: one.expand([dims[letter] for letter in spec.split()]) for name, spec in known.tensors.items()} | given
+
+    kernels = dict(known.kernels(x, impl))
+    forms = {form.split()[0] for form in kernels.values()}
+    chosen = next((form for form in ("gluon", "triton") if form in forms), next(iter(forms)))
+    call = " ".join(f"{letter}={size}" for letter, size in dims.items())
+    call = f"{call}, {str(dtype).removeprefix('torch.')} on {_device(device)}"
+    return Explanation(name, chosen, kernels, _why(known, chosen, x, device, dtype, impl), call)
+
+
+def _why(known: Operation, chosen: str, x: Tensors, device: torch.device, dtype: torch.dtype, impl: str | None) -> str:
+    if impl is not None:
+        return "asked for"
+    if chosen == "reference":
+        return "kernels need a CUDA device" if device.type != "cuda" else "kernels do not take such heads or numbers"
+    if chosen not in ("gluon", "triton"):
+        return "the fastest library for it here"
+    triton = f"Triton {_version('triton')}"
+    if chosen == "gluon":
+        return f"the device is a Hopper GPU, with {triton}"
+    if known.gluon is None:
+        return f"there are no other kernels, with {triton}"
+    why = known.gluon.limit(device, dtype) or known.limit(x) or known.gluon.failure
+    return f"Gluon, {known.gluon.slower.replace('slower', 'faster')}, {why or 'has none for such a call'}"
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "that is not installed"

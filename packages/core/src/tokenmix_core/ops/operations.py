@@ -1,0 +1,161 @@
+"""What `explain` knows of core's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokenmix_core.ops.attention import plan as attention_plan
+from tokenmix_core.ops.attention.api import attention, attention_decode
+from tokenmix_core.ops.attention.api import implementation as implementation_of_attention
+from tokenmix_core.ops.attention.backends import Mask
+from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.common import resolve_impl
+from tokenmix_core.ops.explain import WHOLE, Operation, Tensors, register_operation
+from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
+from tokenmix_core.ops.gated_delta_rule.api import (
+    chunk_gated_delta_rule,
+    gated_delta_rule_step,
+    recurrent_gated_delta_rule,
+)
+from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step
+from tokenmix_core.ops.ssd import plan as ssd_plan
+from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
+
+
+def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
+    """One kernel, or the reference."""
+    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
+    return {WHOLE: impl or "triton"}
+
+
+def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    k, v = tensors["k"], tensors["v"]
+    found = whole("chunk_gated_delta_rule", tensors, impl, delta_rule_plan.GLUON)
+    if found[WHOLE] == "reference":
+        return found
+    plan = delta_rule_plan.plan(k, v, None, True, impl)
+    steps = {"chunks' terms": plan.prepare, "outputs": plan.outputs, "states for the gradients": plan.states}
+    if plan.at_once:
+        return steps | {"gradients": "gluon, in one step"}
+    return steps | {"gradients of states": plan.reverse, "other gradients": plan.chunks}
+
+
+def _delta_rule_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    q, state = tensors["q"], tensors["state"]
+    found = whole("gated_delta_rule_step", tensors, impl, delta_rule_plan.GLUON_STEP)
+    if found[WHOLE] == "reference":
+        return found
+    B, HV, K, V = state.shape
+    return {WHOLE: "triton" if delta_rule_plan.step_tile(B * HV, K, V, q, impl) is None else "gluon"}
+
+
+def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    found = whole("chunk_ssd", tensors, impl, ssd_plan.GLUON)
+    if found[WHOLE] == "reference":
+        return found
+    plan = ssd_plan.plan(tensors["q"], tensors["v"], None, impl)
+    gradients = "triton" if plan.gradients.hopper is None else "gluon"
+    return {
+        "states of segments and borders": "triton",
+        "outputs": "gluon" if plan.forward.hopper else "triton",
+        "gradients": f"{gradients}, in a walk" if plan.gradients.walks else gradients,
+    }
+
+
+def _ssd_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    q, state = tensors["q"], tensors["state"]
+    found = whole("ssd_step", tensors, impl, ssd_plan.GLUON_STEP)
+    if found[WHOLE] == "reference":
+        return found
+    B, HV, K, V = state.shape
+    return {WHOLE: "triton" if ssd_plan.step_tile(B * HV, K, V, q, impl) is None else "gluon"}
+
+
+def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    q, k, v = (tensors[name] for name in "qkv")
+    mask = Mask(True, None, 0)
+    chosen = implementation_of_attention("attention", q, k, v, mask, False, impl)
+    if chosen not in (None, "gluon", "triton"):
+        return {WHOLE: chosen}
+    plan = attention_plan.plan(q, k, v, mask, False, chosen, v)
+    return {
+        name: "gluon" if tile is None else "triton"
+        for name, tile in zip(("outputs", "gradients of queries", "gradients of keys and values"), plan, strict=True)
+    }
+
+
+def _step_limit(tensors: Tensors) -> str | None:
+    return delta_rule_plan.step_limit(*tensors["state"].shape[2:])
+
+
+_CHUNKS = {"B": 8, "T": 4096, "H": 16, "HV": 16, "K": 128, "V": 128}
+_GROUPS = {"B": 8, "T": 4096, "G": 16, "HV": 16, "K": 128, "V": 128}
+_KEYS = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
+_GROUPED = {"q": "B T G K", "k": "B T G K", "v": "B T HV V"}
+_ONE = {"B": 8, "HV": 16, "K": 128, "V": 128}
+_STATE = "B HV K V"
+
+register_operation(Operation(chunk_gated_delta_rule, _KEYS, _CHUNKS, _delta_rule, delta_rule_plan.GLUON))
+register_operation(
+    Operation(recurrent_gated_delta_rule, _KEYS, _CHUNKS, lambda x, impl: whole("recurrent_gated_delta_rule", x, impl))
+)
+register_operation(
+    Operation(
+        gated_delta_rule_step,
+        {"q": "B H K", "k": "B H K", "v": "B HV V", "g": "B HV", "beta": "B HV", "state": _STATE},
+        {"H": 16, **_ONE},
+        _delta_rule_step,
+        delta_rule_plan.GLUON_STEP,
+        _step_limit,
+    )
+)
+register_operation(
+    Operation(
+        chunk_ssd, _GROUPED, _GROUPS, _ssd, ssd_plan.GLUON, lambda x: ssd_plan.limit(x["q"].shape[3], x["v"].shape[3])
+    )
+)
+register_operation(Operation(recurrent_ssd, _GROUPED, _GROUPS, lambda x, impl: whole("recurrent_ssd", x, impl)))
+register_operation(
+    Operation(
+        ssd_step,
+        {"q": "B G K", "k": "B G K", "v": "B HV V", "g": "B HV", "state": _STATE},
+        {"G": 16, **_ONE},
+        _ssd_step,
+        ssd_plan.GLUON_STEP,
+        _step_limit,
+    )
+)
+register_operation(
+    Operation(
+        attention,
+        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
+        {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
+        _attention,
+        attention_plan.GLUON,
+        lambda x: attention_plan.limit(x["q"], x["k"], x["v"]),
+    )
+)
+register_operation(
+    Operation(
+        attention_decode,
+        {"q": "B TQ HQ K", "k_cache": "B S H K", "v_cache": "B S H V"},
+        {"B": 8, "TQ": 1, "S": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
+        lambda x, impl: whole("attention_decode", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        short_conv,
+        {"x": "B T D", "weight": "D W"},
+        {"B": 8, "T": 4096, "D": 2048, "W": 4},
+        lambda x, impl: whole("short_conv", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        short_conv_step,
+        {"x": "B D", "weight": "D W"},
+        {"B": 8, "D": 2048, "W": 4},
+        lambda x, impl: whole("short_conv_step", x, impl),
+    )
+)

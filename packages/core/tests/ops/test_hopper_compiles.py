@@ -1,0 +1,117 @@
+"""Gluon kernels compile for Hopper, by the installed Triton and without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.testing.compilation import SHARED_MEMORY, compile_calls, compiled_by
+
+BORDERS = [0, 3000, 3000, 9000, 16384]
+PACKED = dict(B=1, T=16384, borders=BORDERS)
+
+
+def tensors(dtype=torch.bfloat16, **shapes):
+    """Differentiable tensors, of which nothing is read: by name, in float32 where a name says so."""
+    return {
+        name: torch.empty(shape, dtype=torch.float32 if name in FLOAT32 else dtype).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+FLOAT32 = ("g", "beta", "dt", "D", "initial_state", "state")
+
+
+def both(op, x, borders, **options):
+    """A forward and a backward pass."""
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    output = op(**x, cu_seqlens=cu_seqlens, impl="gluon", **options)
+    torch.autograd.grad(list(output), list(x.values()), [torch.empty_like(y) for y in output])
+
+
+def gated_delta_rule(B=8, T=4096, H=16, HV=None, K=128, V=None, N=0, borders=None, norm=True, dtype=torch.bfloat16):
+    from tokenmix_core.ops import chunk_gated_delta_rule
+
+    V, HV = V or K, HV or H
+    x = tensors(dtype, q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), g=(B, T, HV), beta=(B, T, HV))
+    x |= tensors(initial_state=(N, HV, K, V)) if N else {}
+    both(chunk_gated_delta_rule, x, borders, qk_l2norm=norm)
+
+
+def ssd(B=8, T=4096, G=1, HV=16, K=128, V=128, N=0, borders=None, steps=False, dtype=torch.bfloat16):
+    from tokenmix_core.ops import chunk_ssd
+
+    x = tensors(dtype, q=(B, T, G, K), k=(B, T, G, K), v=(B, T, HV, V), g=(B, T, HV))
+    x |= tensors(dt=(B, T, HV), D=(HV,)) if steps else {}
+    x |= tensors(initial_state=(N, HV, K, V)) if N else {}
+    both(chunk_ssd, x, borders)
+
+
+def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtype=torch.bfloat16, group=1):
+    """What the operation runs: it takes no bfloat16 on a CPU itself."""
+    from tokenmix_core.ops.attention.backends import Mask
+    from tokenmix_core.ops.attention.backward import attention_backward
+    from tokenmix_core.ops.attention.forward import attention_forward
+
+    q, do = (torch.empty(B, T, H * group, D, dtype=dtype) for _ in range(2))
+    k, v = (torch.empty(B, T, H, D, dtype=dtype) for _ in range(2))
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    rest = cu_seqlens, Mask(True, window, sinks), D**-0.5
+    attention_backward(q, k, v, *attention_forward(q, k, v, *rest), do, None, *rest)
+
+
+def step(op, N=32, H=16, K=128, V=128):
+    from tokenmix_core import ops
+
+    x = tensors(q=(N, H, K), k=(N, H, K), v=(N, H, V), g=(N, H), state=(N, H, K, V))
+    x |= tensors(beta=(N, H)) if op == "gated_delta_rule_step" else {}
+    with torch.no_grad():
+        getattr(ops, op)(**x, impl="gluon")
+
+
+# the first ones have every kernel
+CALLS = {
+    "gated delta rule": gated_delta_rule,
+    "gated delta rule, narrow heads": partial(gated_delta_rule, B=2, K=64),
+    "gated delta rule, wide heads": partial(gated_delta_rule, B=2, K=256),
+    "gated delta rule, a token": partial(step, "gated_delta_rule_step"),
+    "SSD": ssd,
+    "SSD, narrow heads": partial(ssd, K=64, V=64),
+    "SSD, a group a head": partial(ssd, B=2, G=16, steps=True),
+    "SSD, a token": partial(step, "ssd_step"),
+    "window": partial(attention, window=1024),
+    "gated delta rule, few heads": partial(gated_delta_rule, B=1, T=32768, H=2),
+    "gated delta rule without norm": partial(gated_delta_rule, norm=False),
+    "gated delta rule in float16": partial(gated_delta_rule, dtype=torch.float16),
+    "SSD in float16": partial(ssd, dtype=torch.float16),
+    "SSD, groups of heads": partial(ssd, HV=32, V=64, steps=True),
+    "many sequences of a token": partial(step, "gated_delta_rule_step", N=256),
+    "many sequences of a token, SSD": partial(step, "ssd_step", N=256),
+}
+for K in (64, 128, 256):
+    for V in (64, 128, 256):
+        sizes = dict(K=K, V=V)
+        CALLS[f"gated delta rule {K} {V}"] = partial(gated_delta_rule, B=2, T=2048, **sizes)
+        CALLS[f"gated delta rule {K} {V}, packed"] = partial(gated_delta_rule, **PACKED, H=2, HV=4, N=4, **sizes)
+        CALLS[f"SSD {K} {V}"] = partial(ssd, **sizes)
+        CALLS[f"SSD {K} {V}, packed"] = partial(ssd, **PACKED, HV=4, N=4, steps=True, **sizes)
+        CALLS[f"SSD {K} {V}, short"] = partial(ssd, B=2, T=256, HV=8, N=2, **sizes)
+for D in (64, 128):
+    CALLS[f"attention {D}"] = partial(attention, D=D)
+    CALLS[f"window and sinks {D}"] = partial(attention, B=1, T=32768, H=4, group=8, D=D, window=256, sinks=4)
+    CALLS[f"packed windows {D}"] = partial(attention, **PACKED, D=D, window=512, dtype=torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+    kernels = compiled_by(__file__)
+    assert len({x["kernel"] for x in kernels}) == 17
+    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+
+
+if __name__ == "__main__":
+    compile_calls(CALLS, "tokenmix_core.ops")
