@@ -71,7 +71,7 @@ def test_a_read_gives_what_the_next_token_may_see_in_order(window, sinks):
 def test_room_grows_seldom():
     for expected in (0, 600):
         kv, sizes = KVState(1, 1, 1), set()
-        kv.expected = expected
+        kv.reserve(expected)
         for t in range(600):
             x = torch.full((1, 1, 1, 1), float(t))
             kv.write(x, x, Span(1, 1, torch.device("cpu"), past=t))
@@ -108,3 +108,19 @@ def test_a_part_that_is_not_there_is_an_attribute_error():
     assert state.conv is state.parts["conv"]
     with pytest.raises(AttributeError, match="recurrent"):
         _ = state.recurrent
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("pieces", [[1] * 12, [5, 7], [12], [3, 1, 6, 2]])
+def test_what_leaves_a_window_is_handed_out_once_and_in_order(sinks, pieces):
+    window, past, gone = 4, 0, []
+    kv = KVState(1, 1, 1, window=window, sinks=sinks)
+    for tokens in pieces:
+        x = torch.arange(past, past + tokens).float().view(1, tokens, 1, 1)
+        span = Span(1, tokens, torch.device("cpu"), past=past)
+        keys, values, positions = kv.leaving(x, -x, span)
+        assert keys.flatten().tolist() == positions.tolist() == (-values).flatten().tolist()
+        gone += positions.tolist()
+        kv.write(x, -x, span)
+        past += tokens
+    assert gone == list(range(sinks, past - window))

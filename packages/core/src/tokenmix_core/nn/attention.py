@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -36,6 +38,12 @@ class Attention(Mixer):
         ValueError: head counts that do not divide, an odd rotated head size, a window below 1.
     """
 
+    attention_impls: ClassVar[dict[str, str]] = {
+        "eager": "reference",
+        "sdpa": "sdpa",
+        "flash_attention_2": "flash_attn",
+    }
+
     def __init__(
         self,
         hidden_size: int,
@@ -62,6 +70,8 @@ class Attention(Mixer):
                 f"Attention: without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}"
             )
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if head_dim < 1:
+            raise ValueError(f"Attention: head_dim must be at least 1, got {head_dim}")
         if rope and head_dim % 2:
             raise ValueError(f"Attention: rotary positions need an even head_dim, got {head_dim}")
         if window is not None and window < 1:
@@ -157,6 +167,7 @@ def cached_attention_lse(
         kv.write(k, v, span)
         # the places that may be filled, known without asking the device; a ring's order does not matter
         places = min(span.past + 1, kv.places)
+        # the other names have no form for one token
         kernel = impl if impl in ("triton", "reference") else None
         return attention_decode(
             q, kv.keys[:, :places], kv.values[:, :places], kv.filled(span), scale=scale, impl=kernel
@@ -179,18 +190,16 @@ def cached_attention_lse(
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:
     """Several tokens of sequences of unequal lengths, as of a padded prompt in pieces; rare, so by a mask."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
-    positions = (
-        span.unpack(span.positions.view(1, -1)) if span.mask is not None else span.positions.view(span.batch, -1)
-    )
+    positions = span.unpack(span.positions.view(span.layout))
     real = torch.ones_like(positions, dtype=torch.bool) if span.mask is None else span.mask
-    key_positions = torch.cat((kv.positions(span), positions.masked_fill(~real, -1)), 1)
+    key_positions = torch.cat((kv.positions(span)[: span.batch], positions.masked_fill(~real, -1)), 1)
     distance = positions.unsqueeze(2) - key_positions.unsqueeze(1)
     visible = (key_positions.unsqueeze(1) >= 0) & (distance >= 0)
     if kv.window is not None:
         visible &= (distance < kv.window) | (key_positions.unsqueeze(1) < kv.sinks)
     # a padding query would see nothing, which softmax answers with NaN
     visible |= ~real.unsqueeze(2)
-    keys, values = torch.cat((kv.keys, k), 1), torch.cat((kv.values, v), 1)
+    keys, values = torch.cat((kv.keys[: span.batch], k), 1), torch.cat((kv.values[: span.batch], v), 1)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     grouped = at_least_float32(q).unflatten(2, (k.shape[2], -1))
     scores = factor * torch.einsum("nihgk,njhk->nhgij", grouped, at_least_float32(keys))

@@ -16,7 +16,7 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.common import Impl, unless_gluon
 
 
 class GatedDeltaNet(Mixer):
@@ -35,7 +35,8 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: β in [0, 2], so that a state can be reflected.
         output_gate: gate the outputs; without it they are only normalised.
         norm_eps: of the output norm.
-        impl: implementation of the operations, None, "triton" or "reference".
+        impl: implementation of the operations, None, "gluon", "triton" or "reference"; Gluon's is that of whole
+            sequences, beside which single tokens and the convolution take the fastest kernels.
 
     Raises:
         ValueError: head counts that do not divide, sizes that are not whole.
@@ -79,9 +80,9 @@ class GatedDeltaNet(Mixer):
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
-        self.q_conv = ShortConv(keys, conv_size, impl=impl)
-        self.k_conv = ShortConv(keys, conv_size, impl=impl)
-        self.v_conv = ShortConv(values, conv_size, impl=impl)
+        self.q_conv = ShortConv(keys, conv_size, impl=unless_gluon(impl))
+        self.k_conv = ShortConv(keys, conv_size, impl=unless_gluon(impl))
+        self.v_conv = ShortConv(values, conv_size, impl=unless_gluon(impl))
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
         self.g_proj = nn.Linear(hidden_size, values, bias=False) if output_gate else None
@@ -134,6 +135,7 @@ class GatedDeltaNet(Mixer):
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
             q, k, v, g, beta = (x.squeeze(1) for x in (q, k, v, g, beta))
+            options["impl"] = unless_gluon(self.impl)
             o = gated_delta_rule_step(q, k, v, g, beta, recurrent, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value

@@ -16,7 +16,7 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_ssd, ssd_step
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.common import Impl, unless_gluon
 
 
 class Mamba2(Mixer):
@@ -33,7 +33,8 @@ class Mamba2(Mixer):
         num_groups: groups G of B and C, which the heads share.
         conv_size: width of the convolution, which has a bias.
         norm_eps: of the output norm, which normalises each group on its own.
-        impl: implementation of the operations, None, "triton" or "reference".
+        impl: implementation of the operations, None, "gluon", "triton" or "reference"; Gluon's is that of whole
+            sequences, beside which single tokens and the convolution take the fastest kernels.
 
     Raises:
         ValueError: sizes that do not divide.
@@ -72,7 +73,7 @@ class Mamba2(Mixer):
         self.fit = HeadFit(state_size, head_dim, (16, 32, 64, 128, 256))
         self.mixed = inner + 2 * num_groups * state_size
         self.in_proj = nn.Linear(hidden_size, inner + self.mixed + heads, bias=False)
-        self.conv = ShortConv(self.mixed, conv_size, bias=True, impl=impl)
+        self.conv = ShortConv(self.mixed, conv_size, bias=True, impl=unless_gluon(impl))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))
@@ -113,7 +114,7 @@ class Mamba2(Mixer):
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
             C, B, x, g, dt = (t.squeeze(1) for t in (C, B, x, g, dt))
-            y = ssd_step(C, B, x, g, recurrent, dt=dt, D=D, impl=self.impl).unsqueeze(1)
+            y = ssd_step(C, B, x, g, recurrent, dt=dt, D=D, impl=unless_gluon(self.impl)).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
             y, after = chunk_ssd(C, B, x, g, dt=dt, D=D, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl)

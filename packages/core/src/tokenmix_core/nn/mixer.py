@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.fields import check_arguments
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.nn.state import LayerState
+from tokenmix_core.nn.state import Bounds, LayerState
 
 MixerOutput = tuple[Tensor, dict[str, Tensor] | None]
 
@@ -22,15 +22,19 @@ class Mixer(KeepsFloat32):
 
     A subclass takes `hidden_size` and `norm_eps` and its own keyword options, which are those that `mixer_options` of a
     configuration accepts; it defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns
-    parameters or non-persistent buffers. It never meets padding: batches with padding reach it packed.
+    parameters or non-persistent buffers. It is causal, and never meets padding: batches with padding reach it packed,
+    or, in a graph that torch.compile traces, with padding where no real token sees it.
 
     Attributes:
         inputs: names of the extra inputs of the model's `forward` that this mixer takes.
         rotary_dim: rotated channels of a head; None when it needs no `rotary`.
+        attention_impls: by transformers' name of an implementation of attention, the value of the mixer's `impl`; empty
+            where the mixer does not attend.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
     rotary_dim: int | None = None
+    attention_impls: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:
@@ -77,9 +81,16 @@ class Mixer(KeepsFloat32):
         """An empty state for the layer."""
         raise NotImplementedError
 
+    def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Bounds:
+        """Between how many bytes the layer keeps of `batch_size` sequences of `seq_len` tokens.
+
+        Activations are of `dtype`; the bounds differ where data decide what is kept.
+        """
+        return Bounds.sum(part.bounds(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
+
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes the layer keeps of `batch_size` sequences of `seq_len` tokens, activations being of `dtype`."""
-        return sum(part.nbytes(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
+        """Bytes the layer keeps at the most; see `state_bounds`."""
+        return self.state_bounds(seq_len, batch_size, dtype).most
 
     def mixing_flops(self, seq_len: int) -> float:
         """Forward floating-point operations of mixing a token, linear layers left out, mean over a causal sequence."""

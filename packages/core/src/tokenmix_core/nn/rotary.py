@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,55 @@ from torch import Tensor
 from tokenmix_core.nn.init import is_loaded
 from tokenmix_core.nn.precision import KeepsFloat32, at_least_float32
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# by type what it needs and what it may have beside rope_type and rope_theta
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_ORIGINAL = "original_max_position_embeddings"
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": (),
+    "llama3": (_ORIGINAL,),
+    "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+ROPE_TYPES = tuple(_NEEDED)
+
+
+def check_rope(rope_parameters: dict[str, Any]) -> None:
+    """Raise a ValueError for rotary parameters that no model can have, with what was got and what was expected."""
+    # the type had another name once
+    kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+    numbers = ("rope_theta", *_NEEDED[kind], *_OPTIONAL[kind])
+    # what transformers writes where a part of each head is rotated: here it is all of it
+    if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters: whole heads are rotated, got partial_rotary_factor="
+            f"{rope_parameters['partial_rotary_factor']!r}"
+        )
+    if unknown := sorted(set(rope_parameters) - {"rope_type", "type", "partial_rotary_factor", *numbers}):
+        raise ValueError(
+            f"rope_parameters: rope_type {kind!r} has no {', '.join(map(repr, unknown))}; it has {', '.join(numbers)}"
+        )
+    if missing := [name for name in _NEEDED[kind] if rope_parameters.get(name) is None]:
+        raise ValueError(f"rope_parameters: rope_type {kind!r} needs {', '.join(missing)}")
+    for name in numbers:
+        value = rope_parameters.get(name)
+        if name == "truncate":
+            right, wanted = value is None or isinstance(value, bool), "True or False"
+        else:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            right, wanted = value is None or (number and math.isfinite(value) and value > 0), "a positive number"
+        if not right:
+            raise ValueError(f"rope_parameters: {name} must be {wanted}, got {value!r}")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        a, b = rope_parameters.get(low), rope_parameters.get(high)
+        if a is not None and b is not None and a >= b:
+            raise ValueError(f"rope_parameters: {low} must be below {high}, got {a} and {b}")
 
 
 class Rotation(NamedTuple):
@@ -33,11 +82,10 @@ def rope_frequencies(
         max_position_embeddings: the context length the model is made for.
 
     Raises:
-        ValueError: an odd dim or an unknown type.
+        ValueError: an odd dim, or parameters that `check_rope` refuses.
     """
+    check_rope(rope_parameters)
     kind = rope_parameters.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(map(repr, ROPE_TYPES))}, got {kind!r}")
     if dim < 2 or dim % 2:
         raise ValueError(f"rotary embedding: the head size must be even and positive, got {dim}")
     theta = float(rope_parameters.get("rope_theta", 10_000.0))

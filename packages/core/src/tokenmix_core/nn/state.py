@@ -2,15 +2,15 @@
 
 A layer's `LayerState` is made of named parts, each with the batch as its first dimension: `TensorState` holds one
 tensor of constant size (a recurrent state, the last inputs of a convolution), `KVState` keys and values, all or a
-window of them. Sequences are stored without padding, each from its own position 0 on, so that batches of unequal
-lengths need no masks.
+window of them, `RaggedKVState` (`nn/ragged.py`) of each head as many as were chosen. Sequences are stored without
+padding, each from its own position 0 on, so that batches of unequal lengths need no masks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,7 +39,9 @@ class Span:
     """Where the tokens of one call lie: N rows of `tokens` places each, after what the sequences already hold.
 
     Without a mask the call's tensors are dense, `[N, tokens, ...]`. With one they are packed, `[1, total, ...]`:
-    padding never reaches a mixer.
+    padding never reaches a mixer. In a graph of fixed sizes it cannot be dropped: without states it goes behind the
+    real tokens of its row, `[N, tokens, ...]`, where causal mixers do not see it; with states it is one more sequence
+    of a packed call, after all others, which nobody reads.
 
     Args:
         batch: N.
@@ -48,6 +50,8 @@ class Span:
         past: tokens each sequence holds before the call; an upper bound where `lengths` is given.
         lengths: `[N]` int64, the exact numbers where sequences differ.
         mask: `[N, tokens]`, True for real tokens; None when all are real.
+        fixed: with a mask, give all tensors sizes that do not depend on its values.
+        stateless: whether no states are kept of the call.
     """
 
     def __init__(
@@ -59,9 +63,16 @@ class Span:
         past: int = 0,
         lengths: Int[Tensor, "N"] | None = None,
         mask: Bool[Tensor, "N tokens"] | None = None,
+        fixed: bool = False,
+        stateless: bool = False,
     ):
         self.batch, self.tokens, self.device, self.past = batch, tokens, device, past
         self.lengths, self.mask = lengths, mask
+        # padding is among the call's tokens: behind the real ones of its row, or as a sequence of its own
+        self.aligned = fixed and stateless and mask is not None
+        self.fixed = fixed and not stateless and mask is not None
+        # sequences that states are kept of during the call
+        self.sequences = batch + 1 if self.fixed else batch
         self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
@@ -69,28 +80,45 @@ class Span:
         """Whether all sequences hold the same number of tokens before and after, known without asking the device."""
         return self.lengths is None and self.mask is None
 
+    @property
+    def keeps_padding(self) -> bool:
+        """Whether padding is among the call's tokens."""
+        return self.aligned or self.fixed
+
     @_once
     def before(self) -> Int[Tensor, "N"]:
         """Tokens each sequence holds before the call."""
-        if self.lengths is not None:
-            return self.lengths
-        return torch.full((self.batch,), self.past, dtype=torch.int64, device=self.device)
+        if self.lengths is None:
+            return torch.full((self.sequences,), self.past, dtype=torch.int64, device=self.device)
+        return torch.cat((self.lengths, self.lengths.new_zeros(1))) if self.fixed else self.lengths
 
     @_once
     def after(self) -> Int[Tensor, "N"]:
         """Tokens each sequence holds after the call."""
-        return self.before + (self.tokens if self.mask is None else self.mask.sum(1))
+        return self.before + (self.tokens if self.mask is None else self._counts)
+
+    @_once
+    def _counts(self) -> Int[Tensor, "N"]:
+        """Tokens of each sequence in the call."""
+        assert self.mask is not None
+        counts = self.mask.sum(1)
+        return torch.cat((counts, (~self.mask).sum().unsqueeze(0))) if self.fixed else counts
 
     @_once
     def index(self) -> Int[Tensor, "total"]:
-        """The places of the real tokens in the flattened `[N · tokens]`; waits for the device."""
+        """The places of the call's tokens in the flattened `[N · tokens]`; waits for the device, unless fixed."""
         assert self.mask is not None
+        if self.aligned:
+            order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)
+            return (order + self.tokens * torch.arange(self.batch, device=self.device).unsqueeze(1)).flatten()
+        if self.fixed:
+            return (~self.mask).flatten().to(torch.uint8).argsort(stable=True)
         return self.mask.flatten().nonzero().squeeze(1)
 
     @_once
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
         """Borders of the packed sequences; None for a dense call."""
-        return None if self.mask is None else cu_seqlens_from_lengths(self.mask.sum(1))
+        return None if self.mask is None or self.aligned else cu_seqlens_from_lengths(self._counts)
 
     @_once
     def rows(self) -> Int[Tensor, "total"]:
@@ -98,7 +126,9 @@ class Span:
         rows = torch.arange(self.batch, device=self.device).repeat_interleave(
             self.tokens, output_size=self.batch * self.tokens
         )
-        return rows if self.mask is None else rows[self.index]
+        if self.mask is None:
+            return rows
+        return (torch.where(self.mask.flatten(), rows, self.batch) if self.fixed else rows)[self.index]
 
     @_once
     def positions(self) -> Int[Tensor, "total"]:
@@ -107,34 +137,77 @@ class Span:
             offsets = torch.arange(self.tokens, device=self.device).expand(self.batch, -1)
         else:
             offsets = self.mask.cumsum(1) - 1
-        positions = (self.before.unsqueeze(1) + offsets).flatten()
+        positions = (self.before[: self.batch].unsqueeze(1) + offsets).flatten()
+        if self.fixed:
+            assert self.mask is not None
+            padding = ~self.mask.flatten()
+            positions = torch.where(padding, padding.cumsum(0) - 1, positions)
         return positions if self.mask is None else positions[self.index]
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """The first two dimensions of the call's tensors; −1 for the tokens of a packed call."""
+        return (self.batch, self.tokens) if self.mask is None or self.aligned else (1, -1)
+
     def pack(self, x: Float[Tensor, "N tokens *rest"]) -> Tensor:
-        """Drop the padding: `[1, total, ...]`. Nothing to do for a dense call."""
-        return x if self.mask is None else x.flatten(0, 1)[self.index].unsqueeze(0)
+        """Bring a tensor into the layout of the call, without padding: nothing to do for a dense one."""
+        return x if self.mask is None else x.flatten(0, 1)[self.index].unflatten(0, self.layout)
 
     def unpack(self, x: Float[Tensor, "1 total *rest"]) -> Tensor:
         """The inverse of `pack`, with zeros for padding."""
         if self.mask is None:
             return x
         out = x.new_zeros(self.batch * self.tokens, *x.shape[2:])
-        return out.index_copy(0, self.index, x.squeeze(0)).unflatten(0, (self.batch, self.tokens))
+        out = out.index_copy(0, self.index, x.flatten(0, 1)).unflatten(0, (self.batch, self.tokens))
+        if self.keeps_padding:
+            out = out.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (out.dim() - 2)), 0)
+        return out
 
     def written(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which tokens a store with this window keeps: their places in the call's tensors, rows and positions."""
         key = (window, sinks)
         if key not in self._written:
-            kept = torch.arange(len(self.rows), device=self.device)
+            kept, rows, positions = torch.arange(len(self.rows), device=self.device), self.rows, self.positions
+            last = None
             if window is not None and self.tokens > 1:
-                last = self.positions >= self.after[self.rows] - window
-                kept = (last | (self.positions < sinks)).nonzero().squeeze(1)
-            self._written[key] = kept, self.rows[kept], self.positions[kept]
+                last = (positions >= self.after[rows] - window) | (positions < sinks)
+            if self.fixed:
+                # the rest goes where nobody reads
+                wanted = rows < self.batch if last is None else last & (rows < self.batch)
+                rows, positions = torch.where(wanted, rows, self.batch), torch.where(wanted, positions, 0)
+            elif last is not None:
+                kept = last.nonzero().squeeze(1)
+                rows, positions = rows[kept], positions[kept]
+            self._written[key] = kept, rows, positions
         return self._written[key]
 
 
+class Bounds(NamedTuple):
+    """Between how many bytes a state takes: `least` and `most` are equal where its size does not depend on data."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def sum(cls, bounds: Iterable[Bounds]) -> Bounds:
+        """The bounds of several states together."""
+        pairs = list(bounds)
+        return cls(sum(x.least for x in pairs), sum(x.most for x in pairs))
+
+
 class StatePart:
-    """What a layer's state is made of: `TensorState`, `KVState`, or a mixer's own, which the cache handles unseen."""
+    """What a layer's state is made of: `TensorState`, `KVState`, or a mixer's own, which the cache handles unseen.
+
+    Attributes:
+        window: tokens kept; None where nothing leaves by its age.
+        keeps_tokens: whether single tokens are kept, as keys and values are.
+    """
+
+    window: int | None = None
+    keeps_tokens: bool = False
+
+    def reserve(self, max_length: int) -> None:
+        """Take note that sequences will reach so many tokens: room may be made at once."""
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor, `[N, ...]`, by a function of it."""
@@ -144,8 +217,8 @@ class StatePart:
         """Forget everything."""
         raise NotImplementedError
 
-    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
-        """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """Between how many bytes the state of `batch_size` sequences of `seq_len` tokens takes."""
         raise NotImplementedError
 
     def held(self, seq_len: int) -> int:
@@ -190,9 +263,10 @@ class TensorState(StatePart):
         """Forget everything."""
         self.value = None
 
-    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
-        """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
-        return batch_size * math.prod(self.shape) * (self.dtype or dtype).itemsize
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """The bytes of the state of `batch_size` sequences, of whatever length."""
+        size = batch_size * math.prod(self.shape) * (self.dtype or dtype).itemsize
+        return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
         """Bytes of the state now held, of sequences of `seq_len` tokens."""
@@ -218,12 +292,18 @@ class KVState(StatePart):
         sinks: first tokens kept beside the window.
     """
 
+    keeps_tokens = True
+
     def __init__(self, heads: int, key_size: int, value_size: int, *, window: int | None = None, sinks: int = 0):
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         self.window, self.sinks = window, sinks if window is not None else 0
         self._stored: tuple[Tensor, Tensor] | None = None
         # places to make room for at once, where the final length is known beforehand
-        self.expected = 0
+        self._expected = 0
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for so many tokens at the first write."""
+        self._expected = max_length
 
     @property
     def places(self) -> int:
@@ -268,6 +348,26 @@ class KVState(StatePart):
             self.keys.index_copy_(1, places, k.index_select(1, kept))
             self.values.index_copy_(1, places, v.index_select(1, kept))
 
+    def leaving(
+        self, k: Float[Tensor, "N tokens H K"], v: Float[Tensor, "N tokens H V"], span: Span
+    ) -> tuple[Tensor, Tensor, Int[Tensor, "n"]]:
+        """Keys, values and positions of the tokens that leave the window of a uniform call, oldest first.
+
+        Ask before `write`. They come from the ring and from the call itself, whose first tokens may enter and leave in
+        the same call; sinks never leave.
+        """
+        assert self.window is not None
+        assert span.uniform
+        first = self.sinks + max(0, span.past - self.sinks - self.window)
+        stop = max(first, span.past + span.tokens - self.window)
+        held = self.place(torch.arange(first, max(first, min(stop, span.past)), device=span.device))
+        new = slice(max(first - span.past, 0), max(stop - span.past, 0))
+        keys, values = (
+            x[:, new] if not len(held) else torch.cat((ring.index_select(1, held), x[:, new]), 1)
+            for ring, x in ((self.keys if len(held) else k, k), (self.values if len(held) else v, v))
+        )
+        return keys, values, torch.arange(first, stop, device=span.device)
+
     def read(self, span: Span) -> tuple[Tensor, Tensor]:
         """What a uniform call sees of the past: all of it, or the sinks and the last window − 1 tokens, in order."""
         if self.window is None:
@@ -301,10 +401,11 @@ class KVState(StatePart):
         """Forget everything."""
         self._stored = None
 
-    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
-        """Bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """The bytes of the state of `batch_size` sequences of `seq_len` tokens; a window's from the first token on."""
         places = seq_len if self.window is None else self.sinks + self.window
-        return batch_size * places * self.heads * (self.key_size + self.value_size) * dtype.itemsize
+        size = batch_size * places * self.heads * (self.key_size + self.value_size) * dtype.itemsize
+        return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
         """Bytes of the state now held, of sequences of `seq_len` tokens; spare room does not count."""
@@ -328,13 +429,13 @@ class KVState(StatePart):
         if needed > self.places:
             room = needed if self.window is not None else self._room(needed)
             keys, values = self._stored or (None, None)
-            self._stored = _grow(keys, k, span.batch, room), _grow(values, v, span.batch, room)
+            self._stored = _grow(keys, k, span.sequences, room), _grow(values, v, span.sequences, room)
 
     def _room(self, needed: int) -> int:
-        known = self.expected >= needed
+        known = self._expected >= needed
         room = needed if self._stored is None and not known else needed + needed // 2
         room = cdiv(room, 64) * 64
-        return min(room, self.expected) if known else room
+        return min(room, self._expected) if known else room
 
 
 def _grow(old: Tensor | None, x: Tensor, batch: int, room: int) -> Tensor:

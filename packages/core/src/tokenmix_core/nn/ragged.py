@@ -1,0 +1,215 @@
+"""Keys and values of tokens that were chosen head by head: lists of unequal lengths, which grow and shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.nn.state import Bounds, StatePart
+from tokenmix_core.ops import attention_decode
+from tokenmix_core.ops.common import AttentionOutput, Impl
+
+
+class RaggedKVState(StatePart):
+    """Keys `[N, H, places, K]` and values `[N, H, places, V]`, of which row n's head h fills the first `lengths[n, h]`.
+
+    Lengths live on the device. The host knows a bound of the longest, which calls raise without looking; only where the
+    bound outgrows the room is the device asked how long the longest really is, and room is made or given back for that.
+
+    Args:
+        heads: H.
+        key_size: K.
+        value_size: V.
+        capacity: tokens that a head keeps at the most, with room for them from the first on; None for no such limit.
+        unit: room is made in multiples of so many places.
+    """
+
+    keeps_tokens = True
+
+    def __init__(self, heads: int, key_size: int, value_size: int, *, capacity: int | None = None, unit: int = 64):
+        self.heads, self.key_size, self.value_size, self.capacity = heads, key_size, value_size, capacity
+        self.unit = unit
+        self._stored: tuple[Tensor, Tensor, Tensor] | None = None
+        # the longest list is not longer
+        self._bound = 0
+
+    @property
+    def places(self) -> int:
+        """Tokens that each head has room for."""
+        return 0 if self._stored is None else self.keys.shape[2]
+
+    @property
+    def keys(self) -> Float[Tensor, "N H places K"]:
+        """The keys; there are none before the first write."""
+        return self._held()[0]
+
+    @property
+    def values(self) -> Float[Tensor, "N H places V"]:
+        """The values; there are none before the first write."""
+        return self._held()[1]
+
+    @property
+    def lengths(self) -> Int[Tensor, "N H"]:
+        """Tokens held by each head, int32."""
+        return self._held()[2]
+
+    def append(self, k: Float[Tensor, "N C H K"], v: Float[Tensor, "N C H V"], take: Bool[Tensor, "N C H"]) -> None:
+        """Put those of the tokens that a head takes behind what it holds, in their order.
+
+        Raises:
+            ValueError: more tokens than `capacity` (seen where the host knows: for tensors on a CPU).
+        """
+        k, v, take = (x.detach().transpose(1, 2) for x in (k, v, take))
+        self._make_room(k, v)
+        lengths = self.lengths
+        if take.shape[2] == 1:
+            one = take.squeeze(2)
+            self.replace(lengths.clamp(max=self.places - 1), k.squeeze(2), v.squeeze(2), one & (lengths < self.places))
+            lengths += one
+            return
+        at = lengths.unsqueeze(-1) + take.cumsum(-1, dtype=torch.int32) - 1
+        if self.capacity is not None and not take.is_cuda and bool((at >= self.capacity)[take].any()):
+            raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
+        # what is not taken goes to a place of its own behind all others
+        at = at.masked_fill(~take, self.places).long().unsqueeze(-1)
+        for held, new in ((self.keys, k), (self.values, v)):
+            room = torch.cat((held, held[:, :, :1]), 2)
+            held.copy_(room.scatter_(2, at.expand_as(new), new)[:, :, :-1])
+        lengths += take.sum(-1, dtype=torch.int32)
+
+    def replace(
+        self,
+        place: Int[Tensor, "N H"],
+        k: Float[Tensor, "N H K"],
+        v: Float[Tensor, "N H V"],
+        where: Bool[Tensor, "N H"],
+    ) -> None:
+        """Put a token in another's place in those heads that `where` names: the other is evicted."""
+        place = place.long()[..., None, None]
+        for held, new in ((self.keys, k), (self.values, v)):
+            index = place.expand(*place.shape[:3], held.shape[-1])
+            kept = held.gather(2, index)
+            held.scatter_(2, index, torch.where(where[..., None, None], new.detach().unsqueeze(2), kept))
+
+    def compact(self, keep: Bool[Tensor, "N H places"]) -> None:
+        """Drop the tokens that `keep` does not name, keep the order of the others, and give room back."""
+        filled = torch.arange(self.places, device=keep.device) < self.lengths.unsqueeze(-1)
+        keep = keep & filled
+        order = (~keep).to(torch.int8).argsort(dim=-1, stable=True).unsqueeze(-1)
+        keys, values = (x.gather(2, order.expand_as(x)) for x in (self.keys, self.values))
+        self._stored = keys, values, keep.sum(-1, dtype=torch.int32)
+        self._fit(0)
+
+    def row(self, n: int) -> RaggedKVState:
+        """The lists of row n alone, as a state of their own."""
+        alone = RaggedKVState(self.heads, self.key_size, self.value_size, capacity=self.capacity, unit=self.unit)
+        if self._stored is not None:
+            keys, values, lengths = (x[n : n + 1].clone() for x in self._stored)
+            alone._stored, alone._bound = (keys, values, lengths), self._bound
+        return alone
+
+    def join(self, rows: Sequence[RaggedKVState]) -> None:
+        """Hold what these states of one row each hold."""
+        room = max(row.places for row in rows)
+        if not room:
+            return
+        like = next(row for row in rows if row.places)
+        stored = []
+        for row in rows:
+            if row._stored is None:
+                stored.append(
+                    (
+                        *(x.new_zeros(1, self.heads, room, x.shape[3]) for x in (like.keys, like.values)),
+                        torch.zeros_like(like.lengths),
+                    )
+                )
+            else:
+                padded = (torch.nn.functional.pad(x, (0, 0, 0, room - x.shape[2])) for x in (row.keys, row.values))
+                stored.append((*padded, row.lengths))
+        keys, values, lengths = (torch.cat(x) for x in zip(*stored, strict=True))
+        self._stored, self._bound = (keys, values, lengths), max(row._bound for row in rows)
+
+    def attend(
+        self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
+    ) -> AttentionOutput:
+        """What one query of each row sees here: o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for nothing.
+
+        Each head reads its own tokens alone.
+        """
+        N, HQ, K = q.shape
+        keys, values, lengths = self._held()
+        folded = q.view(N * self.heads, 1, HQ // self.heads, K)
+        keys, values = (x.flatten(0, 1).unsqueeze(2) for x in (keys, values))
+        o, lse = attention_decode(folded, keys, values, lengths.flatten(), scale=scale, impl=impl)
+        return AttentionOutput(o.view(N, 1, HQ, -1), lse.view(N, 1, HQ))
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by a function of it."""
+        if self._stored is not None:
+            keys, values, lengths = map(fn, self._stored)
+            self._stored = keys, values, lengths
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._stored, self._bound = None, 0
+
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """From nothing kept, or all room of a `capacity`, to every token kept."""
+        token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
+        lengths = self.heads * torch.int32.itemsize
+        if self.capacity is not None:
+            size = batch_size * (self.capacity * token + lengths)
+            return Bounds(size, size)
+        return Bounds(0, batch_size * (seq_len * token + lengths))
+
+    def held(self, seq_len: int) -> int:
+        """Bytes of the tokens now held; waits for the device where there is no `capacity`."""
+        if self._stored is None:
+            return 0
+        if self.capacity is not None:
+            return self.allocated
+        token = (self.key_size + self.value_size) * self.keys.element_size()
+        return int(self.lengths.sum()) * token + self.lengths.nbytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory taken, spare room included."""
+        return 0 if self._stored is None else sum(x.nbytes for x in self._stored)
+
+    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._stored is None:
+            raise ValueError("RaggedKVState: nothing has been written yet")
+        return self._stored
+
+    def _make_room(self, k: Tensor, v: Tensor) -> None:
+        if self._stored is None:
+            room = self.capacity or self._room(k.shape[2])
+            keys, values = (x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in (k, v))
+            self._stored = keys, values, torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
+        if self.capacity is None:
+            self._bound += k.shape[2]
+            if self._bound > self.places:
+                self._fit(k.shape[2])
+
+    def _fit(self, more: int) -> None:
+        """Room for the longest list and `more` tokens; much spare room is given back."""
+        keys, values, lengths = self._held()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        self._bound = longest + more
+        if self.capacity is not None or self._bound <= self.places <= 2 * self._room(self._bound):
+            return
+        room = self._room(self._bound + self._bound // 2 if self._bound > self.places else self._bound)
+        grown = []
+        for x in (keys, values):
+            # zeros: a place that was never written may be read under a mask, and must not be NaN
+            y = x.new_zeros(*x.shape[:2], room, x.shape[3])
+            y[:, :, :longest] = x[:, :, :longest]
+            grown.append(y)
+        self._stored = grown[0], grown[1], lengths
+
+    def _room(self, tokens: int) -> int:
+        return max(1, cdiv(tokens, self.unit)) * self.unit
