@@ -75,11 +75,11 @@ class SwitchingConfig(HybridConfig):
 class SwitchingModel(HybridModel):
     config: SwitchingConfig
 
-    def prepare_mixer_inputs(self, inputs, span, cu_seqlens):
+    def prepare_mixer_inputs(self, inputs, span, cu_seqlens, cache):
         """A mode may also be a number for all tokens."""
         if isinstance(mode := inputs.get("mode"), int):
             inputs = inputs | {"mode": torch.full((span.batch, span.tokens), mode)}
-        return super().prepare_mixer_inputs(inputs, span, cu_seqlens)
+        return super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)
 
 
 class SwitchingForCausalLM(HybridForCausalLM):

@@ -173,3 +173,23 @@ def test_sharded_tensors_start_and_train_like_others(one_process, ids):
     torch.testing.assert_close(sharded, loss)
     for name, p in model.named_parameters():
         assert relative_error(p.grad.full_tensor(), gradients[name]) < 1e-4, name
+
+
+@torch.no_grad()
+def test_padding_compiles_into_one_graph(model, ids):
+    model.eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for mask in (
+        torch.ones_like(ids),
+        (torch.arange(16) >= torch.tensor([[0], [5]])).long(),
+        torch.ones_like(ids).tril(9),
+    ):
+        exact = model(ids, attention_mask=mask, use_cache=False).logits
+        assert relative_error(compiled(ids, attention_mask=mask).logits, exact) < 1e-5
+
+
+def test_the_loss_of_a_padded_batch_compiles_into_one_graph(model, ids):
+    mask = (torch.arange(16) >= torch.tensor([[0], [5]])).long()
+    exact = model.train()(ids, attention_mask=mask, labels=ids).loss
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, attention_mask=mask, labels=ids).loss, exact)

@@ -6,23 +6,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from tokenmix_core.chunking import packed_positions
+from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.mixer import Mixer, find_mixer
+from tokenmix_core.modeling.packing import (
+    document_borders,
+    keeps_cache,
+    real_tokens,
+    refuse_recomputing,
+    token_positions,
+)
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.rotary import RotaryEmbedding
-from tokenmix_core.nn.state import Span
+from tokenmix_core.nn.state import Bounds, Span
 
 
 @dataclass
@@ -34,12 +41,14 @@ class HybridOutput(ModelOutput):
         past_key_values: the cache, when one is kept.
         hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
         auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it.
+        cu_seqlens: the borders of packed documents, in whichever form the call gave them.
     """
 
     last_hidden_state: Tensor | None = None
     past_key_values: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     auxiliary: dict[str, Tensor] | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class HybridBlock(GradientCheckpointingLayer):
@@ -60,7 +69,7 @@ class HybridBlock(GradientCheckpointingLayer):
         return hidden_states, auxiliary or {}
 
 
-class HybridPreTrainedModel(CheckedLoading, PreTrainedModel):
+class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     """What transformers needs to know of the family."""
 
     config: HybridConfig
@@ -90,6 +99,7 @@ class HybridModel(HybridPreTrainedModel):
             find_mixer(config.mixer_type(i)).from_config(config, i, **config.options_of(i))
             for i in range(config.num_hidden_layers)
         ]
+        choose_attention(mixers, config._attn_implementation)
         self.layers = nn.ModuleList(HybridBlock(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         # one table of angles for each head size, used by all layers that have it
@@ -141,11 +151,18 @@ class HybridModel(HybridPreTrainedModel):
             input_ids: `[B, T]`, or `inputs_embeds [B, T, D]` in their place.
             attention_mask: `[B, T]`, or `[B, past + T]` with a cache: zero for padding, on the left or the right of a
                 row. Padding is taken out before the layers run, for which a call waits for the device once; a step of
-                one token after real tokens is taken as real without looking.
-            position_ids: `[B or 1, T]`, for rotary positions only; by default tokens are counted without padding.
-            cu_seqlens: `[N + 1]`, borders of packed sequences (B = 1); for training and scoring, without a cache.
+                one token after real tokens is taken as real without looking. A graph that torch.compile traces waits
+                for nothing: there padding is computed, too, where no real token sees it.
+            position_ids: `[B or 1, T]`, rotary positions; by default tokens are counted without padding. In one row
+                without a cache and padding, a document begins wherever they do not rise, as transformers'
+                DataCollatorWithFlattening gives them; elsewhere they must rise, which a traced graph does not check.
+                Finding the borders waits for the device once; give them as `cu_seqlens`, and nothing does.
+            cu_seqlens: `[N + 1]`, borders of packed sequences (B = 1); for training and scoring, without a cache. The
+                collator's `cu_seq_lens_q` and `cu_seq_lens_k` are the same, `seq_idx [1, T]` another form;
+                `max_length_q` and `max_length_k` are taken and not needed.
             past_key_values: the cache of a former call; updated.
-            use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode.
+            use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode,
+                for packed documents, and in a traced graph with an attention_mask.
             output_hidden_states: return all layers' outputs.
             mixer_inputs: the inputs that the configuration's `mixer_inputs` names. A tensor `[B, T, ...]` is taken as
                 one value a token and is packed with the tokens.
@@ -155,29 +172,40 @@ class HybridModel(HybridPreTrainedModel):
         """
         hidden = self._embed(input_ids, inputs_embeds)
         batch, tokens = hidden.shape[:2]
+        cached = past_key_values is not None or (
+            bool(use_cache) and not (self.training and self.gradient_checkpointing)
+        )
+        cu_seqlens = document_borders(
+            cu_seqlens, position_ids, attention_mask, mixer_inputs, batch=batch, tokens=tokens, cached=cached
+        )
         self._check_inputs(mixer_inputs)
-        cache = self._cache(past_key_values, use_cache, cu_seqlens)
-        mask = real_tokens(attention_mask, batch, tokens, cu_seqlens, cache)
+        cache = self._cache(past_key_values, use_cache, attention_mask, cu_seqlens)
+        mask = real_tokens(attention_mask, batch, tokens, cache)
         if cache is None:
-            span = Span(batch, tokens, hidden.device, mask=mask)
+            span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)
         else:
             span = cache.begin(batch, tokens, hidden.device, mask)
-        position_ids = token_positions(position_ids, span, cu_seqlens)
-        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, cu_seqlens)
+        position_ids = token_positions(position_ids, span, cu_seqlens, cache)
+        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, cu_seqlens, cache)
         hidden, seen = span.pack(hidden), [hidden]
         auxiliary: dict[str, list[Tensor]] = {}
         if hidden.shape[1]:
-            cu_seqlens = span.cu_seqlens if cu_seqlens is None else cu_seqlens
+            borders = span.cu_seqlens if cu_seqlens is None else cu_seqlens
             rotary = {int(dim): table(position_ids) for dim, table in self.rotary.items()}
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
-                args |= {"cu_seqlens": cu_seqlens, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
+                args |= {"cu_seqlens": borders, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if cache is None:
                     hidden, more = layer(hidden, **args)
                 else:
                     hidden, more = layer(hidden, state=cache.fetch(i, hidden.device), **args)
                     cache.release(i)
                 for name, value in more.items():
+                    if span.keeps_padding and name.endswith("_loss"):
+                        raise ValueError(
+                            f"a compiled graph cannot leave padding out of the mixers' {name}: pack the rows into one, "
+                            "with cu_seqlens and no attention_mask"
+                        )
                     auxiliary.setdefault(name, []).append(value)
                 if output_hidden_states:
                     seen.append(span.unpack(hidden))
@@ -189,6 +217,7 @@ class HybridModel(HybridPreTrainedModel):
             past_key_values=cache,
             hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
             auxiliary={name: torch.stack(values) for name, values in auxiliary.items()} or None,
+            cu_seqlens=cu_seqlens,
         )
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -196,10 +225,14 @@ class HybridModel(HybridPreTrainedModel):
         mlps = sum(2.0 * p.numel() for layer in self._blocks if layer.mlp is not None for p in layer.mlp.parameters())
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
-    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
+    def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
+        """Between how many bytes the cache holds of `batch_size` sequences of `seq_len` tokens."""
         dtype = self.dtype if dtype is None else dtype
-        return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in self.mixers)
+        return Bounds.sum(mixer.state_bounds(seq_len, batch_size, dtype) for mixer in self.mixers)
+
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
+        """Bytes that the cache holds at the most; see `state_bounds`."""
+        return self.state_bounds(seq_len, batch_size, dtype).most
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         x, dims = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
@@ -218,14 +251,16 @@ class HybridModel(HybridPreTrainedModel):
                 f"inputs of the mixers are: {known}"
             )
 
-    def _cache(self, cache: Any, use_cache: bool | None, cu_seqlens: Tensor | None) -> HybridCache | None:
+    def _cache(
+        self, cache: Any, use_cache: bool | None, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> HybridCache | None:
         if cache is not None and not isinstance(cache, HybridCache):
             raise ValueError(
                 f"past_key_values must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
                 "which cannot hold what all mixers keep"
             )
         if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and not self.training and cu_seqlens is None)
+            use_cache = cache is not None or keeps_cache(self.config.use_cache and not self.training, mask, cu_seqlens)
         if self.training and self.gradient_checkpointing:
             refuse_recomputing(cache)
             use_cache = False
@@ -235,13 +270,16 @@ class HybridModel(HybridPreTrainedModel):
             raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False, or rows with padding")
         return self.make_cache() if cache is None else cache
 
-    def prepare_mixer_inputs(self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    def prepare_mixer_inputs(
+        self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
+    ) -> dict[str, Any]:
         """The mixers' inputs as the layers take them, packed as the tokens are; a paper overrides it for other forms.
 
         Args:
             inputs: those of the configuration's `mixer_inputs` that the caller gave.
             span: where the call's tokens lie.
             cu_seqlens: borders of packed sequences.
+            cache: what this call reads and updates; None without one.
         """
         return {name: self._per_token(x, span) for name, x in inputs.items()}
 
@@ -249,54 +287,3 @@ class HybridModel(HybridPreTrainedModel):
     def _per_token(x: Any, span: Span) -> Any:
         per_token = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (span.batch, span.tokens)
         return span.pack(x) if per_token else x
-
-
-def real_tokens(
-    mask: Tensor | None, batch: int, tokens: int, cu_seqlens: Tensor | None, cache: HybridCache | None
-) -> Bool[Tensor, "B T"] | None:
-    """Which tokens of the call are real; None when all are."""
-    past = 0 if cache is None else cache.length
-    if mask is not None and not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
-    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)):
-        raise ValueError(
-            f"attention_mask must have shape [B, T] = {[batch, tokens]}"
-            f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"
-        )
-    if mask is not None and cu_seqlens is not None:
-        raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
-    step = tokens == 1 and past > 0 and cache is not None and not cache.padding_at_end
-    if mask is None or step:
-        real = None
-    else:
-        real = mask[:, -tokens:].bool()
-        real = None if bool(real.all()) else real
-    if cache is not None:
-        cache.padding_at_end = real is not None and not bool(real[:, -1].all())
-    return real
-
-
-def refuse_recomputing(cache: HybridCache | None) -> None:
-    """Raise a ValueError for a cache where activations are recomputed, which would update its states a second time."""
-    if cache is not None:
-        raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
-
-
-def token_positions(position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None) -> Tensor:
-    """`[B or 1, T]` in the layout of the layers."""
-    if position_ids is not None:
-        if (
-            position_ids.dim() != 2
-            or position_ids.shape[0] not in (1, span.batch)
-            or position_ids.shape[1] != span.tokens
-        ):
-            raise ValueError(
-                f"position_ids must have shape {[span.batch, span.tokens]} or {[1, span.tokens]}, "
-                f"got {list(position_ids.shape)}"
-            )
-        return span.pack(position_ids.expand(span.batch, -1)) if span.mask is not None else position_ids
-    if cu_seqlens is not None:
-        return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
-    if span.uniform:
-        return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
-    return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)

@@ -4,7 +4,7 @@ Where a paper leaves a size open, the one is taken that gives the stated number 
 
 - `nats_l`: vocabulary of 32,000 and an output layer of its own; q and k as wide as 3/4 of the model and v twice that in
   Gated DeltaNet, so that its 6 heads have K = 128 and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
-- `lte`: vocabulary of 50,257; Gated DeltaNet heads with K = V = width / 8.
+- `lte`: vocabulary of 32,000; Gated DeltaNet heads with K = V = width / 8.
 - `nha`: vocabulary of 32,000, tied; Gated DeltaNet with K = 128, V = 256 and as many heads as give it the weights of
   softmax attention; narrower MLPs beside Mamba-2 for the same reason.
 - `oryx`: vocabulary of 50,257, tied; MLPs widened to 13 · width² weights a layer, which is what an ORYX layer has.
@@ -62,7 +62,7 @@ def _lte(width: int) -> dict[str, Callable[[], HybridConfig]]:
     }
 
     def make(mixers: list[str]) -> Callable[[], HybridConfig]:
-        return lambda: _config(width, mixers, options, swiglu_width(width), GPT2_VOCAB, tie=width == 1024)
+        return lambda: _config(width, mixers, options, swiglu_width(width), LLAMA2_VOCAB, tie=width == 1024)
 
     return {
         "transformer": make([ATTENTION] * 24),

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tokenmix_core.nn.state import KVState, LayerState, Span
+from tokenmix_core.nn.state import LayerState, Span
 
 
 class HybridCache(Cache):
     """Per-layer states of constant size, windows and growing keys and values, for a batch of sequences.
 
-    A call of the model opens a `Span` with `begin` and closes it with `end`. Sequences are stored without their
-    padding; the length that transformers asks for counts padding, since it is compared with input ids. Room for keys
-    and values grows by half when it is full, or is taken at once when `max_length` says how long the sequences will
-    become.
+    A call of the model opens a `Span` with `begin` and closes it with `end`. Between the first layer's `fetch` and the
+    end of the call the cache is broken: what stops the call there, leaves some layers ahead of others. Sequences are
+    stored without their padding; the length that transformers asks for counts padding, since it is compared with input
+    ids. Room for keys and values grows by half when it is full, or is taken at once when `max_length` says how long the
+    sequences will become.
 
     Args:
         layers: the state of each layer (`model.make_cache()` builds them).
@@ -33,26 +35,28 @@ class HybridCache(Cache):
         # tokens seen, padding included; tokens that the states may hold; exact numbers of those where sequences differ
         self.length, self.past = 0, 0
         self.lengths: Tensor | None = None
-        # whether the last token seen by some sequence was padding
-        self.padding_at_end = False
+        # whether the last token seen by some sequence was padding: known, or a tensor to look at
+        self.padding_at_end: bool | Tensor = False
+        # whether a call has begun to change what is held and has not ended
+        self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
         # transformers' mark of a cache that came from the caller of generate
         self._is_user_defined = False
         for part in self._parts():
-            if isinstance(part, KVState):
-                part.expected = max_length
+            part.reserve(max_length)
 
     def begin(self, batch: int, tokens: int, device: torch.device, mask: Tensor | None = None) -> Span:
         """Open a call of `tokens` places a row; `mask [batch, tokens]` is True for real tokens.
 
         Raises:
-            ValueError: another batch size than before.
+            ValueError: another batch size than before, or a former call that did not end.
         """
+        self._check_whole()
         if self._batch not in (None, batch):
             raise ValueError(f"the cache holds {self._batch} sequences, got a batch of {batch}")
-        self._batch = batch
-        self.span = Span(batch, tokens, device, past=self.past, lengths=self.lengths, mask=mask)
+        fixed = torch.compiler.is_compiling()
+        self.span = Span(batch, tokens, device, past=self.past, lengths=self.lengths, mask=mask, fixed=fixed)
         for layer in self.layers:
             layer.span = self.span
         return self.span
@@ -61,14 +65,24 @@ class HybridCache(Cache):
         """Close the call: its tokens are now held."""
         span, self.span = self.span, None
         assert span is not None
+        if span.fixed:
+            _map(self.layers, lambda x: x[: span.batch])
+        self._batch = span.batch
         self.length += span.tokens
         # padding alone, as at the beginning of a padded prompt in pieces, reaches no state
         if span.mask is None or len(span.index):
-            self.lengths = None if span.uniform else span.after
+            self.lengths = None if span.uniform else span.after[: span.batch]
             self.past += span.tokens
+        self.padding_at_end = False if span.mask is None else ~span.mask[:, -1].all()
+        self.broken = False
 
     def fetch(self, layer_idx: int, device: torch.device) -> LayerState:
         """The state of a layer that begins its work, on its device."""
+        if not self.broken:
+            self.broken = True
+            if self.span is not None and self.span.fixed:
+                # a sequence for the padding; whatever it begins with
+                _map(self.layers, lambda x: torch.cat((x, x[:1])))
         if self.offload_states:
             _map([self.layers[layer_idx]], lambda x: x.to(device, non_blocking=True))
         return self.layers[layer_idx]
@@ -77,6 +91,11 @@ class HybridCache(Cache):
         """Take note that a layer has done its work: its state may leave the device."""
         if self.offload_states:
             _map([self.layers[layer_idx]], lambda x: x.to("cpu"))
+
+    def ends_in_padding(self) -> bool:
+        """Whether the last token seen by some sequence was padding; waits for the device after a call with padding."""
+        self.padding_at_end = bool(self.padding_at_end)
+        return self.padding_at_end
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +144,12 @@ class HybridCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         """Layer by layer, whether it keeps a window."""
-        return [any(isinstance(p, KVState) and p.window for p in layer.parts.values()) for layer in self.layers]
+        return [any(part.window is not None for part in layer.parts.values()) for layer in self.layers]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Layer by layer, whether it keeps neither keys nor values."""
-        return [not any(isinstance(p, KVState) for p in layer.parts.values()) for layer in self.layers]
+        """Layer by layer, whether it keeps no single tokens."""
+        return [not any(part.keeps_tokens for part in layer.parts.values()) for layer in self.layers]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes a copy of sequence `beam_idx[i]`."""
@@ -146,10 +165,11 @@ class HybridCache(Cache):
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences; this mends a broken cache."""
         for part in self._parts():
             part.clear()
         self.length, self.past, self.lengths, self.padding_at_end, self._batch = 0, 0, None, False, None
+        self.span, self.broken = None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a recurrent state cannot forget its last tokens.
@@ -173,12 +193,28 @@ class HybridCache(Cache):
     def _parts(self):
         return [part for layer in self.layers for part in layer.parts.values()]
 
+    def _check_whole(self) -> None:
+        if self.broken:
+            raise ValueError(
+                "the cache is broken: a call that used it was stopped by an error or an interrupt, so that some of "
+                "what it holds has advanced and some has not; begin anew after cache.reset(), or with a copy.deepcopy "
+                "of the cache from before that call"
+            )
+
     def _change_batch(self, fn: Callable[[Tensor], Tensor], batch: int) -> None:
+        self._check_whole()
         if self._batch is None:
             return
+        self.ends_in_padding()
         _map(self.layers, fn)
         self.lengths = None if self.lengths is None else fn(self.lengths)
         self._batch = batch
+
+
+def settle(cache: Any) -> None:
+    """Look, outside of compiled graphs, at what they cannot: whether the next step may be padding."""
+    if isinstance(cache, HybridCache):
+        cache.ends_in_padding()
 
 
 def _map(layers: list[LayerState], fn: Callable[[Tensor], Tensor]) -> None:

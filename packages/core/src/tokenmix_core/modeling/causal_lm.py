@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,9 +13,10 @@ from transformers import GenerationMixin
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
-from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.cache import HybridCache, settle
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
+from tokenmix_core.nn.state import Bounds
 
 
 @dataclass
@@ -23,7 +25,8 @@ class HybridCausalLMOutput(ModelOutput):
 
     Attributes:
         loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
-        logits: `[B, T or logits_to_keep, vocab]`; None in training with labels.
+        logits: `[B, T or logits_to_keep, vocab]`; None in training mode with labels, unless `output_logits=True`: the
+            loss is computed without forming them, which saves their memory.
         past_key_values, hidden_states, auxiliary: as in `HybridOutput`.
     """
 
@@ -70,6 +73,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        output_logits: bool | None = None,
         **mixer_inputs: Any,
     ) -> HybridCausalLMOutput:
         """Predict next tokens; arguments as `HybridModel.forward`'s, and:
@@ -81,6 +85,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             num_items_in_batch: predicted tokens of the whole optimiser step, by which sums are divided; by default
                 those of this call.
             output_attentions: refused; the kernels do not form attention weights.
+            output_logits: whether logits are returned; by default always but in training mode with labels, where they
+                are None.
 
         Raises:
             ValueError: inputs that do not fit together, with what was got and what was expected.
@@ -103,16 +109,23 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             return_dict=True,
             **mixer_inputs,
         )
-        hidden, logits, loss = out.last_hidden_state, None, None
+        hidden, logits, loss, cache = out.last_hidden_state, None, None, out.past_key_values
+        if cache is not None:
+            # whoever gets no logits for these tokens would feed them again
+            cache.broken = True
         if labels is not None:
-            loss = self._loss(hidden, labels, attention_mask, cu_seqlens, num_items_in_batch, out.auxiliary)
-        if labels is None or not self.training:
+            loss = self._loss(hidden, labels, attention_mask, out.cu_seqlens, num_items_in_batch, out.auxiliary)
+        if output_logits is None:
+            output_logits = labels is None or not self.training
+        if output_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, kept])
+        if cache is not None:
+            cache.broken = False
         return HybridCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=out.past_key_values,
+            past_key_values=cache,
             hidden_states=out.hidden_states,
             auxiliary=out.auxiliary,
         )
@@ -128,6 +141,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
         """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
         return self.model.state_bytes(seq_len, batch_size, dtype)
+
+    def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
+        """Between how many bytes the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        return self.model.state_bounds(seq_len, batch_size, dtype)
 
     def _loss(
         self,
@@ -172,6 +189,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         own = self.config.mixer_inputs
         others = {name: x for name, x in model_kwargs.items() if name not in own}
         super()._validate_model_kwargs(others)  # type: ignore[misc]
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        settle(kwargs.get("past_key_values"))
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(*args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args: Any, **kwargs: Any) -> None:
         implementation = generation_config.cache_implementation

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, strict: bool, **kwargs: Any):
@@ -13,7 +17,7 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
 
     Raises:
         ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, missing, unknown or
-            misshapen weights.
+            misshapen weights, or some that are not finite.
     """
     wants_info = kwargs.pop("output_loading_info", False)
     if strict:
@@ -34,7 +38,29 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
         if found := {kind: names for kind, names in problems.items() if names}:
             text = "; ".join(f"{len(names)} {kind} ({_some(names)})" for kind, names in found.items())
             raise ValueError(f"{source}: the weights do not fit {cls.__name__}: {text}; strict=False loads it anyway")
+        if names := not_finite(model):
+            raise ValueError(
+                f"{source}: weights are not finite: NaN or infinity in {len(names)} tensors ({_some(names)}); "
+                "strict=False loads it anyway"
+            )
     return (model, info) if wants_info else model
+
+
+@torch.no_grad()
+def not_finite(model: nn.Module) -> list[str]:
+    """The names of a model's tensors that hold NaN or infinity: each is read once, and the device waited for once."""
+    extremes: dict[str, Tensor] = {}
+    for name, x in model.state_dict().items():
+        # tensors that are elsewhere, sharded or quantized are left to those who made them so
+        if type(x) is Tensor and not x.is_meta and x.numel() and x.dtype in _FLOATS:
+            # NaN reaches both ends; a difference with an infinity is never finite
+            low, high = torch.aminmax(x)
+            extremes[name] = high.double() - low.double()
+    if not extremes:
+        return []
+    home = next(iter(extremes.values())).device
+    finite = torch.stack([x.to(home) for x in extremes.values()]).isfinite().tolist()
+    return [name for name, fine in zip(extremes, finite, strict=True) if not fine]
 
 
 class CheckedLoading:
@@ -50,7 +76,7 @@ class CheckedLoading:
 
         Raises:
             ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does
-                not fit the configuration.
+                not fit the configuration or has weights that are not finite.
         """
         load = super().from_pretrained  # type: ignore[misc]
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from tokenmix_core import fields
 from tokenmix_core.modeling.mixer import find_mixer
 from tokenmix_core.nn.loss import LossImpl
-from tokenmix_core.nn.rotary import ROPE_TYPES
+from tokenmix_core.nn.rotary import check_rope
 
 # keys that transformers itself puts into a configuration, or takes from one, beside the fields of its class
 _OF_TRANSFORMERS = frozenset(
@@ -35,6 +35,16 @@ _OF_TRANSFORMERS = frozenset(
 )
 
 
+# deeper than any model: a label is made for each layer, and memory should not be what runs out first
+MOST_LAYERS = 10_000
+
+
+def check_depth(layers: Any) -> None:
+    """Raise a ValueError for a number of layers that no model has, before anything is made for each of them."""
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
+
+
 class HybridConfig(PreTrainedConfig):
     """Sizes of the backbone and the mixer of each layer.
 
@@ -53,6 +63,7 @@ class HybridConfig(PreTrainedConfig):
         max_position_embeddings: context length the model is made for; a rope_type may need it, nothing else stops
             there.
         use_cache: whether inference keeps a cache when it is not told.
+        pad_token_id, bos_token_id, eos_token_id: the tokens that fill up, begin and end a text; None for none.
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
 
     Raises:
@@ -93,10 +104,28 @@ class HybridConfig(PreTrainedConfig):
             )
         self.mixers = pattern * (self.num_hidden_layers // len(pattern))
         self.mixer_options = {label: dict(options) for label, options in (self.mixer_options or {}).items()}
+        # also in the form that older configurations have, which transformers takes before the other
+        rope = kwargs.get("rope_scaling") or self.rope_parameters or {}
+        fields.check_value("rope_scaling", rope, dict[str, Any])
+        check_rope({name: kwargs[name] for name in ("rope_theta",) if name in kwargs} | rope)
         super().__post_init__(**kwargs)
         self._check_mixers()
-        if (kind := (self.rope_parameters or {}).get("rope_type")) not in ROPE_TYPES:
-            raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As transformers', but a file that holds no configuration is refused.
+
+        Raises:
+            ValueError: a `config.json` that is no dictionary.
+        """
+        try:
+            content, rest = super().get_config_dict(*args, **kwargs)
+        except (TypeError, AttributeError):
+            content, rest = None, {}
+        if not isinstance(content, dict):
+            source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise ValueError(f"{source}: config.json must hold a dictionary of fields, and does not")
+        return content, rest
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
@@ -140,6 +169,7 @@ class HybridConfig(PreTrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
+        check_depth(self.num_hidden_layers)
         for name in ("intermediate_size", "initializer_range"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be at least 0, got {value!r}")

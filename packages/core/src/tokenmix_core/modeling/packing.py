@@ -1,0 +1,177 @@
+"""How a call says which of its tokens belong together: masks of padding, borders of documents, positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import packed_positions
+from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.nn.state import Span
+
+# what transformers' DataCollatorWithFlattening may give beside position_ids
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+_INDEX = "seq_idx"
+
+
+def document_borders(
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None,
+    position_ids: Int[Tensor, "B T"] | None,
+    mask: Tensor | None,
+    named: dict[str, Any],
+    *,
+    batch: int,
+    tokens: int,
+    cached: bool,
+) -> Int[Tensor, "N_plus_1"] | None:
+    """The borders of a call's documents, in whichever form they are given; None where there is one document a row.
+
+    Borders that are given as such are taken without looking. Those that `seq_idx` or the positions of one row tell are
+    computed on the device, and their number is waited for: once a call, where transformers' models wait in each layer.
+
+    Args:
+        cu_seqlens: borders `[N + 1]`.
+        position_ids: positions; in one row without a cache, a document begins wherever they do not rise.
+        mask: the call's attention mask.
+        named: other inputs of the call, from which transformers' names of borders are taken away: `cu_seq_lens_q`,
+            `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`.
+        batch, tokens: B and T.
+        cached: whether the caller asked for a cache.
+
+    Raises:
+        ValueError: forms that contradict each other or the rest of the call.
+    """
+    for name in _LONGEST:
+        named.pop(name, None)
+    borders, index = [], named.pop(_INDEX, None)
+    for name in _BORDERS:
+        given = named.pop(name, None)
+        if given is not None:
+            borders.append(_tensor(name, given))
+    if borders and cu_seqlens is not None:
+        raise ValueError("cu_seqlens and cu_seq_lens_q say the same: give one of them")
+    if len(borders) == 2 and not _agree(*borders):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be the same borders, as queries and keys are of the same tokens; "
+            f"got {borders[0].tolist()[:8]} and {borders[1].tolist()[:8]}"
+        )
+    if borders:
+        cu_seqlens = borders[0]
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
+        if batch != 1:
+            raise ValueError(f"packed documents lie in one row (B = 1), got B = {batch} together with their borders")
+        return cu_seqlens
+    if index is not None:
+        index = _tensor(_INDEX, index)
+        if batch != 1 or cached or mask is not None:
+            raise ValueError(f"seq_idx goes with one row (B = 1), without a cache and attention_mask, got B = {batch}")
+        if index.shape != (batch, tokens):
+            raise ValueError(f"seq_idx must have shape [B, T] = {[batch, tokens]}, got {list(index.shape)}")
+        return _borders(index[0, 1:] != index[0, :-1], tokens)
+    if position_ids is None or batch != 1 or cached or tokens == 1 or position_ids.shape != (1, tokens):
+        return None
+    if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
+        return None
+    return _borders(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
+
+
+def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
+    """Which tokens of the call are real; None when all are, as far as a graph that is being traced can know."""
+    past = 0 if cache is None else cache.length
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)):
+        raise ValueError(
+            f"attention_mask must have shape [B, T] = {[batch, tokens]}"
+            f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"
+        )
+    if mask is None:
+        return None
+    tracing = torch.compiler.is_compiling()
+    if tokens == 1 and past > 0 and cache is not None:
+        # a graph that is being traced can look at nothing
+        unsure = cache.padding_at_end is not False if tracing else cache.ends_in_padding()
+        if not unsure:
+            return None
+    real = mask[:, -tokens:].bool()
+    return real if tracing or not bool(real.all()) else None
+
+
+def token_positions(
+    position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
+) -> Tensor:
+    """`[B or 1, T]` in the layout of the layers.
+
+    Raises:
+        ValueError: positions of another shape, or that begin anew inside a row whose borders are not known.
+    """
+    if position_ids is not None:
+        if (
+            position_ids.dim() != 2
+            or position_ids.shape[0] not in (1, span.batch)
+            or position_ids.shape[1] != span.tokens
+        ):
+            raise ValueError(
+                f"position_ids must have shape {[span.batch, span.tokens]} or {[1, span.tokens]}, "
+                f"got {list(position_ids.shape)}"
+            )
+        if cu_seqlens is None:
+            _refuse_restarts(position_ids, span, cache is not None)
+        return span.pack(position_ids.expand(span.batch, -1)) if span.mask is not None else position_ids
+    if cu_seqlens is not None:
+        return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
+    if span.uniform:
+        return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
+    return span.positions.view(span.layout)
+
+
+def keeps_cache(by_default: bool, mask: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    """Whether a call that was not told keeps a cache; a traced graph with padding does when it is told."""
+    return by_default and cu_seqlens is None and not (mask is not None and torch.compiler.is_compiling())
+
+
+def refuse_recomputing(cache: HybridCache | None) -> None:
+    """Raise a ValueError for a cache where activations are recomputed, which would update its states a second time."""
+    if cache is not None:
+        raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
+
+
+def _borders(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
+    starts = begins.nonzero().squeeze(1) + 1
+    if not len(starts):
+        return None
+    return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).to(torch.int32)
+
+
+def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
+    # one row alone has been looked at already; a graph that is being traced cannot look
+    plain = span.batch == 1 and span.mask is None and not cached
+    if span.tokens == 1 or plain or torch.compiler.is_compiling():
+        return
+    fallen = position_ids[:, 1:] <= position_ids[:, :-1]
+    if span.mask is not None:
+        fallen = fallen & span.mask[:, 1:] & span.mask[:, :-1]
+    if bool(fallen.any()):
+        raise ValueError(
+            "position_ids that begin anew inside a row are documents, which go with one row (B = 1), without a cache "
+            f"(use_cache=False) and without padding; got B = {span.batch}{', a cache' if cached else ''}"
+            f"{', padding' if span.mask is not None else ''}"
+        )
+
+
+def _tensor(name: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    return x
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    # the values of borders are read on a CPU only: reading them from a GPU would stall its stream
+    look = not (a.is_cuda or b.is_cuda or torch.compiler.is_compiling())
+    return a.shape == b.shape and (not look or torch.equal(a, b))
