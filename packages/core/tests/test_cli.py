@@ -1,8 +1,13 @@
 """The commands do what they say, with their own recipes and suites, and say what went wrong in a sentence."""
 
 import json
+import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -47,9 +52,10 @@ def test_help_has_an_example_of_the_calling_program(command, capsys):
     assert f"example: tokenmix-paper {command} " in capsys.readouterr().out
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_help_imports_nothing_heavy(command):
     code = (
-        "import sys; from tokenmix_core.cli import main; main(['eval', '--help']);"
+        f"import sys; from tokenmix_core.cli import main; main(['{command}', '--help']);"
         "print([m for m in ('torch', 'transformers', 'numpy', 'triton') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -79,13 +85,99 @@ def test_train_leaves_a_model_its_tables_and_its_plots(recipes, tmp_path, capsys
     assert before == sorted(p.stat().st_mtime_ns for p in out.rglob("*"))
 
 
-def test_interrupted_training_says_how_to_go_on(recipes, tmp_path, capsys, monkeypatch):
-    from tokenmix_core.training import trainer
+def test_the_command_that_ctrl_c_leaves_goes_on_with_the_fields_that_were_given(token_file, tmp_path):
+    out = tmp_path / "a run"
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "tokenmix"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tokenmix_core.cli "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    fields = ["--sources", token_file, "--seq_len", "32", "--batch_tokens", "64", "--micro_batch_tokens", "64"]
+    fields += ["--total_tokens", "1M", "--learning_rate", "1e-3", "--logging_steps", "1", "--save_steps", "100000"]
+    fields += ["--model.num_hidden_layers", "1", "--model.mixers", "[attention]"]
+    fields += ["--model.mixer_options", "{attention: {num_heads: 2}}"]
+    log = out / "metrics.jsonl"
 
-    stopped = trainer.TrainResult(tmp_path, tmp_path / "checkpoint-2", 2, 1.0, True, 1.0)
-    monkeypatch.setattr(trainer, "train", lambda *_, **__: stopped)
-    assert main(["train", "nano", "--out", str(tmp_path)], recipes=recipes) == 130
-    assert f"train nano --out {tmp_path} --resume" in capsys.readouterr().out
+    def logged():
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
+
+    def interrupted_after(step, command):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as run:
+            end = time.monotonic() + 240
+            while max(logged(), default=0) <= step:
+                assert run.poll() is None, run.stderr.read()
+                assert time.monotonic() < end, "nothing happened"
+                time.sleep(0.02)
+            os.killpg(run.pid, signal.SIGINT)
+            said, complaint = run.communicate(timeout=240)
+        assert run.returncode == 130, complaint
+        return int(re.search(r"stopped at step (\d+)", said)[1]), said.partition("go on with: ")[2].strip()
+
+    step, again = interrupted_after(0, ["tokenmix", "train", "tiny", "--out", str(out), "--no-eval", *fields])
+    assert again == f"tokenmix train tiny --out '{out}' --resume --no-eval"
+    later, once_more = interrupted_after(step, shlex.split(again))
+    assert later > step
+    assert once_more == again
+    assert logged() == list(range(1, later + 1))
+    values = json.loads((out / "run.json").read_text())["values"]
+    assert (values["learning_rate"], values["batch_tokens"], values["model"]["num_hidden_layers"]) == (1e-3, 64, 1)
+
+
+def test_an_evaluation_that_fails_costs_no_other_and_is_told(recipes, tmp_path, capsys):
+    from tokenmix_core.evaluation.options import Suite
+
+    def fail(model, tokenizer, options):
+        raise RuntimeError("no such kernel")
+
+    def refuse(model, tokenizer, options):
+        raise ValueError("too short")
+
+    suites = {"broken": Suite("raises", fail), "unfit": Suite("refuses", refuse)}
+    out = tmp_path / "run"
+    call = ["train", "nano", "--out", str(out), "--evaluations", "broken", "unfit", "perplexity-by-position"]
+    assert main(call, recipes=recipes, suites=suites) == 2
+    said = capsys.readouterr()
+    assert (out / "model.safetensors").exists()
+    assert {"training.json", "perplexity-by-position.json", "samples.json"} <= {
+        p.name for p in (out / "evaluation").iterdir()
+    }
+    last = said.err.strip().splitlines()[-1]
+    assert "2 of 4 evaluations failed (broken: no such kernel; unfit: too short)" in last
+    assert "perplexity-by-position, samples ran" in last
+    # a fault of a program shows its place, bad input does not
+    assert said.err.count("Traceback") == 1
+
+
+def test_training_that_could_not_be_evaluated_does_not_begin(recipes, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text(name * 600)
+    for name, share, length in (("none", "0", "32"), ("one", "0.001", "1024")):
+        corpus = str(tmp_path / name)
+        assert main(["data", "prepare", str(tmp_path / "texts"), corpus, "--held-out", share], recipes=recipes) == 0
+        call = ["train", "nano", "--out", str(tmp_path / "run"), "--sources", corpus, "--evaluation_lengths", length]
+        capsys.readouterr()
+        assert main(call, recipes=recipes) == 2
+        held_out = {"none": 0, "one": 601}[name]
+        told = f"perplexity-by-position needs {int(length):,} tokens of held-out text, and {corpus} has {held_out}"
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+    call = ["train", "nano", "--out", str(tmp_path / "run"), "--sources", str(tmp_path / "one")]
+    assert main(call, recipes=recipes) == 0
+
+
+def test_bad_rows_are_skipped_where_that_is_asked_for(recipes, tmp_path, capsys):
+    rows = ['{"text": "a"}', '{"text": null}', '{"text": "b"}', "{"]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    call = ["data", "prepare", str(tmp_path / "in.jsonl"), str(tmp_path / "out")]
+    assert main(call, recipes=recipes) == 2
+    assert "must be text, got null; 1 rows before it are kept" in capsys.readouterr().err
+    assert main([*call, "--on-bad-row", "skip"], recipes=recipes) == 0
+    said = capsys.readouterr()
+    assert "of 2 documents; 2 tokens of 1 documents are held out; 2 bad rows were skipped" in said.out
+    assert "line 4: not valid JSON" in said.err
 
 
 def test_eval_writes_beside_the_checkpoint_or_where_it_is_told(checkpoint, recipes, tmp_path, text_file, capsys):
@@ -212,10 +304,28 @@ def test_the_fields_that_info_shows_are_a_config_of_the_same_recipe(recipes, tmp
     assert overridden(made, config=path).run.seed == 91
 
 
+def test_every_field_is_described_where_it_is_set_and_where_it_is_shown(recipes, capsys):
+    values = recipes["nano"]().values()
+    model = values.pop("model")
+    assert main(["train", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tokenmix train tiny --total_tokens" in shown
+    assert "--seq_len VALUE tokens in a row." in shown
+    for name in values:
+        assert f"--{name} VALUE " in shown
+    assert main(["info", "nano", "--fields"], recipes=recipes) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in [*values, *(f"  {field}" for field in model)]:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{name}:"))
+        assert lines[at - 1].strip().startswith("# "), name
+    # one that the recipe leaves alone, with its default
+    assert lines[lines.index("  # norm_eps: 1.0e-06") - 1] == "  # of all norms."
+
+
 def test_info_lists_what_there_is(recipes, capsys):
     assert main(["info"], recipes=recipes) == 0
     out = capsys.readouterr().out
-    for word in ("torch 2", "transformers 5", "two layers for tests", "perplexity-by-position", "mamba2"):
+    for word in ("torch 2", "transformers 5", "two layers for tests", "perplexity-by-position", "mamba2", "chunk_ssd"):
         assert word in out
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenmix_core.extras import require
+from tokenmix_core.extras import is_installed, require
 
 
 def test_what_is_there_is_imported():
@@ -19,3 +19,13 @@ def test_a_library_that_misses_another_one_says_so_itself(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="'no_such_dependency'"):
         require("half_there", "plots")
+
+
+def test_a_folder_with_another_distributions_modules_is_not_the_library(tmp_path, monkeypatch):
+    (tmp_path / "shared_name" / "cute").mkdir(parents=True)
+    (tmp_path / "shared_name" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not is_installed("shared_name")
+    assert not is_installed("no_such_module")
+    (tmp_path / "shared_name" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    assert is_installed("shared_name")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from tokenmix_core.evaluation.options import EvalOptions
-from tokenmix_core.fields import check_value
+from tokenmix_core.fields import check_value, described
 from tokenmix_core.modeling import HybridConfig, find_mixer
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
 
@@ -66,3 +66,37 @@ def test_every_option_of_a_mixer_refuses_what_it_cannot_hold(mixer):
     for option in known:
         with pytest.raises(ValueError, match=rf"^mixer_options\['{mixer}'\]: {option} must be"):
             HybridConfig(mixers=[mixer], mixer_options={mixer: {option: object()}})
+
+
+class Parent:
+    """Is a class.
+
+    Args:
+        width: of the
+            box: inside.
+        low, high: its ends.
+
+    Raises:
+        ValueError: never.
+    """
+
+
+class Child(Parent):
+    """Is another. Note: this is none.
+
+    Attributes:
+        high: told anew.
+    """
+
+
+def test_descriptions_are_those_of_the_docstrings_the_class_before_its_bases():
+    assert described(Parent) == {"width": "of the box: inside.", "low": "its ends.", "high": "its ends."}
+    assert described(Child) == {**described(Parent), "high": "told anew."}
+    assert described(int) == {}
+
+
+@pytest.mark.parametrize("cls", [DataRecipe, OptimizerRecipe, RunRecipe, EvalOptions, HybridConfig])
+def test_every_field_is_described(cls):
+    own = inspect.get_annotations(cls, eval_str=True)
+    names = [name for name, kind in own.items() if "ClassVar" not in str(kind)]
+    assert set(names) <= described(cls).keys()

@@ -25,3 +25,10 @@ def test_a_written_file_is_as_readable_as_any(tmp_path):
         write_atomically(tmp_path / "new" / "file", content)
         assert (tmp_path / "new" / "file").read_text() == "text"
         assert os.stat(tmp_path / "new" / "file").st_mode == os.stat(tmp_path / "plain").st_mode
+
+
+def test_writing_leaves_the_umask_of_the_process_alone(tmp_path, monkeypatch):
+    # other threads make files at any instant
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"the umask was set to {mask:o}"))
+    write_atomically(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"

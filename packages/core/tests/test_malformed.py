@@ -46,6 +46,10 @@ RIGHT = {
     },
     "chunk_ssd": {**dict.fromkeys("qk", z(2, 5, 2, 8)), "v": z(2, 5, 4, 6), "g": z(2, 5, 4)},
     "attention": {"q": z(2, 5, 4, 8), "k": z(2, 7, 2, 8), "v": z(2, 7, 2, 6)},
+    "kept_attention": {
+        **{"q": z(2, 5, 4, 8), "k": z(2, 7, 4, 8), "v": z(2, 7, 4, 6)},
+        "keep": z(2, 7, 2),
+    },
     "attention_decode": {
         **{"q": z(2, 1, 4, 8), "k_cache": z(2, 9, 2, 8), "v_cache": z(2, 9, 2, 8)},
         "cache_seqlens": borders(3, 9),
@@ -71,7 +75,7 @@ OPS = [
     ),
     *(
         (op, {"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list")
-        for op in ("chunk_gated_delta_rule", "recurrent_ssd", "attention", "short_conv")
+        for op in ("chunk_gated_delta_rule", "recurrent_ssd", "attention", "kept_attention", "short_conv")
     ),
     ("chunk_gated_delta_rule", {"k": z(2, 5, 2, 9)}, SHAPE.format("k", "2, 5, 2, 9")),
     ("chunk_gated_delta_rule", {"k": z(2, 5, 3, 8)}, SHAPE.format("k", "2, 5, 3, 8")),
@@ -117,6 +121,17 @@ OPS = [
     ("attention", {"sinks": -1}, "sinks .*got -1"),
     ("attention", {"scale": -1.0}, "scale must be positive, got -1.0"),
     ("attention", {"impl": "flash"}, "impl must be None or one of .*got 'flash'"),
+    ("kept_attention", {"keep": z(2, 7, 3)}, "H must be a multiple of HM, got H=4 and HM=3"),
+    ("kept_attention", {"keep": z(2, 7)}, SHAPE.format("keep", "2, 7")),
+    ("kept_attention", {"keep": z(2, 7, 2, dtype=torch.int64)}, "keep must be bool, .*got int64"),
+    ("kept_attention", {"keep": z(2, 6, 2)}, "= 7 units for TK=7 and unit=1, got 6"),
+    ("kept_attention", {"unit": 64}, "= 1 units for TK=7 and unit=64, got 7"),
+    ("kept_attention", {"unit": 32}, "unit must be 1 or a multiple of 64, got 32"),
+    ("kept_attention", {"window": 0}, "window .*got 0"),
+    ("kept_attention", {"until": z(2, 7, 4)}, "until must be int32, int64, got float32"),
+    ("kept_attention", {"until": z(2, 7, 2, dtype=torch.int32)}, SHAPE.format("until", "2, 7, 2")),
+    ("kept_attention", {"scale": -1.0}, "scale must be positive, got -1.0"),
+    ("kept_attention", {"impl": "sdpa"}, "got 'sdpa'"),
     ("attention_decode", {"cache_seqlens": borders(3, 10)}, "between 0 and S = 9, got"),
     ("attention_decode", {"cache_seqlens": borders(3)}, SHAPE.format("cache_seqlens", "1")),
     ("attention_decode", {"v_cache": z(2, 8, 2, 8)}, SHAPE.format("v_cache", "2, 8, 2, 8")),
@@ -401,7 +416,9 @@ COMMANDS = [
     (("train", "nano", "--report_to", "no_such_logger"), "no_such_logger is no logger that is installed here"),
     (("train", "nano", "--sources", "no/such/tokens"), "no/such/tokens is no token file"),
     (("train", "nano", "--batch_tokens", "100"), "got 100"),
-    (("eval", "CHECKPOINT"), "--suite"),
+    (("eval", "CHECKPOINT"), "name what to run: --suite NAME, or --tasks A,B"),
+    (("eval", "CHECKPOINT", "--suite", "lm-eval"), "suite lm-eval runs the tasks that --tasks names, got none"),
+    (("eval", "CHECKPOINT", "--tasks", "ruler_vt"), "ruler_vt needs context lengths; run it by: --suite ruler"),
     (("eval", "CHECKPOINT", "--suite", "foo"), "no suite 'foo'; choose from commonsense"),
     (("eval", "CHECKPOINT", "--suite", "mqar", "--tasks", "mqar-7"), "no task 'mqar-7'; it has mqar-64-4"),
     (("eval", "CHECKPOINT", "--suite", "mqar", "--limit", "0"), "limit must be at least 1, got 0"),

@@ -46,6 +46,14 @@ def packed_positions(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Te
     return index - cu_seqlens[sequence_ids(cu_seqlens, tokens)]
 
 
+def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) -> Int[Tensor, "T"]:
+    """The slot of each packed token's chunk, chunks counted from its sequence's start: one of `chunk_slots`."""
+    index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence = sequence_ids(cu_seqlens, tokens)
+    begin = cu_seqlens[sequence]
+    return begin // chunk_size + sequence + (index - begin) // chunk_size
+
+
 def cu_seqlens_from_lengths(lengths: Int[Tensor, "N"]) -> Int[Tensor, "N_plus_1"]:
     """Sequence borders from sequence lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

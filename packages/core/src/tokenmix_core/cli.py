@@ -7,6 +7,7 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import sys
@@ -28,6 +29,8 @@ def main(
     recipes: Mapping[str, Any] | str | None = None,
     suites: Mapping[str, Any] | str | None = None,
     commands: Callable[[AddCommand], None] | None = None,
+    arguments: Callable[[str, argparse.ArgumentParser], None] | None = None,
+    using: str | None = None,
 ) -> int:
     """Run the command line.
 
@@ -40,6 +43,9 @@ def main(
         commands: adds a package's own commands: it calls what it is given with a name, a summary, an example of its
             arguments and "module:function", and adds arguments to the parser that it gets back. The function takes the
             parsed arguments and the `commands.Context`, and is imported when the command runs.
+        arguments: adds a package's own arguments to core's commands: it is called with each one's name and parser.
+        using: "module:function" of what these arguments do: with the model and the parsed arguments it returns a
+            context manager, in which `eval`, `generate` and `bench` use the model.
 
     Returns:
         The exit code: 0, 2 for a wrong call or wrong input, 130 when stopped by Ctrl-C.
@@ -47,7 +53,7 @@ def main(
     # quieter libraries, and no progress bars for what takes less than a second, unless the user says otherwise
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DELAY", "1")
-    parser = _parser(prog, commands)
+    parser = _parser(prog, commands, arguments)
     try:
         args, args_rest = parser.parse_known_args(argv)
     except SystemExit as end:
@@ -61,7 +67,7 @@ def main(
         from tokenmix_core.commands import Context
 
         module, _, function = args.run.partition(":")
-        return getattr(importlib.import_module(module), function)(args, Context(recipes, suites)) or 0
+        return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
     except BrokenPipeError:
         # whoever read the output has gone; nothing is left to be said to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -85,6 +91,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
+    def format_help(self) -> str:
+        shown = super().format_help()
+        return f"{shown}\n{_fields_help()}" if self.get_default("takes_fields") else shown
+
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -92,7 +102,11 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if shown else action.help
 
 
-def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Parser:
+def _parser(
+    prog: str,
+    more: Callable[[AddCommand], None] | None = None,
+    arguments: Callable[[str, argparse.ArgumentParser], None] | None = None,
+) -> _Parser:
     parser = _Parser(prog=prog, description="Train, evaluate and use language models that mix token mixers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -112,14 +126,17 @@ def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Par
     sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
     sub.add_argument("--no-eval", action="store_true", help="do not evaluate the trained model")
     sub.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file of fields; `info RECIPE --fields` shows all"
+        "--config", type=Path, metavar="FILE", help="YAML file of fields, as `info RECIPE --fields` prints them"
     )
 
     sub = command(commands, "eval", "evaluate a checkpoint", "runs/tiny --suite mqar --suite niah --lengths 1024,2048")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model")
-    sub.add_argument("--suite", action="append", required=True, help="a suite, may be repeated; `info` lists them")
+    sub.add_argument("--suite", action="append", help="a suite, may be repeated; `info` lists them")
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for results (default: CHECKPOINT/evaluation)")
-    sub.add_argument("--tasks", type=_names, metavar="A,B", help="only these tasks of the suite")
+    sub.add_argument(
+        "--tasks", type=_names, metavar="A,B", help="only these tasks of the suite; without one, any tasks of lm-eval"
+    )
+    sub.add_argument("--include", type=_names, metavar="DIR", help="folder with further tasks for lm-eval")
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
     sub.add_argument("--lengths", type=numbers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
@@ -173,16 +190,44 @@ def _parser(prog: str, more: Callable[[AddCommand], None] | None = None) -> _Par
     sub.add_argument("--split", default="train", metavar="NAME", help="split of a dataset")
     sub.add_argument("--held-out", type=float, default=0.001, metavar="X", help="share of documents to hold out")
     sub.add_argument("--max-tokens", type=int, metavar="N", help="stop after so many tokens")
+    sub.add_argument(
+        "--on-bad-row",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at a row without text, stop and keep what came before it, or skip it and count",
+    )
 
     sub = command(commands, "info", "show versions, recipes and suites, or what a model is", "tiny")
     sub.add_argument("target", nargs="?", metavar="RECIPE|CHECKPOINT", help="the model to describe")
     sub.add_argument(
         "--lengths", type=numbers, default="2048,32768", metavar="T,T", help="contexts to size the cache for"
     )
-    sub.add_argument("--fields", action="store_true", help="show a recipe's fields, as the YAML that --config takes")
+    sub.add_argument(
+        "--fields",
+        action="store_true",
+        help="show a recipe's fields and what they mean, as the YAML that --config takes",
+    )
+    if arguments is not None:
+        for name, parsed in commands.choices.items():
+            arguments(name, parsed)
     if more is not None:
         more(partial(command, commands))
     return parser
+
+
+def _fields_help() -> str:
+    """What each field of a recipe means, as options."""
+    from tokenmix_core.fields import described
+    from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe
+
+    shown = _Parser(usage=argparse.SUPPRESS, add_help=False)
+    for title, part in (("data", DataRecipe), ("optimizer", OptimizerRecipe), ("run", RunRecipe)):
+        group, texts = shown.add_argument_group(f"fields of the recipe: {title}"), described(part)
+        for field in dataclasses.fields(part):
+            group.add_argument(f"--{field.name}", metavar="VALUE", help=texts[field.name].replace("%", "%%"))
+    group = shown.add_argument_group("fields of the recipe: model")
+    group.add_argument("--model.FIELD", metavar="VALUE", help="of its configuration; `info RECIPE --fields` shows all")
+    return shown.format_help()
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
 import platform
+import shlex
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextSt
 # registers core's family
 import tokenmix_core.modeling  # noqa: F401
 from tokenmix_core.corpora import prepare as corpora
+from tokenmix_core.corpora import tokenizer as tokenizers
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.report import training_result, write_result
-from tokenmix_core.evaluation.suites import SUITES, check_suites, evaluate
+from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
+from tokenmix_core.fields import described
+from tokenmix_core.modeling.checkpoint import load_checked
 from tokenmix_core.modeling.mixer import known_mixers
-from tokenmix_core.training.recipe import Recipe, overridden
+from tokenmix_core.ops.explain import OPERATIONS, explain
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
 
 RECIPES = "tokenmix_core.recipes:RECIPES"
 LIBRARIES = ("torch", "triton", "transformers", "accelerate")
-EXTRAS = ("datasets", "lm_eval", "matplotlib", "peft", "tensorboard", "wandb", "liger_kernel", "flash_attn")
+EXTRAS = (
+    "datasets",
+    "lm-eval",
+    "matplotlib",
+    "peft",
+    "tensorboard",
+    "wandb",
+    "liger-kernel",
+    "flash-attn",
+    "flash-attn-4",
+)
+ABSENT = "not installed"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -46,17 +63,26 @@ class Context:
 
     Args:
         recipes, suites: by name, or "module:attribute"; see `tokenmix_core.cli.main`.
+        using: "module:function" of what the package's own arguments do with a model.
     """
 
-    def __init__(self, recipes: Mapping[str, Any] | str | None, suites: Mapping[str, Suite] | str | None) -> None:
+    def __init__(
+        self,
+        recipes: Mapping[str, Any] | str | None,
+        suites: Mapping[str, Suite] | str | None,
+        using: str | None = None,
+    ) -> None:
         self.recipes = self._load(recipes or RECIPES)
         own = [x.partition(":")[0].partition(".")[0] for x in (recipes, suites) if isinstance(x, str)]
         # whose versions `info` names
         self.packages = list(dict.fromkeys(["tokenmix_core", *own]))
         self.suites = {**SUITES, **self._load(suites or {})}
+        # the model as the arguments want it, for as long as a command uses it
+        self.using: Callable[[Any, argparse.Namespace], AbstractContextManager[Any]]
+        self.using = self._load(using) if using is not None else lambda model, args: nullcontext()
 
     @staticmethod
-    def _load(registry: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    def _load(registry: Any) -> Any:
         if not isinstance(registry, str):
             return registry
         module, _, attribute = registry.partition(":")
@@ -78,13 +104,20 @@ def train(args: argparse.Namespace, context: Context) -> int:
     """Run a recipe, then its evaluations."""
     from tokenmix_core.training import trainer
     from tokenmix_core.training.callbacks import read_metrics
+    from tokenmix_core.training.record import resumed
 
-    recipe = overridden(context.recipe(args.recipe), args.rest, args.config)
+    out = args.out or Path("runs") / args.recipe
+    begun = context.recipe(args.recipe)
+    if args.resume:
+        recipe = resumed(begun, out, args.rest, args.config)
+    else:
+        recipe = overridden(begun, args.rest, args.config)
     names = [] if args.no_eval else list(recipe.run.evaluations)
     if recipe.run.sample_prompt and not args.no_eval and "samples" not in names:
         names.append("samples")
     check_suites(names, context.suites)
-    out = args.out or Path("runs") / args.recipe
+    if names:
+        check_options(names, tokenizers.load_tokenizer(recipe.data.tokenizer), options_of(recipe), context.suites)
     result = trainer.train(recipe, out, resume=args.resume)
     if torch.distributed.is_initialized():
         # the first process goes on alone
@@ -92,7 +125,10 @@ def train(args: argparse.Namespace, context: Context) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     if result.interrupted:
-        print(f"stopped at step {result.step}; go on with: {args.parser.prog} {args.recipe} --out {out} --resume")
+        again = [*args.parser.prog.split(), args.recipe, "--out", str(out), "--resume"]
+        again += ["--no-eval"] if args.no_eval else []
+        launched = ", launched as before," if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
         return 130
     print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
     log = read_metrics(out / trainer.METRICS)
@@ -118,13 +154,17 @@ def options_of(recipe: Recipe) -> EvalOptions:
 
 def eval(args: argparse.Namespace, context: Context) -> None:
     """Evaluate a checkpoint."""
-    names = ("limit", "batch_size", "lengths", "max_length", "tasks", "text", "vocab_size", "seed")
+    names = ("limit", "batch_size", "lengths", "max_length", "tasks", "include", "text", "vocab_size", "seed")
     options = EvalOptions(**{name: getattr(args, name) for name in names})
-    check_suites(args.suite, context.suites)
+    if not args.suite and not args.tasks:
+        raise ValueError("name what to run: --suite NAME, or --tasks A,B for tasks of lm-eval")
+    suites = args.suite or [LM_EVAL]
+    check_suites(suites, context.suites)
     device, dtype = device_and_dtype(args.device, args.dtype)
     model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
     out = args.out or Path(args.checkpoint) / "evaluation"
-    evaluate(model, tokenizer, args.suite, options, out=out, suites=context.suites)
+    with context.using(model, args):
+        evaluate(model, tokenizer, suites, options, out=out, suites=context.suites)
 
 
 def generate(args: argparse.Namespace, context: Context) -> None:
@@ -145,9 +185,9 @@ def generate(args: argparse.Namespace, context: Context) -> None:
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     torch.manual_seed(args.seed)
-    print(prompt, end="", flush=True)
     input_ids = torch.tensor([ids], device=device)
-    with torch.inference_mode():
+    with torch.inference_mode(), context.using(model, args):
+        print(prompt, end="", flush=True)
         model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -166,15 +206,17 @@ def bench(args: argparse.Namespace, context: Context) -> None:
         model = load_model(args.target, device, dtype)
     else:
         model = AutoModelForCausalLM.from_config(config_of(args.target, context), dtype=dtype).to(device)
-    evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
+    with context.using(model, args):
+        evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
 
 
 def prepare(args: argparse.Namespace, context: Context) -> None:
     """Tokenize a corpus into one memory-mapped file."""
-    names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens")
+    names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens", "on_bad_row")
     meta = corpora.prepare(args.source, args.output, **{name: getattr(args, name) for name in names})
     held_out = f"{meta.held_out_tokens:,} tokens of {meta.held_out_documents:,} documents"
-    print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out")
+    skipped = f"; {n:,} bad rows were skipped" if (n := meta.source["skipped_rows"]) else ""
+    print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out{skipped}")
 
 
 def info(args: argparse.Namespace, context: Context) -> None:
@@ -182,7 +224,7 @@ def info(args: argparse.Namespace, context: Context) -> None:
     if args.fields:
         if args.target not in context.recipes:
             raise ValueError(f"--fields shows those of a recipe, got {args.target!r}; `info` lists the recipes")
-        print(yaml.safe_dump(context.recipe(args.target).values(), sort_keys=False, allow_unicode=True), end="")
+        print(describe_fields(context.recipe(args.target)))
         return
     if args.target is not None:
         print(describe_model(args.target, args.lengths, context))
@@ -192,18 +234,54 @@ def info(args: argparse.Namespace, context: Context) -> None:
     print(", ".join(f"{name} {number}".rstrip() for name, number in versions.items()))
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     print(f"device: {', '.join(map(device_name, gpus or [torch.device('cpu')]))}")
-    here = [name for name in EXTRAS if importlib.util.find_spec(name) is not None]
+    here = [name for name in EXTRAS if _version(name) != ABSENT]
     absent = [name for name in EXTRAS if name not in here]
     print(f"optional libraries: {', '.join(here) or 'none'}; absent: {', '.join(absent) or 'none'}")
     for title, lines in (
         ("recipes", {name: make().description for name, make in context.recipes.items()}),
         ("suites", {name: suite.summary for name, suite in context.suites.items()}),
         ("mixers", dict.fromkeys(known_mixers(), "")),
+        ("kernels that run here, of bfloat16 in usual sizes", kernels_here()),
     ):
         print(f"\n{title}")
         width = max(map(len, lines), default=0)
         for name, text in lines.items():
             print(f"  {name:{width}}  {text}".rstrip())
+
+
+def kernels_here() -> dict[str, str]:
+    """What runs of each operation on this machine, and why; a paper's operations are those that it registered."""
+    found = {name: explain(name) for name in OPERATIONS}
+    return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
+
+
+def describe_fields(recipe: Recipe) -> str:
+    """A recipe's fields as the YAML that --config takes; comments say what each means, and which others a model has."""
+    values, config = recipe.values(), recipe.model_config()
+    texts = described(DataRecipe) | described(OptimizerRecipe) | described(RunRecipe)
+    model, of_model = values.pop("model"), described(type(config))
+    others = {name: getattr(config, name) for name in of_model if name not in model and hasattr(config, name)}
+    return "\n".join(
+        [
+            _commented(values, texts),
+            "model:",
+            textwrap.indent(_commented(model, of_model), "  "),
+            "  # further fields of the model:",
+            textwrap.indent(_commented(others, of_model, value_prefix="# "), "  "),
+        ]
+    )
+
+
+def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_prefix: str = "") -> str:
+    lines, before = [], ""
+    for name, value in values.items():
+        # what one text says of several fields stands above the first
+        if (text := texts.get(name, "")) != before:
+            lines += [f"# {line}" for line in textwrap.wrap(text, 110)]
+        before = text
+        shown = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).rstrip()
+        lines.append(textwrap.indent(shown, value_prefix))
+    return "\n".join(lines)
 
 
 def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
@@ -262,7 +340,7 @@ def config_of(target: str, context: Context) -> Any:
         return context.recipe(target).model_config()
     try:
         return AutoConfig.from_pretrained(target, local_files_only=True)
-    except (OSError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
 
 
@@ -282,8 +360,10 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no model: expected config.json and weights")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, KeyError, TypeError, RuntimeError) as error:
+        load = AutoModelForCausalLM.from_pretrained
+        # other people's models are held to what our own are
+        model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
+    except (OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{folder} cannot be loaded as a causal language model: {sentence(error)}") from error
     return model.to(device).eval()
 
@@ -304,4 +384,4 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return ABSENT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 
@@ -20,3 +21,13 @@ def require(module: str, extra: str) -> ModuleType:
         raise ImportError(
             f"{module.split('.')[0]} is not installed; install it with: pip install 'tokenmix-core[{extra}]'"
         ) from error
+
+
+def is_installed(module: str) -> bool:
+    """Whether an optional library is there, found without importing it.
+
+    A folder that only holds another distribution's modules does not count: FlashAttention-4 alone leaves `flash_attn`
+    with nothing but its own `cute`.
+    """
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

@@ -1,9 +1,10 @@
-"""Values checked against the annotations of the fields or arguments that they are meant for."""
+"""Values checked against the annotations of the fields or arguments that they are meant for, and what these mean."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
@@ -39,6 +40,17 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     """Raise a ValueError for a value of another kind than an annotation says; numbers must be finite."""
     if not _fits(value, kind):
         raise ValueError(f"{name} must be {_shown(kind)}, got {value!r}")
+
+
+def described(cls: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of its attributes or arguments, by name."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "") + "\n"
+        for section in re.findall(r"^(?:Args|Attributes):\n((?: {4}.*\n|\n)+)", text, re.MULTILINE):
+            for names, said in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*\n(?: {8}.*\n)*)", section, re.MULTILINE):
+                found |= dict.fromkeys(names.split(", "), " ".join(said.split()))
+    return found
 
 
 def _fits(value: Any, kind: Any) -> bool:

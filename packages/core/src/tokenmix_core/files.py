@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +16,9 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
         content: its text, or a function that fills the temporary file beside `path` whose name it is given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
+    # as readable as any new file, and nobody else's
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "r+b") as file:
             if isinstance(content, str):
@@ -25,10 +26,6 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
             else:
                 content(temporary)
             os.fsync(file.fileno())
-        # mkstemp makes it private; this one is as readable as any new file
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -40,8 +40,8 @@ def tiny() -> Recipe:
         # most files are longer than a row, so borders inside rows are rare
         data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
         optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**11 * 640),
-            warmup_tokens=Tokens(2**11 * 64),
+            total_tokens=Tokens(2**11 * 400),
+            warmup_tokens=Tokens(2**11 * 40),
             batch_tokens=Tokens(2**11),
             micro_batch_tokens=Tokens(2**11),
             learning_rate=4e-3,
@@ -52,7 +52,7 @@ def tiny() -> Recipe:
             logging_steps=20,
             save_steps=200,
             save_total_limit=1,
-            evaluations=["perplexity-by-position", "mqar"],
+            evaluations=["perplexity-by-position", "copy"],
             evaluation_lengths=[256],
             evaluation_limit=128,
             sample_prompt="def ",
@@ -225,8 +225,9 @@ def _lte(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
         batch_tokens=Tokens(batch),
         learning_rate=3e-4,
         min_learning_rate=3e-5,
+        adam_epsilon=1e-15,
     )
-    return _corpus("fineweb-edu", GPT2, 4096), optimizer, 0
+    return _corpus("fineweb-edu", LLAMA2, 4096, seed=42), optimizer, 42
 
 
 def _nha(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:

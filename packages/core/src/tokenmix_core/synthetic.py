@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tokenmix_core.streams import stream
+
 IGNORE_INDEX = -100
 
 
@@ -80,7 +82,7 @@ def mqar(
     input_ids = np.zeros((num_examples, seq_len), dtype=np.int64)
     labels = np.full((num_examples, seq_len), IGNORE_INDEX, dtype=np.int64)
     for row in range(num_examples):
-        rng = np.random.default_rng((seed, first + row))
+        rng = stream("mqar", seed, first + row)
         if random_filler:
             input_ids[row] = rng.integers(0, vocab_size, seq_len)
         keys = 1 + rng.choice(half - 1, num_pairs, replace=False)
@@ -178,7 +180,7 @@ def niah(
     kind = NIAH_TASKS[task]
     if kind.haystack == "text" and not haystack:
         raise ValueError(f"niah: {task} needs the words of a running text as haystack, got none")
-    rng = np.random.default_rng((seed, index))
+    rng = stream("niah", seed, index)
     key = f"{rng.choice(_ADJECTIVES.split())}-{rng.choice(_NOUNS.split())}"
     answer = str(rng.integers(10**6, 10**7)) if kind.value == "number" else _uuid(rng)
     needle = f"One of the special magic {kind.value}s for {key} is: {answer}."

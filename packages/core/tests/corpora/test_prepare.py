@@ -99,6 +99,124 @@ def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path
     assert not (tmp_path / "out.partial").exists()
 
 
+def _rows_with_holes(bad):
+    """JSONL of 600 documents, the rows of `bad` among them spoilt."""
+    rows = [json.dumps({"text": t}) for t in TEXTS]
+    for place, row in zip(bad, ('{"text": null}', '{"text": 3}', "{", '["a"]', '{"body": "a"}'), strict=False):
+        rows[place] = row
+    return "\n".join(rows)
+
+
+def test_a_bad_row_keeps_what_came_before_it_and_skipping_goes_on_from_there(tmp_path, monkeypatch, capsys):
+    bad = [290, 291, 400, 401, 599]
+    (tmp_path / "in.jsonl").write_text(_rows_with_holes(bad))
+    told = rf"line 291: field 'text' must be text, got null; 290 rows before it are kept in {tmp_path}/out.partial; "
+    with pytest.raises(ValueError, match=told + "--on-bad-row skip goes on"):
+        prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, progress=False)
+    # a second time: nothing before the row is encoded again, and nothing is lost
+    seen = []
+    monkeypatch.setattr(
+        prepare_module, "is_held_out", lambda text, share: seen.append(text) or is_held_out(text, share)
+    )
+    with pytest.raises(ValueError, match=told):
+        prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, progress=False)
+    assert seen == []
+    meta = prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, on_bad_row="skip", progress=False)
+    good = [text for place, text in enumerate(TEXTS) if place not in bad]
+    assert seen == good[290:]
+    assert sorted(documents(tmp_path / "out")) == sorted(good)
+    assert meta.source["skipped_rows"] == 5
+    assert capsys.readouterr().err.count("skipped: ") == 5
+    # as if it had been skipped from the start
+    prepare(str(tmp_path / "in.jsonl"), tmp_path / "whole", held_out=0.1, on_bad_row="skip", progress=False)
+    for name in ("tokens.bin", "documents.npy", "meta.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_rows_past_the_last_token_wanted_are_not_asked_for(tmp_path):
+    (tmp_path / "in.jsonl").write_text(_rows_with_holes([50, 60]))
+    enough = {"held_out": 0, "max_tokens": sum(len(t.encode()) + 1 for t in TEXTS[:50]), "progress": False}
+    assert prepare(str(tmp_path / "in.jsonl"), tmp_path / "stop", **enough).documents == 50
+    meta = prepare(str(tmp_path / "in.jsonl"), tmp_path / "skip", on_bad_row="skip", **enough)
+    assert (meta.documents, meta.source["skipped_rows"]) == (50, 0)
+
+
+def test_the_whole_lines_of_a_file_that_is_cut_short_can_be_kept(tmp_path):
+    (tmp_path / "in").mkdir()
+    whole = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[:300]).encode())
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
+    (tmp_path / "in" / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[300:]))
+    with pytest.raises(ValueError, match=r"a.jsonl.gz is damaged or cut short after line \d+: .* are kept in"):
+        prepare(str(tmp_path / "in"), tmp_path / "out", held_out=0, progress=False)
+    meta = prepare(str(tmp_path / "in"), tmp_path / "out", held_out=0, on_bad_row="skip", progress=False)
+    kept = documents(tmp_path / "out")
+    assert meta.source["skipped_rows"] == 1
+    assert kept == TEXTS[: len(kept) - 300] + TEXTS[300:]
+    assert 350 < len(kept) < 600
+
+
+def test_a_damaged_parquet_file_is_named_and_loses_no_other_rows(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    (tmp_path / "in").mkdir()
+    for name, texts in (("a", TEXTS[:200]), ("b", TEXTS[200:400]), ("c", TEXTS[400:])):
+        parquet.write_table(arrow.table({"text": texts}), tmp_path / "in" / f"{name}.parquet", row_group_size=50)
+    assert list(open_source(str(tmp_path / "in")).rows(130)) == TEXTS[130:]
+    group = parquet.ParquetFile(tmp_path / "in" / "b.parquet").metadata.row_group(1)
+    with open(tmp_path / "in" / "b.parquet", "r+b") as file:
+        file.seek(group.column(0).data_page_offset)
+        file.write(b"\xff" * 40)
+    os.truncate(tmp_path / "in" / "c.parquet", 1000)
+    with pytest.raises(ValueError, match=r"in/b.parquet, row 50 cannot be read as parquet: .*; 250 rows before it are"):
+        prepare(str(tmp_path / "in"), tmp_path / "out", held_out=0, progress=False)
+    meta = prepare(str(tmp_path / "in"), tmp_path / "out", held_out=0, on_bad_row="skip", progress=False)
+    assert documents(tmp_path / "out") == TEXTS[:250] + TEXTS[300:400]
+    assert meta.source["skipped_rows"] == 51
+    rows = list(open_source(str(tmp_path / "in")).rows(0))
+    for skip in (0, 49, 251, 299, 300, 399, 400, 401):
+        assert list(map(str, open_source(str(tmp_path / "in")).rows(skip))) == list(map(str, rows[skip:]))
+    with pytest.raises(ValueError, match=r"c.parquet is not readable as parquet"):
+        list(open_source(str(tmp_path / "in" / "c.parquet")).documents())
+
+
+def test_text_files_keep_their_line_ends(tmp_path):
+    text = "one\r\ntwo\rthree\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    prepare(str(tmp_path / "a.txt"), tmp_path / "out", held_out=0, progress=False)
+    assert documents(tmp_path / "out") == [text]
+
+
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [(["a", "b"], 1), (["a", "b", "b", "a", "c"], None), ([f"text {i}" for i in range(9)], 8)],
+)
+def test_a_small_corpus_holds_out_one_document_at_least(texts, kept, tmp_path, capsys):
+    source = Source({}, lambda n: iter(texts[n:]))
+    assert not any(is_held_out(text, 0.001) for text in texts), "chosen for holding out nothing by share"
+    meta = prepare(source, tmp_path / "out", progress=False)
+    train, held_out = (documents(tmp_path / "out", split) for split in ("train", "held_out"))
+    assert train
+    assert len(set(held_out)) == 1
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(texts)
+    assert [text for text in texts if text in train] == train, "the order of the others changed"
+    assert kept is None or len(train) == kept
+    assert (meta.held_out_documents, meta.held_out_tokens) == (len(held_out), sum(len(t) + 1 for t in held_out))
+    assert capsys.readouterr().err == ""
+    # which one depends on the texts, not on their order
+    prepare(Source({}, lambda n: iter(texts[::-1][n:])), tmp_path / "other", progress=False)
+    assert documents(tmp_path / "other", "held_out") == held_out
+    assert prepare(source, tmp_path / "none", held_out=0, progress=False).held_out_documents == 0
+
+
+@pytest.mark.parametrize(("texts", "told"), [(["a"], "is one document"), (["a", "a"], "are 2 equal documents")])
+def test_where_nothing_can_be_held_out_it_is_said(texts, told, tmp_path, capsys):
+    assert prepare(Source({}, lambda n: iter(texts[n:])), tmp_path / "out", progress=False).held_out_documents == 0
+    assert f"out: nothing is held out, for there {told}" in capsys.readouterr().err
+    assert documents(tmp_path / "out", "train") == texts
+
+
 def test_a_partial_file_of_other_settings_or_in_use_is_refused(tmp_path):
     writer = TokenFileWriter(tmp_path / "out", {"held_out": 0.1}, 259)
     writer.append([[1, 2]], [False])
@@ -198,6 +316,8 @@ def test_borders_are_where_documents_begin_inside_a_range(good):
         ({"source": "{in}/list.jsonl"}, "has no field 'text'; it has list"),
         ({"source": "{in}/latin.txt"}, "is not UTF-8 text: byte 3"),
         ({"source": "{in}/blank.txt"}, "has no text"),
+        ({"source": "{in}/cut.jsonl.gz"}, "cut.jsonl.gz is damaged or cut short after line 0"),
+        ({"source": "{in}/good.txt", "on_bad_row": "drop"}, "on_bad_row must be one of 'stop', 'skip', got 'drop'"),
         ({"source": "{in}/good.txt", "held_out": 1.0}, "held_out must be a share"),
         ({"source": "{in}/good.txt", "held_out": -0.1}, "held_out must be a share"),
         ({"source": "{in}/good.txt", "max_tokens": 0}, "max_tokens must be at least 1"),
@@ -209,13 +329,14 @@ def test_bad_input_is_named_and_leaves_nothing(arguments, told, tmp_path, monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "in"
     (folder / "empty").mkdir(parents=True)
-    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (folder / "bad.jsonl").write_text('\n{"text": \n')
     (folder / "field.jsonl").write_text('{"body": "a"}\n')
     (folder / "number.jsonl").write_text('{"text": 3}\n')
     (folder / "half.jsonl").write_text('{"text": "a\\ud800"}\n')
     (folder / "list.jsonl").write_text('["a"]\n')
     (folder / "latin.txt").write_bytes(b"caf\xe9 ")
     (folder / "blank.txt").write_text("")
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:20])
     (folder / "good.txt").write_text("hello")
     before = sorted(tmp_path.rglob("*"))
     made = {k: v.replace("{in}", str(folder)) if isinstance(v, str) else v for k, v in arguments.items()}

@@ -1,5 +1,6 @@
 """lm-eval through the adapter: local tasks give what a direct calculation gives, and missing data is named."""
 
+import json
 import sys
 
 import pytest
@@ -68,6 +69,9 @@ def choices(**metadata):
     rows = [{"text": t, "choices": ["aa", "zq", "7!"], "gold": i % 3} for i, t in texts]
     return {"test": datasets.Dataset.from_list(rows)}
 
+def few(**metadata):
+    return {"test": choices()["test"].select(range(2))}
+
 def length(doc, results):
     return {"said": float(len(results[0]) > 0), "contains": float(doc["answer"] in results[0])}
 """
@@ -97,6 +101,12 @@ metric_list:
 """
 
 
+GROUP = """
+group: local_group
+task: [local_choices, local_few]
+"""
+
+
 @pytest.fixture(scope="module")
 def harness():
     pytest.importorskip("lm_eval")
@@ -110,6 +120,10 @@ def local(tmp_path):
     (tmp_path / "local.py").write_text(LOCAL)
     (tmp_path / "words.yaml").write_text(WORDS)
     (tmp_path / "choices.yaml").write_text(CHOICES)
+    (tmp_path / "few.yaml").write_text(
+        CHOICES.replace("local_choices", "local_few").replace("local.choices", "local.few")
+    )
+    (tmp_path / "group.yaml").write_text(GROUP)
     return tmp_path
 
 
@@ -131,6 +145,38 @@ def test_choices_are_those_of_the_largest_log_likelihood(harness, model, tokeniz
     assert values["local_words", "said"] == 1
     assert values["average", "2 tasks"] == pytest.approx((1 + right / 4) / 2)
     assert all(row["examples"] == 4 for row in result["rows"][:3])
+
+
+def test_a_group_is_the_mean_of_its_tasks_by_their_examples(harness, model, tokenizer, local):
+    options = EvalOptions(include=(str(local),), progress=False)
+    tasks = {"local_group": "acc", "local_words": "said"}
+    result = harness.run_tasks("x", model, tokenizer, tasks, options, include=(), builtin=False)
+    rows = {(row["task"], row["metric"]): row for row in result["rows"]}
+    many, few = rows["local_choices", "acc"], rows["local_few", "acc"]
+    group = rows["local_group", "acc"]
+    assert (many["examples"], few["examples"], group["examples"]) == (4, 2, 6)
+    assert group["value"] == pytest.approx((4 * many["value"] + 2 * few["value"]) / 6)
+    assert rows["average", "2 tasks"]["value"] == pytest.approx((group["value"] + 1) / 2)
+    # a task alone is no group
+    assert sum(task == "local_words" for task, _ in rows) == 2
+
+
+def test_any_task_is_run_by_its_name_from_the_command_line(harness, checkpoint, local, tmp_path, capsys):
+    from tokenmix_core.cli import main
+
+    call = ["eval", str(checkpoint), "--include", str(local), "--out", str(tmp_path / "out"), "--limit", "3"]
+    assert main([*call, "--tasks", "local_group,local_words"]) == 0
+    result = json.loads((tmp_path / "out" / "lm-eval.json").read_text())
+    found = {(row["task"], row["metric"]): row["examples"] for row in result["rows"]}
+    assert found == {
+        **{("local_choices", "acc"): 3, ("local_few", "acc"): 2, ("local_group", "acc"): 5},
+        **{("local_words", "said"): 3, ("local_words", "contains"): 3},
+    }
+    capsys.readouterr()
+    assert main([*call, "--tasks", "local_word"]) == 2
+    assert "no task local_word; the nearest to local_word are local_words" in capsys.readouterr().err
+    assert main([*call, "--tasks", "local_words", "--include", "no/folder"]) == 2
+    assert "include must name folders with task files, and 'no/folder' is none" in capsys.readouterr().err
 
 
 def test_limit_and_choice_of_tasks_are_kept(harness, llama, tokenizer, local):

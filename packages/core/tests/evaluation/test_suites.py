@@ -10,8 +10,8 @@ from tokenmix_core.evaluation.suites import LONGBENCH, RULER, SUITES, _longbench
 
 def test_the_suites_of_the_papers_are_there():
     assert set(SUITES) == {
-        *("commonsense", "recall", "ruler", "longbench"),
-        *("mqar", "niah", "perplexity-by-position", "efficiency", "samples"),
+        *("commonsense", "recall", "ruler", "longbench", "lm-eval"),
+        *("mqar", "niah", "copy", "perplexity-by-position", "efficiency", "samples"),
     }
     assert len(RULER) == 13
     assert len(LONGBENCH) == 11
@@ -54,7 +54,7 @@ def test_unknown_suites_are_refused_before_anything_runs(llama, tokenizer, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["mqar", "niah", "perplexity-by-position", "efficiency", "samples"])
+@pytest.mark.parametrize("name", ["mqar", "niah", "copy", "perplexity-by-position", "efficiency", "samples"])
 def test_unknown_tasks_are_refused_with_the_known_ones(llama, tokenizer, text_file, name):
     options = EvalOptions(tasks=("bogus",), text=text_file, progress=False)
     with pytest.raises(ValueError, match=rf"suite {name} has no task 'bogus'; it has \S+"):

@@ -1,12 +1,14 @@
 import dataclasses
+import json
 from itertools import pairwise
 
 import pytest
 import yaml
 from runs import recipe
 
-from tokenmix_core.recipes import RECIPES
+from tokenmix_core.recipes import LLAMA2, RECIPES
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
+from tokenmix_core.training.record import resumed
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -22,6 +24,12 @@ def test_every_recipe_is_complete_and_comes_back_from_its_yaml(name, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(made.values()))
     assert overridden(made, config=path) == made
+
+
+def test_recall_of_random_pairs_is_measured_only_where_it_was_trained():
+    for name, make in RECIPES.items():
+        made = make()
+        assert ("mqar" in made.run.evaluations) <= ("mqar" in made.data.sources), name
 
 
 def test_recipes_are_frozen():
@@ -102,6 +110,83 @@ def test_a_bad_file_is_named(text, told, tmp_path):
         overridden(recipe("c"), config=path)
 
 
+@pytest.mark.parametrize(
+    ("flags", "text", "warmup", "said"),
+    [
+        (["--total_tokens", "100K"], None, 10_000, True),
+        (["--total_tokens=100K", "--warmup-tokens", "4K"], None, 4000, False),
+        (["--total_tokens", "4M"], None, None, False),
+        ([], "total_tokens: 100K", 10_000, True),
+        (["--total_tokens", "200K"], "warmup_tokens: 10K", 10_000, False),
+        ([], None, None, False),
+    ],
+)
+def test_a_shorter_run_keeps_the_share_of_its_warm_up_and_says_so(flags, text, warmup, said, tmp_path, capsys):
+    path = tmp_path / "file.yaml"
+    path.write_text(text or "{}")
+    before = RECIPES["tiny"]().optimizer
+    assert before.total_tokens == 10 * before.warmup_tokens
+    made = overridden(RECIPES["tiny"](), flags, path)
+    assert made.optimizer.warmup_tokens == (before.warmup_tokens if warmup is None else warmup)
+    told = f"warmup_tokens is {made.optimizer.warmup_tokens:,} instead of {before.warmup_tokens:,}"
+    assert (told in capsys.readouterr().err) == said
+
+
+def test_a_warm_up_that_was_asked_for_is_not_changed():
+    with pytest.raises(ValueError, match="warmup_tokens must be below total_tokens=100000, got 200000"):
+        overridden(RECIPES["tiny"](), ["--total_tokens", "100K", "--warmup_tokens", "200K"])
+
+
+def _record(folder, made, **changes):
+    record = {"recipe": made.name, "values": made.values(), **changes}
+    (folder / "run.json").write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
+
+
+def test_a_run_goes_on_with_the_fields_that_it_was_begun_with(tmp_path, capsys):
+    plain = recipe("c")
+    flags = [
+        "--learning_rate",
+        "5e-3",
+        "--sources",
+        "my corpus",
+        "b",
+        "--total_tokens",
+        "600",
+        "--sample_prompt",
+        "x: ",
+    ]
+    begun = overridden(plain, [*flags, "--model.norm_eps", "1e-5", "--gradient_checkpointing", "true"])
+    _record(tmp_path, begun)
+    capsys.readouterr()
+    assert resumed(plain, tmp_path) == begun
+    assert capsys.readouterr().err == "", "the warm-up was scaled once more"
+    # the same once more contradicts nothing, and how a run is carried out may change
+    assert resumed(plain, tmp_path, ["--learning_rate=0.005", "--model.norm_eps=1e-5"]) == begun
+    moved = resumed(plain, tmp_path, ["--sources", "elsewhere", "--save_steps", "7", "--micro_batch_tokens", "64"])
+    assert (moved.data.sources, moved.run.save_steps, moved.optimizer.micro_batch_tokens) == (["elsewhere"], 7, 64)
+    assert moved.optimizer.learning_rate == 5e-3
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--learning_rate", "2e-2"], r"cannot go on with other fields \(learning_rate was 0.01 and is 0.02\)"),
+        (["--seed", "5"], "seed was 0 and is 5"),
+        (["--model.hidden_size", "64"], "model was .*'hidden_size': 32.* and is .*'hidden_size': 64"),
+        (["--total_tokens", "4K"], "total_tokens was 1024 and is 4000"),
+        (["--precision", "bf16"], "precision was 'fp32' and is 'bf16'"),
+    ],
+)
+def test_flags_that_contradict_the_run_are_refused(flags, told, tmp_path):
+    _record(tmp_path, recipe("c"))
+    with pytest.raises(ValueError, match=told):
+        resumed(recipe("c"), tmp_path, flags)
+
+
+def test_without_a_record_flags_are_what_is_known(tmp_path):
+    assert resumed(recipe("c"), tmp_path, ["--seed", "5"]).run.seed == 5
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none.yaml cannot be read: No such file"):
         overridden(recipe("c"), config=tmp_path / "none.yaml")
@@ -175,6 +260,7 @@ def test_paper_baselines_have_their_papers_settings():
     assert (gdn.total_tokens, gdn.warmup_tokens, gdn.learning_rate, gdn.min_learning_rate) == (50e9, 1e9, 3e-4, 3e-5)
     lte = RECIPES["lte/transformer-1.4b"]().optimizer
     assert (lte.steps, lte.warmup_tokens // lte.batch_tokens, lte.batch_tokens) == (30720, 512, 2**20)
+    assert (lte.adam_epsilon, RECIPES["lte/transformer-1.4b"]().data.tokenizer) == (1e-15, LLAMA2)
     nha = RECIPES["nha/transformer-340m"]()
     assert (nha.run.seed, nha.data.seq_len, nha.optimizer.weight_decay) == (42, 2048, 0.01)
     oryx = RECIPES["oryx/mamba2-1.4b"]()

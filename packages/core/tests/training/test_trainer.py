@@ -22,6 +22,7 @@ from runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
+from tokenmix_core.training.checkpoint import write_manifest
 from tokenmix_core.training.engine import peak_flops
 from tokenmix_core.training.trainer import build_trainer, train
 
@@ -225,6 +226,38 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(damage, told, reference
     with pytest.raises(ValueError, match=told):
         train(made, tmp_path / "run", resume=True, progress=False)
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+
+
+def _sealed(folder, name, change):
+    """Change a file of a checkpoint, and its manifest, as if it had been written so."""
+    change(folder / name)
+    content = manifest(folder)
+    write_manifest(folder, {key: content[key] for key in ("step", "identity")})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("rng_state.pth", lambda p: p.write_bytes(b"no pickle"), "its random state cannot be read"),
+        ("rng_state.pth", lambda p: torch.save({"python": 1}, p), "its random state cannot be read"),
+        ("rng_state.pth", lambda p: torch.save([1, 2], p), "its random state cannot be read"),
+        ("optimizer.pt", lambda p: p.write_bytes(b""), "its optimizer and schedule cannot be read"),
+        ("optimizer.pt", lambda p: torch.save({"state": 1}, p), "its optimizer and schedule cannot be read"),
+        ("scheduler.pt", lambda p: torch.save(None, p), "its optimizer and schedule cannot be read"),
+        ("model.safetensors", lambda p: os.truncate(p, 300), "its weights cannot be read"),
+        ("trainer_state.json", lambda p: p.write_text("null"), "trainer_state.json cannot be read"),
+        ("trainer_state.json", lambda p: p.write_text('{"global_step": 3}'), "is of step 3, expected 6"),
+        ("scheduler.pt", lambda p: p.unlink(), "its manifest.json lists no scheduler"),
+    ],
+)
+def test_what_a_checkpoint_holds_is_refused_where_it_cannot_be_read(name, change, told, reference, corpus, tmp_path):
+    shutil.copytree(reference, tmp_path / "run")
+    # a finished run would have no use for its random state
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    _sealed(tmp_path / "run" / "checkpoint-6", name, change)
+    made = recipe(corpus, model=penalised_model(), callbacks=(adaptation,))
+    with pytest.raises(ValueError, match=told):
+        train(made, tmp_path / "run", resume=True, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import hashlib
 import itertools
 import json
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,13 @@ _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _TEXT = (".txt", ".md", ".rst", ".py", ".text")
 # folders of the standard library that are not running text of its own, or do not come with every build
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# what Arrow raises for files that are damaged
+_DAMAGED_PARQUET = (OSError, ValueError, NotImplementedError)
+_PARQUET_ROWS = 1024
+
+
+class BadRow(ValueError):
+    """A row of a source that holds no text; it says which one and why. Sources yield it in the row's place."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +41,24 @@ class Source:
 
     Attributes:
         description: what it is, recorded with every token file made from it.
-        documents: `documents(n)` iterates over the texts after the first n.
-        total: number of documents, where it is known beforehand.
+        rows: `rows(n)` iterates over what comes after the first n rows: texts, and a `BadRow` where there is none.
+        total: number of rows, where it is known beforehand.
     """
 
     description: dict[str, Any]
-    documents: Callable[[int], Iterator[str]]
+    rows: Callable[[int], Iterator[str | BadRow]]
     total: int | None = None
+
+    def documents(self, skip: int = 0) -> Iterator[str]:
+        """The texts after the first `skip` rows.
+
+        Raises:
+            BadRow: at the first bad row.
+        """
+        for row in self.rows(skip):
+            if isinstance(row, BadRow):
+                raise row
+            yield row
 
 
 def open_source(spec: str, *, text_field: str = "text", subset: str | None = None, split: str = "train") -> Source:
@@ -71,15 +91,18 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
         dataset = datasets.load_dataset(name, subset, split=split, streaming=True)
     except Exception as error:
         # the hub's client raises many kinds of errors for an unknown name, a missing network, a wrong subset or split
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         known = f"none of {', '.join([STDLIB, *HUB_ALIASES])}"
         tried = f"stands for {name}, which" if spec in HUB_ALIASES else f"is no file or folder here, {known}, and"
-        raise ValueError(f"source {spec!r} {tried} could not be opened on the hub: {reason}") from error
+        raise ValueError(f"source {spec!r} {tried} could not be opened on the hub: {_first_line(error)}") from error
     return _datasets_source(dataset, text_field, {"hub": name, "subset": subset, "split": split})
 
 
 def _load_from_disk(path: Path, split: str) -> Any:
-    dataset = require("datasets", "data").load_from_disk(str(path))
+    datasets = require("datasets", "data")
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read as a saved dataset: {_first_line(error)}") from error
     if isinstance(dataset, dict):
         if split not in dataset:
             raise ValueError(f"{path} has no split {split!r}; its splits are {', '.join(dataset)}")
@@ -91,27 +114,40 @@ def _datasets_source(dataset: Any, text_field: str, description: dict[str, Any])
     fields = dataset.column_names
     if fields is not None and text_field not in fields:
         raise ValueError(f"the dataset has no field {text_field!r}; its fields are {', '.join(fields)}")
+    name = description.get("hub") or description["folder"]
 
-    def documents(skip: int) -> Iterator[str]:
-        for index, row in enumerate(dataset.skip(skip), start=skip):
-            yield _text_of(row, text_field, f"row {index}")
+    def rows(skip: int) -> Iterator[str | BadRow]:
+        index = skip
+        try:
+            for row in dataset.skip(skip):
+                yield _text_of(row, text_field, f"row {index}")
+                index += 1
+        except (ValueError, TypeError, KeyError) as error:
+            # what Arrow and the hub's formats raise for data that is damaged
+            raise ValueError(f"{name} cannot be read from row {index} on: {_first_line(error)}") from error
 
     total = len(dataset) if hasattr(dataset, "__len__") else None
-    return Source({**description, "text_field": text_field}, documents, total)
+    return Source({**description, "text_field": text_field}, rows, total)
 
 
-def _text_of(row: Any, text_field: str, where: str) -> str:
+def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
     if not isinstance(row, dict) or text_field not in row:
         fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no field {text_field!r}; it has {fields}")
-    if not isinstance(row[text_field], str):
-        raise ValueError(f"{where}: field {text_field!r} must be text, got {type(row[text_field]).__name__}")
+        return BadRow(f"{where} has no field {text_field!r}; it has {fields}")
+    text = row[text_field]
+    if not isinstance(text, str):
+        got = "null" if text is None else type(text).__name__
+        return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
     try:
-        row[text_field].encode()
+        text.encode()
     except UnicodeEncodeError as error:
         # JSON may escape one half of a pair of surrogates alone
-        raise ValueError(f"{where}: field {text_field!r} holds half a character at place {error.start}") from error
-    return row[text_field]
+        return BadRow(f"{where}: field {text_field!r} holds half a character at place {error.start}")
+    return text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _files_source(path: Path, text_field: str) -> Source:
@@ -127,40 +163,81 @@ def _files_source(path: Path, text_field: str) -> Source:
         "bytes": sum(f.stat().st_size for f in files),
     }
     if files[0].suffix == ".parquet":
-        datasets = require("datasets", "data")
-        names = [str(f) for f in files]
-        try:
-            dataset = datasets.load_dataset("parquet", data_files=names, split="train", streaming=True)
-            return _datasets_source(dataset, text_field, description)
-        except (OSError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"{path} is not readable as parquet: {error}") from error
+        parquet = require("pyarrow.parquet", "data")
+        return Source({**description, "text_field": text_field}, partial(_parquet_rows, parquet, files, text_field))
     if files[0].name.endswith(_JSONL):
 
-        def documents(skip: int) -> Iterator[str]:
-            return itertools.islice(_jsonl_documents(files, text_field), skip, None)
+        def rows(skip: int) -> Iterator[str | BadRow]:
+            return itertools.islice(_jsonl_rows(files, text_field), skip, None)
 
-        return Source({**description, "text_field": text_field}, documents)
-    return Source(description, lambda skip: map(_read_text, files[skip:]), len(files))
+        return Source({**description, "text_field": text_field}, rows)
+    return Source(description, lambda skip: map(_text_file, files[skip:]), len(files))
 
 
-def _jsonl_documents(files: list[Path], text_field: str) -> Iterator[str]:
+def _jsonl_rows(files: list[Path], text_field: str) -> Iterator[str | BadRow]:
     for file in files:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{file}, line {number}: not valid JSON ({error})") from error
-                yield _text_of(row, text_field, f"{file}, line {number}")
+        number = 0
+        try:
+            with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield _json_row(line, text_field, f"{file}, line {number}")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            yield BadRow(f"{file} is damaged or cut short after line {number}: {_first_line(error)}")
 
 
-def _read_text(file: Path) -> str:
+def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
     try:
-        return file.read_text(encoding="utf-8")
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"{where}: not valid JSON ({error})")
+    return _text_of(row, text_field, where)
+
+
+def _parquet_rows(parquet: Any, files: list[Path], text_field: str, skip: int) -> Iterator[str | BadRow]:
+    """The rows of parquet files after the first `skip`; a file that cannot be read at all is one bad row."""
+    for file in files:
+        opened = _open_parquet(parquet, file, text_field)
+        if isinstance(opened, BadRow):
+            yield from [opened][skip:]
+            skip = max(0, skip - 1)
+            continue
+        first = 0
+        for group in range(opened.num_row_groups):
+            rows = range(first, first + opened.metadata.row_group(group).num_rows)
+            if skip < len(rows):
+                yield from itertools.islice(_row_group(opened, group, rows, text_field, file), skip, None)
+            skip = max(0, skip - len(rows))
+            first = rows.stop
+
+
+def _open_parquet(parquet: Any, file: Path, text_field: str) -> Any:
+    try:
+        opened = parquet.ParquetFile(file)
+        fields = opened.schema_arrow.names
+    except _DAMAGED_PARQUET as error:
+        return BadRow(f"{file} is not readable as parquet: {_first_line(error)}")
+    return opened if text_field in fields else BadRow(f"{file} has no field {text_field!r}; it has {', '.join(fields)}")
+
+
+def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path) -> Iterator[str | BadRow]:
+    """The rows of a row group; of what is damaged, one bad row for each that is lost."""
+    places = iter(rows)
+    try:
+        for batch in opened.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=[text_field]):
+            for row in batch.to_pylist():
+                yield _text_of(row, text_field, f"{file}, row {next(places)}")
+    except _DAMAGED_PARQUET as error:
+        for place in places:
+            yield BadRow(f"{file}, row {place} cannot be read as parquet: {_first_line(error)}")
+
+
+def _text_file(file: Path) -> str | BadRow:
+    try:
+        # as bytes: reading text would take \r\n for \n
+        return file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+        return BadRow(f"{file} is not UTF-8 text: byte {error.start} cannot be decoded")
 
 
 def stdlib_source() -> Source:

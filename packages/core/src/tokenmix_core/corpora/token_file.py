@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,11 +25,14 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from tokenmix_core.fields import check_fields
 from tokenmix_core.files import write_atomically
 
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 _STAMP = ".verified"
+# of vocabularies up to 65,536 tokens, and of larger ones
+_DTYPES = ("<u2", "<u4")
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,20 @@ class TokenFileMeta:
     tokenizer_fingerprint: str
     source: dict[str, Any]
     sha256: dict[str, str]
+
+    def __post_init__(self) -> None:
+        check_fields(self, TokenFileMeta)
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(repr, _DTYPES))}, got {self.dtype!r}")
+        if sorted(self.sha256) != sorted((TOKENS, DOCUMENTS)):
+            raise ValueError(f"sha256 must be of {TOKENS} and {DOCUMENTS}, got {', '.join(self.sha256) or 'none'}")
+        for part, whole in (("held_out_documents", "documents"), ("held_out_tokens", "tokens")):
+            if not 0 <= getattr(self, part) <= getattr(self, whole):
+                raise ValueError(f"{part} must be from 0 to {whole}={getattr(self, whole)}, got {getattr(self, part)}")
+        if min(self.eos_token_id, self.vocab_size) < 0:
+            raise ValueError(
+                f"eos_token_id and vocab_size must be at least 0, got {self.eos_token_id} and {self.vocab_size}"
+            )
 
 
 class TokenFile:
@@ -83,16 +102,8 @@ class TokenFile:
         _check_size(self.path / TOKENS, self.meta.tokens * dtype.itemsize)
         if verify:
             _verify(self.path, self.meta)
-        tokens = np.memmap(self.path / TOKENS, dtype, mode="r") if self.meta.tokens else np.zeros(0, dtype)
-        try:
-            documents = np.load(self.path / DOCUMENTS, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path / DOCUMENTS} cannot be read: {error}") from error
-        if documents.shape != (self.meta.documents + 1,) or documents[-1] != self.meta.tokens:
-            raise ValueError(
-                f"{self.path / DOCUMENTS} does not belong to its {META}: expected {self.meta.documents} documents and "
-                f"{self.meta.tokens} tokens, got {len(documents) - 1} and {documents[-1]}"
-            )
+        tokens = _map(self.path / TOKENS, dtype)
+        documents = _read_offsets(self.path / DOCUMENTS, self.meta)
         border = self.meta.documents - self.meta.held_out_documents
         first, last = {"train": (0, border), "held_out": (border, None), "all": (0, None)}[split]
         kept = documents[first : None if last is None else last + 1]
@@ -124,16 +135,36 @@ def _read_meta(path: Path) -> TokenFileMeta:
     if missing:
         raise ValueError(f"{path} is no complete token file: it lacks {', '.join(missing)}")
     try:
-        content = json.loads((path / META).read_text())
-    except ValueError as error:
+        content = json.loads((path / META).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / META} is not valid JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{path / META} must have format {FORMAT!r}, got {got!r}")
     try:
         return TokenFileMeta(**content)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path / META} does not hold what a token file's must: {error}") from error
+
+
+def _read_offsets(path: Path, meta: TokenFileMeta) -> np.ndarray:
+    try:
+        offsets = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or offsets.shape != (meta.documents + 1,):
+        got = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, np.ndarray) else type(offsets).__name__
+        raise ValueError(f"{path} does not belong to its {META}: expected int64 [{meta.documents + 1}], got {got}")
+    if offsets[0] != 0 or offsets[-1] != meta.tokens or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(
+            f"{path} does not belong to its {META}: expected offsets that rise from 0 to {meta.tokens} tokens, "
+            f"got {offsets[0]} to {offsets[-1]}"
+        )
+    if (held_out := offsets[-1] - offsets[-1 - meta.held_out_documents]) != meta.held_out_tokens:
+        raise ValueError(
+            f"{path} does not belong to its {META}: expected {meta.held_out_tokens} held-out tokens, got {held_out}"
+        )
+    return offsets
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -164,11 +195,24 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    # what is empty cannot be mapped
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Which of the documents between `edges`, `[N, 2]`, have the least hash; none where all are equal."""
+    hashes = [hashlib.sha256(tokens[start:stop].tobytes()).digest() for start, stop in edges]
+    least = min(hashes)
+    chosen = np.array([each == least for each in hashes])
+    return chosen & ~chosen.all()
+
+
 class TokenFileWriter:
     """Writes a token file into `<path>.partial`, which becomes `path` in one rename when all of it is there.
 
     `commit` makes what was appended so far durable; a writer opened again with the same settings goes on after the
-    last commit, and says in `consumed` how many documents of the source that covers.
+    last commit, and says in `consumed` how many rows of the source that covers, and in `skipped` how many were bad.
 
     Args:
         path: the folder to make.
@@ -186,8 +230,8 @@ class TokenFileWriter:
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.settings = json.loads(json.dumps(dict(settings)))
         self.vocab_size = vocab_size
-        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self.consumed = 0
+        self.dtype = np.dtype(_DTYPES[vocab_size > 2**16])
+        self.consumed = self.skipped = 0
         if self.path.exists():
             raise ValueError(f"{self.path} exists already; choose another folder or remove it")
         self.partial.mkdir(parents=True, exist_ok=True)
@@ -209,15 +253,24 @@ class TokenFileWriter:
     def _read_progress(self) -> dict[str, int]:
         try:
             progress = json.loads((self.partial / "progress.json").read_text())
+            old, sizes = dict(progress["settings"]), {name: int(progress["sizes"][name]) for name in self._PARTS}
+            self.consumed, self.skipped = int(progress["consumed"]), int(progress["skipped"])
         except FileNotFoundError:
             return dict.fromkeys(self._PARTS, 0)
-        if progress["settings"] != self.settings:
-            old, new = progress["settings"], self.settings
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.partial} is damaged: its progress.json cannot be read; remove it") from error
+        if old != self.settings:
+            new = self.settings
             changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
             told = "; ".join(f"{k} was {old.get(k)!r} and is {new.get(k)!r}" for k in changed)
             raise ValueError(f"{self.partial} was begun with other settings ({told}); remove it to begin anew")
-        self.consumed = progress["consumed"]
-        return progress["sizes"]
+        for name, size in sizes.items():
+            there = (self.partial / name).stat().st_size if (self.partial / name).is_file() else 0
+            if there < size:
+                raise ValueError(
+                    f"{self.partial} is damaged: {name} has {there} bytes, expected at least {size}; remove it"
+                )
+        return sizes
 
     def append(self, documents: Sequence[Sequence[int]], held_out: Sequence[bool]) -> None:
         """Append documents, each with its end token; `held_out` says which split each one goes to."""
@@ -228,30 +281,48 @@ class TokenFileWriter:
                 self._files[f"{split}.lengths"].write(np.array([len(d) for d in chosen], "<i8").tobytes())
                 self.tokens += sum(map(len, chosen))
 
-    def commit(self, consumed: int) -> None:
-        """Make all that was appended durable, as the outcome of the first `consumed` documents of the source."""
+    def commit(self, consumed: int, skipped: int = 0) -> None:
+        """Make all that was appended durable, as the outcome of the first `consumed` rows of the source."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        self.consumed = consumed
+        self.consumed, self.skipped = consumed, skipped
         sizes = {name: file.tell() for name, file in self._files.items()}
-        progress = {"settings": self.settings, "consumed": consumed, "sizes": sizes}
+        progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": sizes}
         write_atomically(self.partial / "progress.json", json.dumps(progress))
 
     def finish(
-        self, *, eos_token_id: int, tokenizer: str, fingerprint: str, source: Mapping[str, Any]
+        self,
+        *,
+        eos_token_id: int,
+        tokenizer: str,
+        fingerprint: str,
+        source: Mapping[str, Any],
+        hold_out_one: bool = False,
     ) -> TokenFileMeta:
-        """Join the two splits, write offsets and meta, and give the folder its name."""
+        """Join the two splits, write offsets and meta, and give the folder its name.
+
+        With `hold_out_one`, where no document is held out, the one with the least hash is, and those that equal it;
+        unless all are equal.
+        """
         self.close()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in ("train", "held_out")}
+        pieces = {split: [_map(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
+        if hold_out_one and not len(lengths["held_out"]):
+            ends = np.cumsum(lengths["train"])
+            edges = np.stack([ends - lengths["train"], ends], 1)
+            moved = _least(pieces["train"][0], edges)
+            # by turns what stays and what goes
+            cut = np.split(pieces["train"][0], edges[moved].ravel())
+            pieces = {"train": cut[0::2], "held_out": cut[1::2]}
+            lengths = {"train": lengths["train"][~moved], "held_out": lengths["train"][moved]}
         # a new file, so that a kill from here on leaves what commit() recorded
         with open(self.partial / TOKENS, "wb") as whole:
-            for split in ("train", "held_out"):
-                with open(self.partial / f"{split}.tokens", "rb") as part:
-                    shutil.copyfileobj(part, whole, 1 << 24)
+            for piece in itertools.chain(*pieces.values()):
+                piece.tofile(whole)
             whole.flush()
             os.fsync(whole.fileno())
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate([lengths["train"], lengths["held_out"]]))])
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(list(lengths.values())))])
         np.save(self.partial / DOCUMENTS, offsets.astype(np.int64))
         meta = TokenFileMeta(
             format=FORMAT,

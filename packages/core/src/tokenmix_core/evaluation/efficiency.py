@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ def measure_inference(
 ) -> dict[str, Any]:
     """Time a prefill of `length` random tokens and `decode_tokens` greedy steps after it.
 
+    A model that reads what it generates in another way than a prompt has a method `decoding`, which takes the cache
+    and returns a context manager for the steps.
+
     Returns:
         A table row: medians over `repeats` after one run to warm up, the cache's bytes after the prefill, and the peak
         memory over both phases.
@@ -110,6 +114,7 @@ def measure_inference(
     watch, memory = Stopwatch(device), PeakMemory(device)
     prefills, steps = [], []
     held = 0
+    decoding: Any = getattr(model, "decoding", nullcontext)
 
     def prefill() -> Any:
         return model(input_ids=prompt, use_cache=True, logits_to_keep=1)
@@ -120,14 +125,15 @@ def measure_inference(
         outputs: list[Any] = []
         seconds = watch.time(lambda: outputs.append(prefill()))  # noqa: B023
         output = outputs.pop()
-        held = cache_bytes(output.past_key_values)
 
         def decode(output: Any = output) -> None:
             for _ in range(decode_tokens):
                 token = output.logits[:, -1:].argmax(-1)
                 output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
 
-        step = watch.time(decode) / decode_tokens
+        with decoding(output.past_key_values):
+            held = cache_bytes(output.past_key_values)
+            step = watch.time(decode) / decode_tokens
         del output, decode
         if repeat:
             prefills.append(seconds)

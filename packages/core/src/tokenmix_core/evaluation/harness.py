@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import random
 import re
@@ -30,16 +31,21 @@ def run_tasks(
     include: Sequence[str | Path] = (OWN_TASKS,),
     builtin: bool = True,
     average_over: Sequence[str] | None = None,
+    few_shot: Mapping[str, int] | None = None,
+    runs_code: bool = False,
     by_sample: Callable[[str, list[dict[str, Any]], str], list[dict[str, Any]]] | None = None,
 ) -> SuiteResult:
     """Run lm-eval's tasks, each by itself and from the same seed, so that no result depends on its company.
 
     Args:
         suite: what the result is called.
-        tasks: by lm-eval's name, the metric that stands for the task in averages.
-        include: folders with further task files.
+        tasks: by lm-eval's name, the metric that stands for the task in averages. A group of tasks gets rows of its
+            own: the mean of each metric that all of its tasks have, by their examples.
+        include: folders with further task files, beside those of `options.include`.
         builtin: whether lm-eval's own tasks are there too.
         average_over: the tasks whose metric enters the average; all by default, none for an empty sequence.
+        few_shot: by task, how many solved examples stand before a question; lm-eval's own choice for the others.
+        runs_code: let tasks run the programs that the model writes.
         by_sample: further rows made from a task's name, its samples and its metric.
 
     Raises:
@@ -57,6 +63,8 @@ def run_tasks(
         check_ruler(chosen, tokenizer, options.lengths or ())
         # RULER's lengths include the answer; without this, prompts would be cut at the training length
         max_length = max_length or max(options.lengths or ())
+    if absent := [folder for folder in options.include or () if not Path(folder).is_dir()]:
+        raise ValueError(f"include must name folders with task files, and {absent[0]!r} is none")
     limit = options.limit
     batch_size = options.batch_size or 8
     rows: list[dict[str, Any]] = []
@@ -68,8 +76,10 @@ def run_tasks(
             metadata["max_seq_lengths"] = list(options.lengths)
         if options.max_length:
             metadata["max_length"] = options.max_length
-        manager = TaskManager(include_path=[str(p) for p in include], include_defaults=builtin, metadata=metadata)
-        loaded = load_tasks(manager, chosen)
+        folders = [*include, *(options.include or ())]
+        manager = TaskManager(include_path=[str(p) for p in folders], include_defaults=builtin, metadata=metadata)
+        asked = load_tasks(manager, chosen)
+        loaded = {name: task for tasks in asked.values() for name, task in tasks.items()}
         lm = HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
         for name, task in loaded.items():
             if options.progress:
@@ -80,6 +90,8 @@ def run_tasks(
                 task_manager=manager,
                 limit=None if suite == "ruler" else limit,
                 samples={name: _first_of_each_length(task, limit)} if suite == "ruler" and limit else None,
+                num_fewshot=(few_shot or {}).get(name),
+                confirm_run_unsafe_code=runs_code,
                 batch_size=batch_size,
                 bootstrap_iters=1000,
                 log_samples=by_sample is not None,
@@ -92,6 +104,7 @@ def run_tasks(
             rows += _rows(name, output)
             if by_sample is not None:
                 rows += by_sample(name, output["samples"][name], tasks[name])
+    rows += _group_rows(rows, asked)
     if suite == "ruler":
         rows += _length_averages(rows)
     else:
@@ -101,26 +114,28 @@ def run_tasks(
     return {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
 
 
-def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The task objects, their data loaded or built, each from the same seed.
+def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """By each name, of a task or a group, its task objects by their own; data loaded or built, each from the same seed.
 
     Raises:
         ImportError: a library that a task needs is not installed.
         ValueError: unknown tasks, or in one sentence all data that is to be fetched.
     """
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise ValueError(f"lm-eval has no task {', '.join(unknown)}")
-    loaded: dict[str, Any] = {}
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
+        hint = f"; the nearest to {unknown[0]} are {', '.join(near)}" if near else ""
+        raise ValueError(f"lm-eval has no task {', '.join(unknown)}{hint}")
+    loaded: dict[str, dict[str, Any]] = {}
     missing: dict[str, str] = {}
     for name in names:
         random.seed(_RULER_SEED)
         try:
             with _offline(bool(missing)):
-                loaded.update(manager.load([name])["tasks"])
+                loaded[name] = manager.load([name])["tasks"]
         except ImportError as error:
             raise ImportError(
                 f"{name} needs a library that is not installed ({error.name or 'see lm-eval'}); install all that "
-                "lm-eval's tasks need with: pip install 'lm-eval[longbench,ruler]'"
+                "lm-eval's tasks need with: pip install 'lm-eval[ifeval,longbench,ruler]'"
             ) from error
         except OSError as error:
             # datasets, huggingface_hub and requests all derive their network errors from it
@@ -216,6 +231,19 @@ def _rows(task: str, output: dict[str, Any]) -> list[dict[str, Any]]:
         row["stderr"] = float(error) if isinstance(error, int | float) else None
         rows.append({**row, "examples": samples})
     return rows
+
+
+def _group_rows(rows: list[dict[str, Any]], asked: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for group, tasks in asked.items():
+        members = [row for row in rows if row["task"] in tasks]
+        for metric in dict.fromkeys(row["metric"] for row in members if group not in tasks):
+            part = [row for row in members if row["metric"] == metric]
+            examples = sum(row["examples"] for row in part)
+            if len(part) == len(tasks):
+                value = sum(row["value"] * row["examples"] for row in part) / examples
+                found.append({"task": group, "metric": metric, "value": value, "stderr": None, "examples": examples})
+    return found
 
 
 def _average(rows: list[dict[str, Any]], tasks: Mapping[str, str], names: Sequence[str]) -> list[dict[str, Any]]:

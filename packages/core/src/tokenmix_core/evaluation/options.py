@@ -18,7 +18,8 @@ class EvalOptions:
         batch_size: sequences in one forward pass.
         lengths: context lengths to measure at, in tokens.
         max_length: longest prompt, answer included, that is put to the model; longer ones are cut.
-        tasks: names of the suite's tasks to run.
+        tasks: names of the suite's tasks to run; of the suite "lm-eval", any that lm-eval has.
+        include: folders with further tasks for lm-eval.
         text: a text file to measure on or to hide needles in; the held-out part of the built-in corpus by default.
         prompt: what generated samples begin with; the beginnings of held-out documents by default.
         vocab_size: how many tokens synthetic sequences are made of, from token 0 on.
@@ -34,6 +35,7 @@ class EvalOptions:
     lengths: tuple[int, ...] | None = None
     max_length: int | None = None
     tasks: tuple[str, ...] | None = None
+    include: tuple[str, ...] | None = None
     text: str | None = None
     prompt: str | None = None
     vocab_size: int | None = None
@@ -115,7 +117,14 @@ class Suite(NamedTuple):
     Attributes:
         summary: one line on what it measures, for `info` and `--help`.
         run: `(model, tokenizer, options) -> SuiteResult`.
+        needs: the tokens of held-out text that it cannot do without, found from the options; None for no text.
     """
 
     summary: str
     run: Callable[[Any, Any, EvalOptions], SuiteResult]
+    needs: Callable[[EvalOptions], int] | None = None
+
+
+def one_sequence(default: int) -> Callable[[EvalOptions], int]:
+    """The `needs` of a suite that measures at the largest of the lengths: a sequence of that many tokens."""
+    return lambda options: max(options.lengths or (options.max_length or default,))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.copying import copy_needs, copy_suite
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.harness import run_tasks
-from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
+from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult, one_sequence
 from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import generate_text, mqar_suite, niah_suite
 from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
@@ -63,6 +65,8 @@ LONGBENCH = tuple(
         "repobench-p",
     )
 )
+# what --tasks without a suite runs
+LM_EVAL = "lm-eval"
 _LONGBENCH_RANGES = ((0, 4000), (4000, 8000), (8000, sys.maxsize))
 
 
@@ -90,6 +94,19 @@ def longbench_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
     """LongBench-E, whole and by length of the input in words: below 4,000, to 8,000, and above."""
     tasks = dict.fromkeys(LONGBENCH, "score")
     return run_tasks("longbench", model, tokenizer, tasks, options, by_sample=_longbench_ranges)
+
+
+def lm_eval_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Any of lm-eval's tasks and groups, as it sets them up, by `options.tasks`; there is no average over them.
+
+    Raises:
+        ValueError: no task is named, or one of RULER, whose lengths only its own suite checks.
+    """
+    if not options.tasks:
+        raise ValueError("suite lm-eval runs the tasks that --tasks names, got none; `lm-eval ls tasks` lists all")
+    if of_ruler := [task for task in options.tasks if task in ("ruler", *RULER)]:
+        raise ValueError(f"{of_ruler[0]} needs context lengths; run it by: --suite ruler --tasks A,B --lengths T,T")
+    return run_tasks(LM_EVAL, model, tokenizer, dict.fromkeys(options.tasks, ""), options, average_over=())
 
 
 def _longbench_ranges(task: str, samples: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
@@ -140,11 +157,13 @@ SUITES: dict[str, Suite] = {
     "recall": Suite("recall from passages in cloze form (SWDE, SQuAD, FDA, TriviaQA, NQ, DROP)", recall_suite),
     "ruler": Suite("RULER's thirteen long-context tasks, through lm-eval", ruler_suite),
     "longbench": Suite("LongBench-E, through lm-eval", longbench_suite),
+    LM_EVAL: Suite("any tasks of lm-eval, by --tasks", lm_eval_suite),
     "mqar": Suite("multi-query associative recall; offline", mqar_suite),
-    "niah": Suite("single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite),
-    "perplexity-by-position": Suite("loss on held-out text by position; offline", perplexity_suite),
+    "niah": Suite("single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite, lambda options: 1),
+    "perplexity-by-position": Suite("loss on held-out text by position; offline", perplexity_suite, one_sequence(2048)),
+    "copy": Suite("loss on a passage's second copy by distance; offline", copy_suite, copy_needs),
     "efficiency": BENCH_SUITES["efficiency"],
-    "samples": Suite("continuations of held-out text; offline", samples_suite),
+    "samples": Suite("continuations of held-out text; offline", samples_suite, lambda o: int(o.prompt is None)),
 }
 
 
@@ -152,6 +171,28 @@ def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
     """Raise a ValueError for a name that is not among the suites."""
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
+
+
+def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, suites: Mapping[str, Suite]) -> None:
+    """Check before a model is there that the text is long enough for suites.
+
+    Raises:
+        ValueError: one that needs more held-out text than there is, or a text that cannot be read.
+    """
+    needed = {name: needs(options) for name in names if (needs := suites[name].needs) is not None}
+    most = max(needed.values(), default=0)
+    there = len(text.tokens(options.text, tokenizer, most)) if most else 0
+    for name, tokens in needed.items():
+        if there < tokens:
+            raise ValueError(
+                f"{name} needs {tokens:,} tokens of held-out text, and {options.text or text.BUILT_IN} has {there:,}; "
+                "prepare it with a larger --held-out, evaluate at shorter lengths (--evaluation_lengths), or choose "
+                "other evaluations (--evaluations, --no-eval)"
+            )
+
+
+class EvaluationsFailed(ValueError):
+    """Some of several suites failed; the others ran, and their results are written."""
 
 
 def evaluate(
@@ -165,8 +206,11 @@ def evaluate(
 ) -> dict[str, SuiteResult]:
     """Run suites on a model, print each one's table, and write it at once, so that what is done is kept.
 
+    One that fails is told and does not keep the others from running.
+
     Args:
-        model: any causal language model of transformers; it is put in evaluation mode and back.
+        model: any causal language model of transformers; it is put in evaluation mode and back. What its method
+            `evaluation_settings`, if it has one, says of it (by name) stands in every result's settings and rows.
         tokenizer: its tokenizer.
         names: the suites to run, in order.
         options: one for all, or by suite's name (others get the defaults).
@@ -174,20 +218,36 @@ def evaluate(
         suites: the suites to choose from.
 
     Raises:
-        ValueError: an unknown suite, or options that a suite cannot satisfy.
-        ImportError: a suite needs a library that is not installed.
+        EvaluationsFailed: after all have run, which ones of several failed, and why.
+        ValueError: an unknown suite, or options that the only suite cannot satisfy.
+        ImportError: the only suite needs a library that is not installed.
     """
     check_suites(names, suites)
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"{out} is a file, expected a folder to write results to")
     results: dict[str, SuiteResult] = {}
+    failed: dict[str, Exception] = {}
     was_training = model.training
     model.eval()
     try:
         for name in names:
             chosen = options.get(name) if isinstance(options, Mapping) else options
             start = time.perf_counter()
-            result = suites[name].run(model, tokenizer, chosen or EvalOptions())
+            try:
+                result = suites[name].run(model, tokenizer, chosen or EvalOptions())
+            except Exception as error:
+                if len(names) == 1:
+                    raise
+                failed[name] = error
+                print(f"\n{name} failed: {error or type(error).__name__}", file=sys.stderr, flush=True)
+                if not isinstance(error, ValueError | OSError | ImportError):
+                    # no bad input, so whoever mends it wants to know where
+                    traceback.print_exception(error)
+                continue
+            # what the model's answers depend on beside its weights, unless the suite says it better
+            about = getattr(model, "evaluation_settings", dict)()
+            result["settings"] = {**about, **result["settings"]}
+            result["rows"] = [{**about, **row} for row in result["rows"]]
             result["settings"]["seconds"] = round(time.perf_counter() - start, 1)
             results[name] = result
             print(f"\n{name}: {format_settings(result['settings'])}\n{format_rows(result['rows'])}", flush=True)
@@ -196,4 +256,8 @@ def evaluate(
                 print(f"written: {', '.join(str(f) for f in files)}", flush=True)
     finally:
         model.train(was_training)
+    if failed:
+        told = "; ".join(f"{name}: {error or type(error).__name__}" for name, error in failed.items())
+        done = f"{', '.join(results)} ran" if results else "none ran"
+        raise EvaluationsFailed(f"{len(failed)} of {len(names)} evaluations failed ({told}); {done}")
     return results

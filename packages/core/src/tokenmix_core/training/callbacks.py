@@ -64,7 +64,7 @@ class MetricsFile(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero and self.path.exists():
-            kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
+            kept = [line for line in read_metrics(self.path) if line.get("step", 0) <= state.global_step]
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -74,13 +74,19 @@ class MetricsFile(TrainerCallback):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL log; a last line that a killed process did not finish is left out."""
+    """The lines of a JSONL log; a last line that a killed process did not finish is left out.
+
+    Raises:
+        ValueError: a damaged line before the last.
+    """
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    written = path.read_bytes().splitlines()
+    for number, line in enumerate(written, start=1):
         try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
+            lines.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            if number < len(written):
+                raise ValueError(f"{path}, line {number} is damaged: expected a JSON object ({error})") from error
     return lines
 
 

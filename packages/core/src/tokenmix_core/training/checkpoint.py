@@ -15,6 +15,7 @@ from tokenmix_core.files import write_atomically
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+_STATE = "trainer_state.json"
 
 
 def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
@@ -51,8 +52,9 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, saved = manifest["files"], manifest["identity"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        saved, step = dict(manifest["identity"]), int(manifest["step"])
+        files = {name: (int(about["bytes"]), str(about["sha256"])) for name, about in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
             "written by this trainer or is damaged"
@@ -62,19 +64,27 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     if differing:
         told = "; ".join(f"{key} was {saved.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
         raise ValueError(f"{folder} belongs to another run: {told}")
-    for name, expected in files.items():
+    # without these the Trainer would begin with a fresh optimizer or seed, and say nothing
+    for needed in ("model", "optimizer", "scheduler", "rng_state", "trainer_state"):
+        if not any(name.startswith(needed) for name in files):
+            raise ValueError(f"{folder} is damaged: its {MANIFEST} lists no {needed}")
+    for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{folder} is damaged: {name} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise ValueError(
-                f"{folder} is damaged: {name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
-            )
+        if path.stat().st_size != size:
+            raise ValueError(f"{folder} is damaged: {name} has {path.stat().st_size} bytes, expected {size}")
     with ThreadPoolExecutor(8) as pool:
         sums = pool.map(file_sha256, [folder / name for name in files])
-        for (name, expected), got in zip(files.items(), sums, strict=True):
-            if got != expected["sha256"]:
+        for (name, (_, expected)), got in zip(files.items(), sums, strict=True):
+            if got != expected:
                 raise ValueError(f"{folder} is damaged: the content of {name} is not what was written")
+    try:
+        reached = json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder} is damaged: {_STATE} cannot be read ({type(error).__name__})") from error
+    if reached != step:
+        raise ValueError(f"{folder} is damaged: {_STATE} is of step {reached!r}, expected {step}")
 
 
 def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path:

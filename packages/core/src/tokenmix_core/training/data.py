@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from tokenmix_core import synthetic
 from tokenmix_core.corpora.token_file import TokenFile
+from tokenmix_core.streams import stream
 
 IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
@@ -115,7 +116,7 @@ class MQARRows(Dataset):
         synthetic.mqar(1, seq_len=seq_len, num_pairs=max_pairs, **self.options)
 
     def __getitem__(self, index: int) -> Row:
-        rng = np.random.default_rng((self.options["seed"], index, 3))
+        rng = stream("mqar rows", self.options["seed"], index)
         joined, longest = self.pairs, self.seq_len
         if index < self.ramp_rows:
             joined = joined[: 1 + index**2 * len(joined) // self.ramp_rows**2]
@@ -155,7 +156,7 @@ class NiahRows(Dataset):
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def __getitem__(self, index: int) -> Row:
-        rng = np.random.default_rng((self.seed, index, 1))
+        rng = stream("niah rows", self.seed, index)
         words: list[str] = []
         if self.text is not None:
             start = rng.integers(max(1, len(self.text) - 2 * self.seq_len))
@@ -207,7 +208,7 @@ class MixedRows(Dataset):
         if (counts == 0).any():
             raise ValueError(f"each weight must be at least a {_BLOCK}th of their sum, got {list(weights)}")
         self.datasets, self.length, self.counts, self.inputs = list(datasets), length, counts, inputs
-        self.pattern = np.random.default_rng((seed, 2)).permutation(np.repeat(np.arange(len(counts)), counts))
+        self.pattern = stream("mixed rows", seed).permutation(np.repeat(np.arange(len(counts)), counts))
         self.rank = np.zeros(_BLOCK, dtype=int)
         for i, count in enumerate(counts):
             self.rank[self.pattern == i] = np.arange(count)

@@ -150,6 +150,18 @@ class RecipeTrainer(Trainer):
             checkpoint.remove_old_checkpoints(self.output_dir, self.args.save_total_limit or 1)
         self.accelerator.wait_for_everyone()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _reading("weights", resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _reading("optimizer and schedule", checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading("random state", checkpoint):
+            super()._load_rng_state(checkpoint)
+
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
         # torch and safetensors say of a full disk that a stream has a wrong position
@@ -187,6 +199,19 @@ class RecipeTrainer(Trainer):
             (aside / "training_args.bin").unlink(missing_ok=True)
             checkpoint.publish(aside, self.output_dir)
         self.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _reading(what: str, checkpoint: str | None) -> Iterator[None]:
+    # unpickling what is damaged can raise anything
+    try:
+        yield
+    except Exception as error:
+        told = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{checkpoint} cannot be resumed from: its {what} cannot be read ({type(error).__name__}: {told}); "
+            "remove it to go on from an older one, if there is one"
+        ) from error
 
 
 def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -> None:

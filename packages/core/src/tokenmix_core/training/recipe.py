@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +72,9 @@ class DataRecipe:
         seq_len: tokens in a row.
         documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
             documents of a row see each other.
-        mqar_pairs, mqar_vocab_size: the most pairs in an example, and the vocabulary, of the source "mqar". Where
-            documents are kept apart, several short examples fill a row.
+        mqar_pairs: the most pairs in an example of the source "mqar". Where documents are kept apart, several short
+            examples fill a row.
+        mqar_vocab_size: how many tokens its examples are made of.
         mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`.
         data_seed: the seed of the order of rows and of synthetic rows.
     """
@@ -105,8 +108,18 @@ class OptimizerRecipe:
     half a cosine down to `min_learning_rate` at `total_tokens`. Matrices decay; vectors (norms, biases, gates) do not.
 
     Attributes:
+        total_tokens: tokens to train on; a number, or one such as 15B or 2**19.
+        warmup_tokens: tokens over which the learning rate rises.
         batch_tokens: tokens in one optimizer step, over all processes and accumulated micro-batches.
         micro_batch_tokens: the most tokens that one process puts through the model at once.
+        learning_rate: the peak of the learning rate.
+        initial_learning_rate: the learning rate that the warm-up begins with.
+        min_learning_rate: the learning rate of the last step.
+        adam_beta1: decay of the running mean of gradients.
+        adam_beta2: decay of the running mean of their squares.
+        adam_epsilon: what is added to the root of that mean.
+        weight_decay: of matrices, times the learning rate.
+        max_grad_norm: gradients are scaled down to this norm.
     """
 
     total_tokens: Tokens = field(default=Tokens(10**9))
@@ -180,7 +193,8 @@ class RunRecipe:
         torch_compile: compile the model.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         dataloader_num_workers: processes that read data; 0 reads in the training process.
-        logging_steps, save_steps: steps between two lines of the log, and between two checkpoints.
+        logging_steps: steps between two lines of the log.
+        save_steps: steps between two checkpoints.
         save_total_limit: how many checkpoints are kept.
         report_to: "tensorboard", "wandb", ...; the JSONL log is always written.
         evaluations: suites to run on the trained model.
@@ -267,20 +281,29 @@ class Recipe:
         return {"model_type": self.model_type, **kept}
 
 
-def overridden(recipe: Recipe, flags: Sequence[str] = (), config: str | Path | None = None) -> Recipe:
+def overridden(
+    recipe: Recipe, flags: Sequence[str] = (), config: str | Path | Mapping[str, Any] | None = None
+) -> Recipe:
     """The recipe with fields replaced by those of a YAML file, and then by flags.
+
+    Where `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its share of the run, and that
+    is said.
 
     Args:
         recipe: the recipe to begin with.
         flags: `--field value ...`; `--model.field value` sets a field of the model's config.
-        config: a YAML file with `field: value` lines and, under `model:`, fields of the model's config.
+        config: a YAML file with `field: value` lines and, under `model:`, fields of the model's config; or a mapping
+            of them, such as `Recipe.values` gives.
 
     Raises:
         ValueError: an unknown field, with the nearest known one, or a value that does not fit its field.
     """
     parser = _parser(recipe)
     model = dict(recipe.model)
-    flags = [*_yaml_flags(config, parser), *flags] if config is not None else list(flags)
+    if config is not None:
+        read = (config, "the recorded fields") if isinstance(config, Mapping) else (_yaml_file(config), str(config))
+        flags = [*_field_flags(*read, parser), *flags]
+    flags = list(flags)
     rest = []
     position = 0
     while position < len(flags):
@@ -294,7 +317,8 @@ def overridden(recipe: Recipe, flags: Sequence[str] = (), config: str | Path | N
                 raise ValueError(f"{flag} needs a value")
             value = flags[position]
             position += 1
-        model[_known_name(flag, flag.removeprefix("--model."), _model_fields(recipe))] = _yaml_value(value)
+        model[_known_name(flag, flag.removeprefix("--model."), _model_fields(recipe))] = _yaml_value(flag, value)
+    _scale_warmup(recipe.optimizer, parser, rest)
     *groups, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True, look_for_args_file=False)
     for text in unknown:
         if text.startswith("--"):
@@ -306,6 +330,22 @@ def overridden(recipe: Recipe, flags: Sequence[str] = (), config: str | Path | N
     changed = dataclasses.replace(recipe, model=model, data=data, optimizer=optimizer, run=run)
     changed.model_config()
     return changed
+
+
+def _scale_warmup(optimizer: OptimizerRecipe, parser: Any, flags: Sequence[str]) -> None:
+    known, _ = parser.parse_known_args(flags)
+    given = any(flag.partition("=")[0] in ("--warmup_tokens", "--warmup-tokens") for flag in flags)
+    old, total = optimizer.total_tokens, known.total_tokens
+    warmup = optimizer.warmup_tokens * max(total, 0) // old
+    if given or total >= old or warmup == optimizer.warmup_tokens:
+        return
+    parser.set_defaults(warmup_tokens=Tokens(warmup))
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"warmup_tokens is {warmup:,} instead of {optimizer.warmup_tokens:,}, the same share of "
+            f"total_tokens={total:,} as of {old:,}; --warmup_tokens sets another",
+            file=sys.stderr,
+        )
 
 
 def _fields() -> list[str]:
@@ -337,8 +377,11 @@ def _parser(recipe: Recipe) -> Any:
     return parser
 
 
-def _yaml_value(text: str) -> Any:
-    value = yaml.safe_load(text)
+def _yaml_value(flag: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{flag}: {text!r} is not valid YAML: {error}") from error
     if isinstance(value, str):
         # YAML takes 1e-6 for text
         try:
@@ -348,21 +391,26 @@ def _yaml_value(text: str) -> Any:
     return value
 
 
-def _yaml_flags(path: str | Path, parser: Any) -> list[str]:
+def _yaml_file(path: str | Path) -> Any:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
+
+
+def _field_flags(content: Any, path: str, parser: Any) -> list[str]:
+    if not isinstance(content, Mapping):
         raise ValueError(f"{path} must hold `field: value` lines, got {type(content).__name__}")
     flags: list[str] = []
-    model = content.pop("model", None) or {}
+    model = content.get("model") or {}
     if not isinstance(model, dict):
         raise ValueError(f"{path}: model must hold `field: value` lines, got {type(model).__name__}")
     flags += [f"--model.{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in model.items()]
     for key, value in content.items():
+        if key == "model":
+            continue
         name = _known_name(f"{key!r} in {path}", str(key), _fields())
         if isinstance(value, list):
             if value:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import platform
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from tokenmix_core import streams
 from tokenmix_core.corpora.prepare import built_in_corpus
 from tokenmix_core.corpora.sources import STDLIB
 from tokenmix_core.corpora.token_file import TokenFile
@@ -33,10 +32,11 @@ from tokenmix_core.training.data import (
     collate_joined,
     collate_separate,
 )
-from tokenmix_core.training.engine import RecipeTrainer, device_name
+from tokenmix_core.training.engine import RecipeTrainer
 from tokenmix_core.training.recipe import Recipe
+from tokenmix_core.training.record import RUN_RECORD, run_record
 
-RUN_RECORD, METRICS = "run.json", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 MQAR = "mqar"
 
 
@@ -194,6 +194,7 @@ def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) ->
     model = build_model(recipe, tokenizer)
     identity = {k: v for k, v in recipe.identity().items() if k != "sources"}
     identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32", "fsdp": recipe.run.fsdp}
+    identity |= {"streams": streams.VERSION}
     callbacks = [make(recipe) for make in recipe.callbacks]
     callbacks += [MetricsFile(output_dir / METRICS), StopOnSignal()]
     trainer = RecipeTrainer(
@@ -267,27 +268,3 @@ def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progr
         interrupted=interrupted,
         seconds=time.perf_counter() - started,
     )
-
-
-def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
-    """What a run was, as plain data."""
-    import transformers
-
-    args, model = trainer.args, trainer.model
-    assert model is not None
-    # core, and the package that the model is of
-    packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
-    return {
-        "recipe": recipe.name,
-        "values": recipe.values(),
-        "identity": trainer.identity,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "processes": args.world_size,
-        "device": device_name(args),
-        "versions": {
-            "python": platform.python_version(),
-            **{package.__name__: package.__version__ for package in packages if hasattr(package, "__version__")},
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }

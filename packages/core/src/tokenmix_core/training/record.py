@@ -1,0 +1,87 @@
+"""What a run was, kept beside it as plain data, and the recipe made from that when it goes on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmix_core.training.recipe import Recipe, overridden
+
+if TYPE_CHECKING:
+    from tokenmix_core.training.engine import RecipeTrainer
+
+RUN_RECORD = "run.json"
+
+
+def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
+    """What a run was, as plain data."""
+    import torch
+    import transformers
+
+    from tokenmix_core.training.engine import device_name
+
+    args, model = trainer.args, trainer.model
+    assert model is not None
+    # core, and the package that the model is of
+    packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
+    return {
+        "recipe": recipe.name,
+        "values": recipe.values(),
+        "identity": trainer.identity,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "processes": args.world_size,
+        "device": device_name(args),
+        "versions": {
+            "python": platform.python_version(),
+            **{package.__name__: package.__version__ for package in packages if hasattr(package, "__version__")},
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def resumed(
+    recipe: Recipe, output_dir: str | Path, flags: Sequence[str] = (), config: str | Path | None = None
+) -> Recipe:
+    """The recipe of the run that a folder holds, so that nothing has to be given again.
+
+    Flags, and fields of a file, may change how the run is carried out, not what its loss curve depends on. Without a
+    record in the folder they are all that is known; the checkpoint is still compared with them.
+
+    Args:
+        recipe: the recipe that the run was begun with, before any field of it was overridden.
+        output_dir: the folder of the run.
+        flags, config: as for `overridden`.
+
+    Raises:
+        ValueError: a record that cannot be read or is another recipe's, or a field that contradicts it.
+    """
+    path = Path(output_dir) / RUN_RECORD
+    if not path.is_file():
+        return overridden(recipe, flags, config)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        name, values = record["recipe"], dict(record["values"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}); remove it and give the fields of the run again to go on"
+        ) from error
+    if name != recipe.name:
+        raise ValueError(f"{path.parent} holds a run of the recipe {name!r}, not of {recipe.name!r}")
+    try:
+        begun = overridden(recipe, (), values)
+    except ValueError as error:
+        raise ValueError(f"{path} holds what the recipe {name!r} cannot take: {error}") from error
+    made = overridden(begun, flags, config)
+    # corpora may have moved; the checkpoint is compared by their contents
+    was, now = ({k: v for k, v in x.identity().items() if k != "sources"} for x in (begun, made))
+    if differing := sorted(k for k in was if was[k] != now[k]):
+        told = "; ".join(f"{k} was {was[k]!r} and is {now[k]!r}" for k in differing)
+        raise ValueError(
+            f"{path.parent} cannot go on with other fields ({told}); leave them out, or begin a run in a new folder"
+        )
+    return made
