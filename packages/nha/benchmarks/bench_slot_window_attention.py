@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import attention
-from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure
+from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure, measure_forms
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 
 # batch, tokens, heads, head size, slots, window
@@ -54,6 +54,19 @@ def rows(device: str) -> list[dict]:
     for shape in DECODE_SHAPES if device != "cpu" else [(2, 2, 32, 8, 16)]:
         out += _decode_rows(shape, device)
     return out
+
+
+def versions(device: str) -> list[dict]:
+    """Both forms of the kernels on the installed Triton."""
+    B, T, H, D, M, window = SHAPES[0] if device != "cpu" else CPU_SHAPES[0]
+    q, k, v = (_random(B, T, H, D, device=device).requires_grad_() for _ in range(3))
+    f = (torch.nn.functional.logsigmoid(torch.randn(B, T, H, M, device=device)) / 8).requires_grad_()
+
+    def forward(impl: str) -> Tensor:
+        return slot_window_attention(q, k, v, f, window=window, output_final_state=False, impl=impl).o
+
+    name = f"B{B} T{T} H{H} D{D} M{M} w{window}"
+    return measure_forms("slot-window attention", name, device, forward, (q, k, v, f))
 
 
 def _training_rows(shape: tuple, device: str) -> list[dict]:

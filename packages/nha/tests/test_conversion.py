@@ -9,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -264,3 +265,32 @@ def test_what_cannot_be_converted_is_refused():
         converted(ids, output_attentions=True)
     with pytest.raises(ValueError, match="exactly one of"):
         converted()
+
+
+@torch.no_grad()
+def test_a_converted_model_keeps_the_documents_of_the_collator_apart(original, ids):
+    model = convert(original, [4, "full", 4], slots=3).eval()
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    documents = [{"input_ids": row[:n].tolist()} for row, n in zip(ids, (7, 4), strict=False)]
+    apart = torch.cat([model(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in documents], 1)
+    batch = {name: x for name, x in collator(documents).items() if name != "labels"}
+    for names in (["position_ids"], ["position_ids", "seq_idx"], ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"]):
+        given = {name: batch[name] for name in names}
+        assert relative_error(model(batch["input_ids"], **given).logits, apart) < 1e-4, names
+    with pytest.raises(ValueError, match="position_ids that begin anew"):
+        model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=True)
+    with pytest.raises(ValueError, match="got 'flash_attention_2'"):
+        model.set_attn_implementation("flash_attention_2")
+    assert not getattr(model.config, "_attn_implementation", None)
+
+
+@torch.no_grad()
+def test_padding_of_a_converted_model_compiles_into_one_graph(ids):
+    torch.manual_seed(0)
+    model_class, config = ORIGINALS["llama3"]
+    model = convert(model_class(config()), [4, "full", 4], slots=3).eval()
+    mask = torch.ones_like(ids)
+    mask[-1, :3] = 0
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    exact = model(ids, attention_mask=mask, use_cache=False).logits
+    assert relative_error(compiled(ids, attention_mask=mask).logits[mask.bool()], exact[mask.bool()]) < 1e-5

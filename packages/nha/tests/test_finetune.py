@@ -64,6 +64,17 @@ def test_stage_one_changes_the_attention_and_stage_two_everything(converted, tmp
     assert model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2).shape == (1, 5)
 
 
+def test_a_model_that_is_not_converted_is_told_to_convert(tmp_path, capsys):
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    call = ["finetune", str(tmp_path / "llama"), "--stage", "1", "--out", str(tmp_path / "run"), *RUN.split()]
+    assert main(call) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert "holds a model of type 'llama', whose attention is not NHA's" in last
+    assert f"run `tokenmix-nha convert {tmp_path / 'llama'} --out FOLDER`" in last
+    assert not (tmp_path / "run").exists()
+
+
 def test_lora_reaches_experts_that_are_kept_in_one_tensor():
     pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -182,3 +182,12 @@ def test_every_form_trains_under_autocast(form):
             losses.append(model(ids, labels=ids, cu_seqlens=borders).loss)
         losses[-1].backward()
     assert abs(losses[1] / losses[0] - 1) < 2e-2
+
+
+@torch.no_grad()
+def test_padding_compiles_into_one_graph(model, ids):
+    mask = torch.ones_like(ids)
+    mask[-1, : ids.shape[1] // 2] = 0
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    exact = model(ids, attention_mask=mask, use_cache=False).logits
+    assert relative_error(compiled(ids, attention_mask=mask).logits, exact) < 1e-5

@@ -45,7 +45,7 @@ def test_recall_models_of_a_size_have_about_as_many_parameters(size, number):
             assert abs(parameters(name) / number - 1) < 0.075, name
 
 
-def test_linear_layers_of_the_recall_models_hold_as_many_numbers():
+def test_slots_hold_as_many_numbers_as_gdn_s_state_and_the_window_more():
     for size, names in (("100m", ("nha-pure", "gsa", "gdn")), ("small", ("nha", "nha-no-window", "gdn"))):
         held = set()
         for name in names:
@@ -56,6 +56,27 @@ def test_linear_layers_of_the_recall_models_hold_as_many_numbers():
             else:
                 held.add(config.num_heads * config.slots * 2 * 128)
         assert len(held) == 1, (size, held)
+    bytes_of = {}
+    for name in ("nha", "nha-no-window"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(RECIPES[f"recall-{name}-small"]().model_config())
+        bytes_of[name] = model.state_bytes(256, 1, torch.float32)
+    assert bytes_of["nha"] / bytes_of["nha-no-window"] == pytest.approx(1.875, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", ["340m", "100m", "small"])
+def test_a_description_says_how_far_a_model_s_parameters_are_from_nha_s(size):
+    own = "nha-340m" if size == "340m" else f"recall-nha-{size}"
+    others = [f"nha-340m-{name}" if size == "340m" else f"recall-nha-{name}-{size}" for name in ABLATIONS]
+    if size == "small":
+        others += ["recall-gdn-small", "recall-transformer-small"]
+    for recipe in others:
+        share = parameters(recipe) / parameters(own) - 1
+        said = RECIPES[recipe]().description
+        if abs(share) < 0.005:
+            assert "parameters" not in said, recipe
+        else:
+            assert f"{abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA" in said, recipe
 
 
 def test_full_layers_stand_where_the_paper_puts_them():

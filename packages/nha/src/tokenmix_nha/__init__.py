@@ -1,13 +1,15 @@
 """Native Hybrid Attention (Du et al.): memory slots and a sliding window under one softmax.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU. Importing `tokenmix_nha.model`
-and `tokenmix_nha.hybridized` registers the families with transformers' auto classes.
+Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
+know its families: the models of `tokenmix_nha.model`, and the converted ones of `tokenmix_nha.hybridized`.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from tokenmix_core.families import announce
 
 if TYPE_CHECKING:
     from tokenmix_nha.config import NhaConfig
@@ -29,6 +31,10 @@ _HOMES = {
     "set_windows": "windows",
     "using_windows": "windows",
 }
+
+_CONVERTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+announce({f"tokenmix_nha_{kind}": "tokenmix_nha.hybridized" for kind in _CONVERTED})
+announce({"tokenmix_nha": "tokenmix_nha.model"})
 
 
 def __getattr__(name: str) -> Any:

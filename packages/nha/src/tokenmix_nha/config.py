@@ -7,6 +7,7 @@ from typing import Any
 # registers the layer
 import tokenmix_nha.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
+from tokenmix_core.modeling.config import check_depth
 from tokenmix_core.ops.common import Impl
 from tokenmix_nha.choices import CHOICES, Fusion, Positions, check_choices
 from tokenmix_nha.windows import Window, check_windows
@@ -28,7 +29,7 @@ class NhaConfig(HybridConfig):
         qk_norm, qkv_bias: norms of q and k, biases of the projections.
         random_windows: windows that training draws from, for every layer and step (Figure 4); None trains with
             `window`.
-        impl: implementation of the operations, None, "triton" or "reference".
+        impl: implementation of the operations, None, "gluon", "triton" or "reference".
 
     Raises:
         ValueError: an unknown choice, or sizes that do not fit.
@@ -53,6 +54,7 @@ class NhaConfig(HybridConfig):
 
     def __post_init__(self, **kwargs: Any):
         self.check_fields()
+        check_depth(self.num_hidden_layers)
         if self.num_hidden_layers > 0:
             self.window = check_windows(self.window, self.num_hidden_layers, self.slots)
             for window in self.window:

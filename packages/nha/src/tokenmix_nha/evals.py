@@ -9,10 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult, one_sequence
 from tokenmix_core.evaluation.perplexity import cut_sequences
 from tokenmix_core.evaluation.recall import MQAR_HELD_OUT, MQAR_LENGTHS
 from tokenmix_core.synthetic import mqar
+from tokenmix_nha import pretrained
 from tokenmix_nha.shares import observed_shares
 from tokenmix_nha.windows import nha_mixers, windows_of
 
@@ -101,6 +102,9 @@ def _result(
 
 
 SUITES: dict[str, Suite] = {
-    "slot-share": Suite("share of attention on slots by layer, head and position; offline", share_suite),
+    "slot-share": Suite(
+        "share of attention on slots by layer, head and position; offline", share_suite, one_sequence(1024)
+    ),
     "slot-share-mqar": Suite("the same on associative recall; offline", recall_share_suite),
+    **pretrained.SUITES,
 }

@@ -15,6 +15,7 @@ import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
 from tokenmix_core.extras import require
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.windows import nha_mixers
 
 MERGED = "merged"
@@ -31,13 +32,18 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         rank: of LoRA.
 
     Raises:
-        ValueError: another stage, or a rank below 1.
+        ValueError: another stage, a rank below 1, or a model whose attention is not NHA's.
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage!r}")
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank!r}")
     config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    if not config.model_type.startswith(NhaConfig.model_type):
+        raise ValueError(
+            f"{checkpoint} holds a model of type {config.model_type!r}, whose attention is not NHA's: run "
+            f"`tokenmix-nha convert {checkpoint} --out FOLDER` and finetune that folder"
+        )
     drop = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path")
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in drop}
     return Recipe(

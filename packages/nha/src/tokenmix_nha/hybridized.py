@@ -6,9 +6,9 @@ beside them; around the layers, padding is taken out and our cache is kept. Ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -33,8 +34,17 @@ from transformers import (
 )
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState, Span
-from tokenmix_core.modeling.backbone import real_tokens, refuse_recomputing, token_positions
+from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
+from tokenmix_core.modeling.cache import settle
 from tokenmix_core.modeling.checkpoint import CheckedLoading
+from tokenmix_core.modeling.config import check_depth
+from tokenmix_core.modeling.packing import (
+    document_borders,
+    keeps_cache,
+    real_tokens,
+    refuse_recomputing,
+    token_positions,
+)
 from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
@@ -49,7 +59,7 @@ class HybridizedConfig:
         window: of each layer: 0, a number of tokens, or "full".
         slots: M of every key head; 0 for none.
         gate_normalizer: divides the gates' logs.
-        nha_impl: implementation of the operations, None, "triton" or "reference".
+        nha_impl: implementation of the operations, None, "gluon", "triton" or "reference".
     """
 
     window: Any = 32
@@ -58,6 +68,7 @@ class HybridizedConfig:
     nha_impl: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_depth(self.num_hidden_layers)  # type: ignore[attr-defined]
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self.window = check_windows(self.window, self.num_hidden_layers, self.slots)  # type: ignore[attr-defined]
         sliding = "sliding_attention" in (getattr(self, "layer_types", None) or [])
@@ -117,7 +128,7 @@ class HybridizedAttention(NhaMixer):
         return o, None
 
 
-class HybridizedModel(CheckedLoading):
+class HybridizedModel(ChoosesAttention, CheckedLoading):
     """Before transformers' backbone: its attention replaced, its batches packed, its cache ours."""
 
     layers: nn.ModuleList
@@ -127,6 +138,7 @@ class HybridizedModel(CheckedLoading):
         super().__init__(config)  # type: ignore[call-arg]
         for i, layer in enumerate(self.layers):
             layer.self_attn = HybridizedAttention(config, i, layer.self_attn)  # type: ignore[assignment]
+        choose_attention(nha_mixers(self), config._attn_implementation)  # type: ignore[arg-type]
         self.post_init()  # type: ignore[attr-defined]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
@@ -144,7 +156,7 @@ class HybridizedModel(CheckedLoading):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', and packed sequences: `cu_seqlens [N + 1]` with a batch of one, without a cache.
+        """As transformers', and packed sequences in a batch of one, without a cache: as for `HybridModel.forward`.
 
         Raises:
             ValueError: inputs that do not fit together, or attention weights, which are not formed.
@@ -156,22 +168,27 @@ class HybridizedModel(CheckedLoading):
         hidden: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[attr-defined]
         if past_key_values is not None and not isinstance(past_key_values, HybridCache):
             raise ValueError(f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}")
+        batch, tokens = hidden.shape[:2]
         training: bool = self.training  # type: ignore[attr-defined]
-        if use_cache is None:
-            use_cache = past_key_values is not None or (self.config.use_cache and not training and cu_seqlens is None)
         if training and self.gradient_checkpointing:  # type: ignore[attr-defined]
             refuse_recomputing(past_key_values)
             use_cache = False
+        cached = past_key_values is not None or bool(use_cache)
+        cu_seqlens = document_borders(
+            cu_seqlens, position_ids, attention_mask, kwargs, batch=batch, tokens=tokens, cached=cached
+        )
+        if use_cache is None:
+            default = self.config.use_cache and not training
+            use_cache = past_key_values is not None or keeps_cache(default, attention_mask, cu_seqlens)
         if use_cache and cu_seqlens is not None:
-            raise ValueError("cu_seqlens and a cache exclude each other")
+            raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False")
         cache = (past_key_values or self.make_cache()) if use_cache else None
-        batch, tokens = hidden.shape[:2]
-        mask = real_tokens(attention_mask, batch, tokens, cu_seqlens, cache)
+        mask = real_tokens(attention_mask, batch, tokens, cache)
         if cache is None:
-            span = Span(batch, tokens, hidden.device, mask=mask)
+            span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)
         else:
             span = cache.begin(batch, tokens, hidden.device, mask)
-        positions = token_positions(position_ids, span, cu_seqlens)
+        positions = token_positions(position_ids, span, cu_seqlens, cache)
         packed = span.pack(hidden)
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed,
@@ -191,14 +208,14 @@ class HybridizedModel(CheckedLoading):
             out.hidden_states = tuple(span.unpack(x) for x in out.hidden_states)
         if getattr(out, "router_logits", None) is not None:
             out.router_logits = (
-                tuple(span.unpack(x.unsqueeze(0)).flatten(0, 1) for x in out.router_logits)
+                tuple(span.unpack(x.unflatten(0, span.layout)).flatten(0, 1) for x in out.router_logits)
                 if (span.mask is not None)
                 else out.router_logits
             )
         return out
 
 
-class HybridizedForCausalLM(CheckedLoading):
+class HybridizedForCausalLM(ChoosesAttention, CheckedLoading):
     """Before transformers' language model: a hybridized backbone, and generation with our cache."""
 
     model_class: ClassVar[type]
@@ -207,9 +224,12 @@ class HybridizedForCausalLM(CheckedLoading):
     model: Any
 
     def __init__(self, config: Any):
+        requested = config._attn_implementation
         super().__init__(config)  # type: ignore[call-arg]
+        # the backbone that is replaced has put its own default there
+        config._attn_implementation = requested
         self.model = self.model_class(config)
-        self.loss_function = partial(_loss, self.loss_function)
+        self.loss_function = functools.partial(_loss, self.loss_function)
         self.post_init()  # type: ignore[attr-defined]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
@@ -217,9 +237,14 @@ class HybridizedForCausalLM(CheckedLoading):
         return self.model.make_cache(max_length, offload=offload)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens, a size that data do not change."""
         dtype = self.dtype if dtype is None else dtype  # type: ignore[attr-defined]
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        settle(kwargs.get("past_key_values"))
+        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     _prepare_cache_for_generation = HybridForCausalLM._prepare_cache_for_generation
     init_continuous_batching = HybridForCausalLM.init_continuous_batching

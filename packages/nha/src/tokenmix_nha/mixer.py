@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
-from tokenmix_core.ops.common import AttentionOutput, Impl
+from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
 from tokenmix_nha.choices import CHOICES, Fusion, Positions, check_choices
 from tokenmix_nha.heads import Call, Heads
@@ -73,6 +73,9 @@ class NhaMixer(Mixer):
         window: the window in use.
         shares: None, or a list to which every call without a cache adds ω_L `[B, T, HQ]`.
     """
+
+    # its kernels do both its kinds of mixing: only all of them can be replaced
+    attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
         self,
@@ -239,7 +242,8 @@ class NhaMixer(Mixer):
             b_q, b_k, b_v, b_f = (x.squeeze(1) for x in (q, k, v, f))
             b_qs, b_ks = (None if x is None else x.squeeze(1) for x in own)
             past = call.state.slots.get(len(q), q)
-            o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, q_slots=b_qs, k_slots=b_ks, impl=self.impl)
+            options = {"q_slots": b_qs, "k_slots": b_ks, "impl": unless_gluon(self.impl)}
+            o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, **options)
             return o.unsqueeze(1)
         o, after = slot_window_attention(
             q,

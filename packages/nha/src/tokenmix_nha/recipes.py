@@ -1,7 +1,7 @@
 """Recipes: the paper's models and ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
 
-What the paper leaves open: heads of 128, gates divided by 8, and MLPs narrower by the gates' weights, so that all
-models of a size have as many parameters (the tests count them).
+What the paper leaves open: heads of 128, gates divided by 8, and MLPs narrower by the gates' weights, so that NHA and
+its baselines have as many parameters (the tests count them). Ablations change one thing and keep the rest.
 """
 
 from __future__ import annotations
@@ -115,6 +115,21 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
+# nothing else changes, as in the paper, so some models are larger or smaller than NHA of their size, by this share
+UNMATCHED: dict[str, dict[str, float]] = {
+    "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
+    "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},
+    "learned-positions": {"340m": 0.296, "100m": 0.055, "small": 0.470},
+    # Zoology's two layers have no MLP that could make up for it
+    "gdn": {"small": 0.073},
+    "transformer": {"small": -0.059},
+}
+
+
+def _apart(name: str, size: str) -> str:
+    """What a description adds where a model's parameters differ from NHA's."""
+    share = UNMATCHED.get(name, {}).get(size)
+    return "" if share is None else f", {abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA"
 
 
 def ablation(name: str, size: str = "340m") -> Recipe:
@@ -123,7 +138,8 @@ def ablation(name: str, size: str = "340m") -> Recipe:
     _, layers, place, _ = SIZES[size]
     if "window" in changes:
         changes["window"] = one_in_eight(layers, changes["window"], place)
-    return replace(paper(size, **changes), name=f"nha-{size}-{name}", description=f"ablation of NHA: {name}")
+    text = f"ablation of NHA: {name}{_apart(name, size)}"
+    return replace(paper(size, **changes), name=f"nha-{size}-{name}", description=text)
 
 
 # what the recall models differ in: fields of NHA, or a mixer of core
@@ -143,7 +159,8 @@ def recall(kind: str, size: str) -> Recipe:
 
     The "100m" models have the shape of language models; the seventh of their twelve layers is full, except in "-pure"
     ones and in baselines without "-hybrid". The "small" ones are Zoology's: two layers without MLP, so that mixing
-    along time is all they can do, and none is full. Linear layers of a size hold as many numbers, whatever their kind.
+    along time is all they can do, and none is full. NHA's slots hold as many numbers as the state of GDN; its window
+    holds more beside them.
     """
     width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
     small = size == "small"
@@ -167,10 +184,11 @@ def recall(kind: str, size: str) -> Recipe:
         model |= {"intermediate_size": mlp, "mixers": mixers}
         model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
     batch = 2**13
+    apart = _apart(kind.removeprefix("nha-"), size)
     steps, rate = (1000, 3e-3) if small else (1800, 5e-4)
     return Recipe(
         name=f"recall-{kind}-{size}",
-        description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
+        description=f"multi-query associative recall, {kind}, {size}{apart}; minutes on one GPU",
         model=model,
         model_type=MODEL_TYPE if base in _NHA_KINDS else "tokenmix_hybrid",
         data=DataRecipe(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokenmix_core.nn.state import StatePart
+from tokenmix_core.nn.state import Bounds, StatePart
 from tokenmix_nha.ops import SlotWindowState
 
 
@@ -21,6 +21,8 @@ class SlotWindowPart(StatePart):
         window: places of the ring.
         own_slot_keys: whether the ring also holds keys as the slots see them.
     """
+
+    window: int
 
     def __init__(
         self, heads: int, slots: int, key_size: int, value_size: int, window: int, *, own_slot_keys: bool = False
@@ -61,14 +63,15 @@ class SlotWindowPart(StatePart):
         """Forget everything."""
         self.value = None
 
-    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
-        """Bytes of the state of `batch_size` sequences, of whatever length."""
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """The bytes of the state of `batch_size` sequences, of whatever length."""
         heads, slots, key_size, value_size = self.sizes
         wide = torch.promote_types(dtype, torch.float32).itemsize
         keys = 2 if self.own_slot_keys else 1
         token = (keys * key_size + value_size) * dtype.itemsize + slots * wide
         memory = slots * (key_size + value_size) * wide
-        return batch_size * (heads * (memory + self.window * token) + torch.int32.itemsize)
+        size = batch_size * (heads * (memory + self.window * token) + torch.int32.itemsize)
+        return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
         """Bytes now held."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import nn
 from transformers import TrainerCallback
 
+from tokenmix_core.streams import stream
 from tokenmix_nha.windows import Window, check_window, set_windows, windows_of
 
 
 def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:
     """A window for each layer, independent and uniform over `choices`: a function of the seed and the step alone."""
-    rng = np.random.default_rng((seed, step))
+    rng = stream("nha windows", seed, step)
     return [choices[i] for i in rng.integers(len(choices), size=layers)]
 
 

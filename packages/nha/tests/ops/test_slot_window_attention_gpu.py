@@ -69,7 +69,7 @@ def run(window, impl, cu_seqlens=None, length=None, **x):
 
 def check(x, window, dtype, **options):
     """Errors at most twice those of the eager form whose matrix products round their operands to the kernels' dtype."""
-    got, upstream = values_and_gradients(partial(run, window, "triton", **options), x)
+    got, upstream = values_and_gradients(partial(run, window, None, **options), x)
     eager = partial(run, window, "reference", **options)
     exact, _ = values_and_gradients(eager, x, upstream, dtype=torch.float64)
     if dtype == torch.float32:
@@ -122,7 +122,7 @@ def test_no_kernel_reads_a_register_that_nothing_wrote(M):
     """As ptxas 12.8 lets kernels do, whose results need not show it: those of these calls, and of all made before."""
     for own_keys, group, window in ((False, 1, 32), (False, 2, 32), (True, 1, 100), (True, 2, 0)):
         x = inputs(1, 300, group, 1, 128, 128, M, own_keys, "mixed", torch.bfloat16)
-        values_and_gradients(partial(run, window, "triton"), x)
+        values_and_gradients(partial(run, window, None), x)
     kernels = list(compiled_kernels("tokenmix_nha.ops.slot_window_attention"))
     assert len(kernels) > 10
     assert not {name: found for name, kernel in kernels if (found := unwritten_reads(kernel))}
@@ -131,9 +131,9 @@ def test_no_kernel_reads_a_register_that_nothing_wrote(M):
 @pytest.mark.parametrize(("M", "group"), [(32, 1), (64, 1), (64, 2), (32, 2)])
 def test_the_same_call_gives_the_same_bits(M, group):
     x = inputs(2, 500, 4 * group, 4, 128, 128, M, False, "weak", torch.bfloat16)
-    first, upstream = values_and_gradients(partial(run, 32, "triton"), x)
+    first, upstream = values_and_gradients(partial(run, 32, None), x)
     for _ in range(5):
-        again, _ = values_and_gradients(partial(run, 32, "triton"), x, upstream)
+        again, _ = values_and_gradients(partial(run, 32, None), x, upstream)
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
@@ -161,7 +161,7 @@ def test_tensors_past_two_to_the_31_elements():
 def test_training_waits_for_nothing():
     x = inputs(1, 500, 2, 2, 64, 64, 64, False, "weak", torch.bfloat16)
     borders = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
-    train = lambda: values_and_gradients(partial(run, 32, "triton", cu_seqlens=borders), x)  # noqa: E731
+    train = lambda: values_and_gradients(partial(run, 32, None, cu_seqlens=borders), x)  # noqa: E731
     train()
     torch.cuda.set_sync_debug_mode("error")
     try:

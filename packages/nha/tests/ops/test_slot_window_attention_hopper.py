@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from functools import partial
 
 import pytest
 import torch
 
+from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import values_and_gradients
 from tokenmix_core.testing.closeness import assert_within
@@ -35,8 +35,8 @@ def kernels():
 
 @pytest.fixture
 def on_hopper(kernels, monkeypatch):
-    """Let these kernels run while a list holds anything, with the tiles of 16 bits; return it and who has run."""
-    enabled, ran = [], set()
+    """Let these kernels run where Gluon is asked for, with the tiles of 16 bits; return the names of those that ran."""
+    ran = set()
 
     class Counted:
         def __init__(self, name, kernel):
@@ -50,12 +50,11 @@ def on_hopper(kernels, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         kernel = KERNELS[name]
         monkeypatch.setattr(module, kernel, Counted(name, getattr(module, kernel)))
-    autograd = importlib.import_module("tokenmix_nha.ops.slot_window_attention.autograd")
-    monkeypatch.setattr(autograd, "_on_hopper", lambda *_: enabled)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
     slot_tile = tuning.slot_tile
     monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype, *shape: slot_tile(slots, torch.bfloat16, *shape))
-    return enabled, ran
+    return ran
 
 
 def inputs(T, K, V, M, strong=False, own_keys=False, group=1):
@@ -68,7 +67,6 @@ def inputs(T, K, V, M, strong=False, own_keys=False, group=1):
 
 def check(x, on_hopper, length=None, **options):
     """They err at most twice as much as Triton's own kernels with the same tiles, against the eager form in float64."""
-    enabled, ran = on_hopper
 
     def run(impl):
         def o(**x):
@@ -80,13 +78,12 @@ def check(x, on_hopper, length=None, **options):
 
     plain, upstream = values_and_gradients(run("triton"), x)
     exact, _ = values_and_gradients(run("reference"), x, upstream, dtype=torch.float64)
-    assert not ran
-    enabled.append(True)
-    got, _ = values_and_gradients(run("triton"), x, upstream)
+    assert not on_hopper
+    got, _ = values_and_gradients(run("gluon"), x, upstream)
     for name in exact:
         assert_within(name, got[name], exact[name], plain[name])
     narrow = x["f"].shape[-1] <= 32 and "q_slots" not in x and x["q"].shape[2] == x["k"].shape[2]
-    assert ran == set(KERNELS) - ({"backward_keys", "backward_gates"} if narrow else {"backward_tokens"})
+    assert on_hopper == set(KERNELS) - ({"backward_keys", "backward_gates"} if narrow else {"backward_tokens"})
 
 
 class Outputs(dict):

@@ -1,5 +1,7 @@
 """The paper's operation `slot_window_attention` with one token of it for decoding, and the GLA baseline's."""
 
+# what explain knows
+import tokenmix_nha.ops.operations  # noqa: F401
 from tokenmix_nha.ops.gla.api import chunk_gla
 from tokenmix_nha.ops.slot_window_attention.api import slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState

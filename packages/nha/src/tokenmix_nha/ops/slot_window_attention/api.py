@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -17,9 +18,10 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
-from tokenmix_core.ops.replay import Checked
 from tokenmix_nha.ops.slot_window_attention import reference
+from tokenmix_nha.ops.slot_window_attention.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState, last_tokens, prepend
+from tokenmix_nha.ops.slot_window_attention.tuning import slot_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SLOTS = (16, 32, 64, 128)
@@ -69,8 +71,11 @@ def slot_window_attention(
             with does not bring back tokens that have entered the slots.
         cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
         output_final_state: False skips collecting the windows of the final state, which is then None.
-        impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
-            Triton needs K and V of 64 or 128 and M of 16, 32, 64 or 128.
+        impl: "gluon" (Hopper, bfloat16, M up to 64), "triton" (portable kernels; M also 128), both for K and V of 64 or
+            128 and M of 16, 32 or 64, "reference" (any size and device), or None: the fastest here, which is Gluon
+            where it runs, then Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays
+            portable where that is faster; `tokenmix_core.ops.explain` names the kernels. A window of T or more is
+            core's attention by the fastest kernels.
 
     Returns:
         ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring has as many places as the
@@ -97,10 +102,10 @@ def slot_window_attention(
 
         o = zero_prefix_attention(q, k, v, cu_seqlens, dims["M"], factor, backend)
         slots_k, slots_v = _zero_slots(dims, q) if output_final_state else (None, None)
-    elif backend == "triton":
-        from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_triton
+    elif backend != "reference":
+        from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_kernels
 
-        o, slots_k, slots_v = slot_window_attention_triton(*arguments)
+        o, slots_k, slots_v = slot_window_attention_kernels(*arguments, backend)
     else:
         o, slots_k, slots_v = _reference(*arguments)
     if not output_final_state:
@@ -130,7 +135,8 @@ def slot_window_attention_step(
     Args:
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
         state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; contiguous tensors, overwritten.
-        scale, impl: as for `slot_window_attention`.
+        scale: as for `slot_window_attention`.
+        impl: as there, but that one token has no kernels in Gluon.
 
     Returns:
         o `[B, HQ, V]` in q's dtype.
@@ -156,7 +162,7 @@ def slot_window_attention_step(
             )
     check_same_dtype(op, k=k, **{"state.k": state.k, "state.v": state.v})
     factor = _scale(op, dims, scale)
-    if backend == "triton":
+    if backend != "reference":
         from tokenmix_nha.ops.slot_window_attention.step import step_triton
 
         return step_triton(q, k, v, f, q_slots, k_slots, state, factor)
@@ -164,9 +170,9 @@ def slot_window_attention_step(
 
 
 @Checked
-def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str, float]:
-    """Validate a whole-sequence call; return the sizes, the implementation and the scale."""
-    backend = resolve_impl(op, impl, q)
+def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str | None, float]:
+    """Validate a whole-sequence call; return the sizes, the implementation, as `resolve_impl` does, and the scale."""
+    backend = resolve_impl(op, impl, q, GLUON)
     if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
     dims = bind_shapes(
@@ -183,6 +189,9 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     # q again, so that the others' device is compared with its
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    if backend == "gluon":
+        slots = slot_tile(dims["M"], q.dtype, k_slots is not None, dims["HQ"] // dims["H"])
+        GLUON.require(op, q.device, q.dtype, limit(slots, dims["K"], dims["V"]))
     if state:
         _check_state(op, dims, q, f, k_slots, SlotWindowState(*state))
     return dims, backend, _scale(op, dims, scale)
@@ -232,17 +241,17 @@ def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_zeros(*shape, dims["K"], dtype=wide), q.new_zeros(*shape, dims["V"], dtype=wide)
 
 
-def _check_rest(op: str, impl: str, dims: dict[str, int], **tensors: Tensor | None) -> None:
+def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tensor | None) -> None:
     """Dtypes, head counts and what Triton needs."""
-    floats = FLOATS if impl == "triton" else (*FLOATS, torch.float64)
+    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, **tensors)
     check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
-    if impl == "triton":
+    if impl != "reference":
         for letter, allowed in (("K", HEAD_SIZES), ("V", HEAD_SIZES), ("M", SLOTS)):
             if dims[letter] not in allowed:
                 raise ValueError(
-                    f"{op}: impl='triton' needs {letter} in {', '.join(map(str, allowed))}, "
+                    f"{op}: impl={impl or 'triton'!r} needs {letter} in {', '.join(map(str, allowed))}, "
                     f"got {letter}={dims[letter]}; choose such a size or pass impl='reference'"
                 )
 

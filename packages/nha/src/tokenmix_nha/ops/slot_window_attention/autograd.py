@@ -10,15 +10,16 @@ import triton
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.ops.common import aligned, differentiable, on_hopper, parts_of, room_for
-from tokenmix_core.ops.replay import Replayed, is_plain
-from tokenmix_core.tile.launch import compiled_together
+from tokenmix_core.launch.kernels import compiled_together
+from tokenmix_core.launch.replay import Replayed, is_plain
+from tokenmix_core.ops.common import aligned, differentiable, parts_of, recorded_op, retried, room_for
 from tokenmix_nha.ops.slot_window_attention import tuning
 from tokenmix_nha.ops.slot_window_attention.backward_gates import slot_window_backward_gates_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_keys import slot_window_backward_keys_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_queries import slot_window_backward_queries_kernel
 from tokenmix_nha.ops.slot_window_attention.backward_values import slot_window_backward_values_kernel
 from tokenmix_nha.ops.slot_window_attention.forward import slot_window_forward_kernel
+from tokenmix_nha.ops.slot_window_attention.plan import plan
 from tokenmix_nha.ops.slot_window_attention.states import (
     carry,
     slot_gates_kernel,
@@ -100,9 +101,10 @@ def _gates(launch, q, f, end, splits, cu_seqlens, before: int, window: int, y: L
     return gates
 
 
+@retried
 def _run(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before: int, window: int, scale: float,
-    kept: Sequence[Tensor] | None = None,
+    impl: str | None = None, kept: Sequence[Tensor] | None = None,
 ) -> _Eight:  # fmt: skip
     """All outputs; those that the backward pass needs may be given as `kept`."""
     q, k, v, f, q_slots, k_slots, slots_k, slots_v = map(aligned, (q, k, v, f, q_slots, k_slots, slots_k, slots_v))
@@ -112,7 +114,7 @@ def _run(
     )  # fmt: skip
     M, K, V = (y.constants[x] for x in "MKV")
     with compiled_together() as launch:
-        if window <= tuning.HOPPER_WINDOW and _on_hopper(y.constants, (q, k, v, f, q_slots, k_slots)):
+        if plan(M, window, impl, q, k, v, f, q_slots, k_slots).forward == "gluon":
             from tokenmix_nha.ops.slot_window_attention.hopper.forward import hopper_window_forward
             from tokenmix_nha.ops.slot_window_attention.hopper.states import hopper_slot_states
 
@@ -174,18 +176,19 @@ def _kept_layouts(q: Tensor, y: Layout) -> tuple[tuple, ...]:
     return *small, ((*tiles, K, M), q.dtype), ((*tiles, V, M), q.dtype)
 
 
-def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+def _outputs(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale, impl=None):
     y = _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)
     return *_results(q, v, f, y), *_empty(q, _kept_layouts(q, y))
 
 
-@torch.library.custom_op("tokenmix_nha::slot_window_attention", mutates_args=())
+@recorded_op("tokenmix_nha::slot_window_attention", mutates_args=())
 def slot_window_attention_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor | None,
     slots_v: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None, before: int, window: int, scale: float,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final slots of keys and values, and for the backward pass: log-sum-exp, decays, splits and slots of chunks."""
-    return _run(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale)
+    return _run(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale, impl)
 
 
 slot_window_attention_op.register_fake(_outputs)
@@ -200,9 +203,10 @@ def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]
     return tuple(q.new_empty(heads, *shape, dtype=torch.float32) for shape in ((K, M), (V, M), (M,)))
 
 
+@retried
 def _run_backward(
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
-    before: int, window: int, scale: float, initial: bool,
+    before: int, window: int, scale: float, impl: str | None, initial: bool,
 ) -> _Eight:  # fmt: skip
     q, k, v, f, q_slots, k_slots = map(aligned, (q, k, v, f, q_slots, k_slots))
     do, dfinal_k, dfinal_v = map(aligned, (torch.zeros_like(o) if do is None else do, dfinal_k, dfinal_v))
@@ -210,11 +214,11 @@ def _run_backward(
     M, K, V = (y.constants[x] for x in "MKV")
     dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = gradients = _empty_gradients(
         q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
-        dfinal_v, before, window, scale, initial,
+        dfinal_v, before, window, scale, impl, initial,
     )  # fmt: skip
     own = y.constants["OWN_SLOT_KEYS"]
     group = y.constants["GROUP"]
-    hopper = _on_hopper(y.constants, (q, k, v, do, q_slots, k_slots))
+    hopper = plan(M, window, impl, q, k, v, do, q_slots, k_slots).backward == "gluon"
     with compiled_together() as launch:
         # no kernel for weak chunks reads any other's
         gates = _gates(launch, q, f, end, splits, cu_seqlens, before, window, y, hopper)
@@ -304,17 +308,9 @@ def _run_backward(
     return gradients
 
 
-def _on_hopper(constants: dict, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether weak chunks have kernels of their own."""
-    sizes = constants["M"] in (32, 64) and {constants["K"], constants["V"]} <= {64, 128}
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
-    q = tensors[0]
-    return sizes and aligned and q is not None and q.dtype == torch.bfloat16 and on_hopper(q.device)
-
-
 def _empty_gradients(
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k, dfinal_v,
-    before, window, scale, initial,
+    before, window, scale, impl, initial,
 ):  # fmt: skip
     empty = torch.empty_like
     # an op returns tensors only: an absent argument has an empty gradient
@@ -325,17 +321,17 @@ def _empty_gradients(
     return empty(q), empty(k), empty(v), empty(f), dq_slots, dk_slots, *initial
 
 
-@torch.library.custom_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
+@recorded_op("tokenmix_nha::slot_window_attention_backward", mutates_args=())
 def slot_window_attention_backward_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, start: Tensor | None,
     cu_seqlens: Tensor | None, o: Tensor, lse: Tensor, end: Tensor, splits: Tensor, states_k: Tensor, states_v: Tensor,
     do: Tensor | None, dfinal_k: Tensor | None, dfinal_v: Tensor | None, before: int, window: int, scale: float,
-    initial: bool,
+    impl: str | None, initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, df, dq_slots, dk_slots and the gradients of the initial slots (of use where `initial`)."""
     return _run_backward(
         q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, lse, end, splits, states_k, states_v, do, dfinal_k,
-        dfinal_v, before, window, scale, initial,
+        dfinal_v, before, window, scale, impl, initial,
     )  # fmt: skip
 
 
@@ -347,11 +343,11 @@ def _results_alone(*inputs) -> tuple[Tensor, ...]:
     return _run(*inputs)[:3]
 
 
-def _keep(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+def _keep(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale, impl):
     """`_run`, with one buffer of all that the backward pass needs."""
     layouts = _kept_layouts(q, _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window))
     kept = q.new_empty(room_for(layouts), dtype=torch.uint8)
-    inputs = q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale
+    inputs = q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale, impl
     return *_run(*inputs, parts_of(kept, layouts))[:3], kept
 
 
@@ -361,19 +357,36 @@ def _parts(q, k, v, f, k_slots, start, cu_seqlens, kept, before, window) -> list
 
 
 def _asked_for(
-    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, kept, do, dfinal_k, dfinal_v, before, window, scale, initial
+    q,
+    k,
+    v,
+    f,
+    q_slots,
+    k_slots,
+    start,
+    cu_seqlens,
+    o,
+    kept,
+    do,
+    dfinal_k,
+    dfinal_v,
+    before,
+    window,
+    scale,
+    impl,
+    initial,
 ) -> tuple[Tensor | None, ...]:
     """`_run_backward` after `_keep`, with None for gradients that nobody gets: fewer buffers to make."""
     parts = _parts(q, k, v, f, k_slots, start, cu_seqlens, kept, before, window)
     *grads, dq_slots, dk_slots, dinitial_k, dinitial_v = _run_backward(
         q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, *parts, do, dfinal_k, dfinal_v, before, window, scale,
-        initial,
+        impl, initial,
     )  # fmt: skip
     slots = (None, None) if q_slots is None else (dq_slots, dk_slots)
     return *grads, *slots, *((dinitial_k, dinitial_v) if initial else (None, None))
 
 
-_replayed_backward = Replayed(_asked_for)
+_replayed_backward = retried(Replayed(_asked_for))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -398,10 +411,10 @@ def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     *grads, dinitial_k, dinitial_v = run(*tensors, do, dfinal_k, dfinal_v, *ctx.options, ctx.initial)
     slots = grads[4:] if q_slots is not None else (None, None)
     initial = (dinitial_k, dinitial_v) if ctx.initial else (None, None)
-    return *grads[:4], *slots, *initial, None, None, None, None, None
+    return *grads[:4], *slots, *initial, None, None, None, None, None, None
 
 
 # o and the final slots, by the kernels; keys are the window before the queries and theirs
-slot_window_attention_triton = differentiable(
+slot_window_attention_kernels = differentiable(
     slot_window_attention_op, _results_alone, _save, _gradients, outputs=3, keep=_keep
 )

@@ -6,8 +6,8 @@ Tiles are transposed, `[token, query]`.
 import triton
 import triton.language as tl
 
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.heads import each_head_of_keys
 from tokenmix_nha.ops.slot_window_attention.tile import (
     SIZES,

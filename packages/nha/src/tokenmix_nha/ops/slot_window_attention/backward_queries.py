@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.heads import each_head_of_queries
 from tokenmix_nha.ops.slot_window_attention.tile import (
     SIZES,

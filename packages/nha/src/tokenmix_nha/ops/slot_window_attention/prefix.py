@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmix_core.ops.attention.api import attention
 from tokenmix_core.ops.attention.autograd import attention_backward, attention_forward
 from tokenmix_core.ops.attention.backends import Call, Mask, choose_impl
-from tokenmix_core.ops.common import AttentionOutput, differentiable
+from tokenmix_core.ops.common import AttentionOutput, differentiable, recorded_op
 
 
 def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
@@ -32,7 +32,7 @@ def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
 
 
 def zero_prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
 ) -> Tensor:
     """Causal attention `[B, T, HQ, V]` whose softmax also holds `slots` logits 0 with value 0."""
     if impl == "reference":
@@ -41,12 +41,14 @@ def zero_prefix_attention(
         packed = cu_seqlens is not None
         heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-        impl = choose_impl(Call(q.device.type, q.dtype, *sizes, Mask(True, None, 0), packed, heads))
+        chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, Mask(True, None, 0), packed, heads))
+        # kernels of ours are those that were asked for
+        impl = (None if impl == "gluon" else impl) if chosen == "triton" else chosen
     return _attention(q, k, v, cu_seqlens, slots, scale, impl)[0]
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     """o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, those of the prefix included."""
     o, lse = attention_forward(q, k, v, cu_seqlens, True, None, 0, scale, impl)
@@ -55,7 +57,7 @@ def _forward(
     return o, add_zeros(o, lse, slots)
 
 
-_prefix_op = torch.library.custom_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
+_prefix_op = recorded_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
 
 
 @_prefix_op.register_fake

@@ -8,7 +8,7 @@ at once.
 import triton
 import triton.language as tl
 
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_nha.ops.slot_window_attention.tile import (
     SIZES,
     as_factor,

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from tokenmix_core.changes import watch
+from tokenmix_core.tuning import one_round
+
 
 class Tile(NamedTuple):
     """BT tokens of a chunk; BM slots that the backward takes at a time; BN keys or queries of the window beyond it."""
@@ -31,8 +34,6 @@ _NARROWEST = 32
 _NARROWEST_ELSE = 64
 # the slots of a tile in registers of 16-bit kernels in Triton
 _SLOT_TILE = 64
-# programs that fill the device twice over
-_PROGRAMS = 264
 _MAX_SEGMENTS = 32
 # the widest window for which the forward kernel on Hopper, which takes 32 keys of it at a time, is the faster one
 HOPPER_WINDOW = 256
@@ -75,8 +76,12 @@ def hopper_walk(heads: int, chunks: int) -> Walk:
 
 def strong_heads(chunks: int, heads: int) -> int:
     """Query heads of a program that looks for strong chunks: several where there are programs enough."""
-    return 8 if chunks * heads >= 16 * _PROGRAMS else 1
+    return 8 if chunks * heads >= 32 * one_round() else 1
 
 
 def _segments(programs: int, chunks: int) -> int:
-    return max(1, min(_MAX_SEGMENTS, _PROGRAMS // programs, chunks // 8))
+    return max(1, min(_MAX_SEGMENTS, 2 * one_round() // programs, chunks // 8))
+
+
+# recorded calls are forgotten with every change of these
+watch(__name__)

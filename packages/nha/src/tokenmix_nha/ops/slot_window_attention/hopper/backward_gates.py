@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window_attention.hopper.backward_groups import entries_of_heads
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     as_left,
@@ -100,7 +100,7 @@ def hopper_backward_gates_kernel(
         b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
     barrier()
     # the slots before the chunk take places that are free by now
-    s_sk, s_sv = s_q._reinterpret(dtype, [K, M], swizzled), s_do._reinterpret(dtype, [V, M], swizzled)
+    s_sk, s_sv = reinterpret(s_q, dtype, [K, M], swizzled), reinterpret(s_do, dtype, [V, M], swizzled)
     fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
     fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
     async_copy.commit_group()

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window_attention.hopper.backward_groups import add_slots_of_heads, add_window_of_heads
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     as_left,
@@ -57,7 +57,7 @@ def hopper_backward_keys_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     # p and dz, and later the window's queries
     s_y = gl.allocate_shared_memory(dtype, [2, BT, 64 if GROUP > 1 else M], shared)
-    s_p, s_dz = s_y.index(0)._reinterpret(dtype, [BT, M], swizzled), s_y.index(1)._reinterpret(dtype, [BT, M], swizzled)
+    s_p, s_dz = reinterpret(s_y.index(0), dtype, [BT, M], swizzled), reinterpret(s_y.index(1), dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
@@ -105,8 +105,8 @@ def hopper_backward_keys_kernel(
             GROUP,
         )  # fmt: skip
         barrier()
-        s_qw = s_y._reinterpret(dtype, [BT, K], shared)
-        s_qn, s_don = s_dsk._reinterpret(dtype, [BN, K], shared), s_dsv._reinterpret(dtype, [BN, V], shared)
+        s_qw = reinterpret(s_y, dtype, [BT, K], shared)
+        s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
         fetch(s_qw, p_q + (GROUP - 1) * K, o_q, 0, length, HQ * K, True)
         async_copy.commit_group()
         fetch(s_qn, p_q + (GROUP - 1) * K, o_w + shift_0, 0, length, HQ * K)
@@ -125,8 +125,8 @@ def hopper_backward_keys_kernel(
         b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_col])
         b_p, b_dz = rounded(gl.where(m_p, b_p, 0.0), dtype), rounded(gl.where(m_p, b_dz, 0.0), dtype)
         barrier()
-        s_qw = s_y._reinterpret(dtype, [BT, K], shared)
-        s_qn, s_don = s_dsk._reinterpret(dtype, [BN, K], shared), s_dsv._reinterpret(dtype, [BN, V], shared)
+        s_qw = reinterpret(s_y, dtype, [BT, K], shared)
+        s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
         fetch(s_qw, p_q, o_q, 0, length, HQ * K)
         async_copy.commit_group()
         await_copies(1)
@@ -154,7 +154,7 @@ def hopper_backward_keys_kernel(
         b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
         b_p, b_dz = rounded(gl.where(m_p, b_p, b_s), dtype), rounded(gl.where(m_p, b_dz, b_ds), dtype)
         barrier()
-        s_qn, s_don = s_p._reinterpret(dtype, [BN, K], shared), s_dz._reinterpret(dtype, [BN, V], shared)
+        s_qn, s_don = reinterpret(s_p, dtype, [BN, K], shared), reinterpret(s_dz, dtype, [BN, V], shared)
         fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
         fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
         async_copy.commit_group()

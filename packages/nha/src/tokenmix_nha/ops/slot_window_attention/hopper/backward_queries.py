@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, row_layout
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret, row_layout
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     as_left,
     enter_weight,
@@ -140,11 +140,11 @@ def hopper_backward_queries_kernel(
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     # the values' slots, and later what is written by slot
     s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
-    s_sv = s_y._reinterpret(dtype, [V, M], swizzled)
+    s_sv = reinterpret(s_y, dtype, [V, M], swizzled)
     s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     # the lower digits of gates, and later keys of the window
     s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
-    s_low = s_1._reinterpret(dtype, [BT, M], swizzled)
+    s_low = reinterpret(s_1, dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
     if OWN_SLOT_KEYS:
         fetch(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
@@ -170,7 +170,7 @@ def hopper_backward_queries_kernel(
     b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
     s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
     # the window's tiles take places that are free by now
-    s_kn, s_vn = s_1._reinterpret(dtype, [BN, K], shared), s_v._reinterpret(dtype, [BN, V], shared)
+    s_kn, s_vn = reinterpret(s_1, dtype, [BN, K], shared), reinterpret(s_v, dtype, [BN, V], shared)
     shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
     shift_1 = gl.minimum(BT + window, keys - first)
 
@@ -197,7 +197,7 @@ def hopper_backward_queries_kernel(
     if OWN_SLOT_KEYS:
         # the window's queries and keys take the places of the slots' queries and values
         barrier()
-        s_kw = s_y._reinterpret(dtype, [BT, K], shared)
+        s_kw = reinterpret(s_y, dtype, [BT, K], shared)
         fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
         fetch(s_kw, p_k, first, oldest, keys, H * K)
         async_copy.commit_group()
@@ -232,7 +232,7 @@ def hopper_backward_queries_kernel(
         b_right = as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
         b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
         barrier()
-        s_dz = s_sk._reinterpret(dtype, [BT, M], shared)
+        s_dz = reinterpret(s_sk, dtype, [BT, M], shared)
         s_col.store(b_y)
         s_dz.store(b_dz)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])

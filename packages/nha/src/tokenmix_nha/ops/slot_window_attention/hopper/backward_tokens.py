@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, anew, await_copies, barrier, fetch_rows, product_layout
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, anew, await_copies, barrier, fetch_rows, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     as_left,
     enter_weight,
@@ -65,7 +65,7 @@ def hopper_backward_tokens_kernel(
     # the slots before the chunk, before and after them what is summed over rows, and at last the window's queries
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    s_high, s_low = s_sk._reinterpret(dtype, [BT, M], swizzled), s_sv._reinterpret(dtype, [BT, M], swizzled)
+    s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)
     p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
     fetch(s_k, p_k, first, oldest, keys, H * K)
     fetch(s_q, p_q, o_q, 0, length, H * K)
@@ -131,7 +131,7 @@ def hopper_backward_tokens_kernel(
     b_p, b_dz = rounded(gl.where(m_p, b_p, b_a), dtype), rounded(gl.where(m_p, b_dz, b_dp), dtype)
     barrier()
     # the window's queries, from the token itself on
-    s_qn, s_don = s_sk._reinterpret(dtype, [BN, K], shared), s_sv._reinterpret(dtype, [BN, V], shared)
+    s_qn, s_don = reinterpret(s_sk, dtype, [BN, K], shared), reinterpret(s_sv, dtype, [BN, V], shared)
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
     fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import (
     as_left,
     enter_weight,
@@ -76,9 +76,9 @@ def hopper_window_forward_kernel(
     s_1 = gl.allocate_shared_memory(dtype, [BT, D], shared)
     s_2 = gl.allocate_shared_memory(dtype, [BN, D], shared)
     s_3 = gl.allocate_shared_memory(dtype, [D, M], swizzled)
-    s_k, s_v = s_1._reinterpret(dtype, [BT, K], shared), s_1._reinterpret(dtype, [BT, V], shared)
-    s_kn, s_vn = s_2._reinterpret(dtype, [BN, K], shared), s_2._reinterpret(dtype, [BN, V], shared)
-    s_sk, s_sv = s_3._reinterpret(dtype, [K, M], swizzled), s_3._reinterpret(dtype, [V, M], swizzled)
+    s_k, s_v = reinterpret(s_1, dtype, [BT, K], shared), reinterpret(s_1, dtype, [BT, V], shared)
+    s_kn, s_vn = reinterpret(s_2, dtype, [BN, K], shared), reinterpret(s_2, dtype, [BN, V], shared)
+    s_sk, s_sv = reinterpret(s_3, dtype, [K, M], swizzled), reinterpret(s_3, dtype, [V, M], swizzled)
     s_qs, s_ks = s_q, s_k
     if OWN_SLOT_KEYS:
         s_qs = gl.allocate_shared_memory(dtype, [BT, K], shared)

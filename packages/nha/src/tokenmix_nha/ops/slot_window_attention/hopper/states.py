@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, async_load, await_copies, barrier, row_layout
-from tokenmix_core.tile.launch import cached_launch
 from tokenmix_nha.ops.slot_window_attention.hopper.gates import enter_weight, first_entry
 from tokenmix_nha.ops.slot_window_attention.states import carry
 

@@ -1,0 +1,55 @@
+"""Slot-window attention's Gluon kernels compile for Hopper, by the installed Triton and without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.testing.compilation import SHARED_MEMORY, compile_calls, compiled_by
+
+PACKED = dict(B=1, T=16384, H=4, borders=[0, 3000, 3000, 9000, 16384])
+
+
+def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=False, carried=False, borders=None):
+    """A forward and a backward pass over tensors of which nothing is read."""
+    from tokenmix_nha.ops import SlotWindowState, slot_window_attention
+
+    empty, long = partial(torch.empty, dtype=torch.bfloat16), partial(torch.empty, dtype=torch.float32)
+    x = {"q": empty(B, T, H * group, K), "k": empty(B, T, H, K), "v": empty(B, T, H, V), "f": long(B, T, H, M)}
+    if own_keys:
+        x |= {"q_slots": empty(B, T, H * group, K), "k_slots": empty(B, T, H, K)}
+    x = {name: value.requires_grad_() for name, value in x.items()}
+    cu_seqlens, state = None if borders is None else torch.tensor(borders, dtype=torch.int32), None
+    if carried:
+        N = B if borders is None else len(borders) - 1
+        ring = empty(N, w, H, K), empty(N, w, H, V), long(N, w, H, M), empty(N, w, H, K) if own_keys else None
+        state = SlotWindowState(long(N, H, M, K), long(N, H, M, V), *ring, torch.zeros(N, dtype=torch.int32))
+    o = slot_window_attention(**x, window=w, initial_state=state, cu_seqlens=cu_seqlens, impl="gluon").o
+    torch.autograd.grad(o, list(x.values()), torch.empty_like(o))
+
+
+# the first ones have every kernel
+CALLS = {"32 slots": attention, "64 slots": partial(attention, M=64)}
+for K in (64, 128):
+    for V in (64, 128):
+        for M in (32, 64):
+            sizes, name = dict(K=K, V=V, M=M), f"{K} {V}, {M} slots"
+            CALLS[name] = partial(attention, **sizes)
+            CALLS[f"{name}, no window"] = partial(attention, w=0, **sizes)
+            CALLS[f"{name}, packed"] = partial(attention, **PACKED, carried=True, **sizes)
+            CALLS[f"{name}, own keys"] = partial(attention, B=2, H=8, group=2, own_keys=True, w=128, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+    kernels = compiled_by(__file__)
+    assert len({x["kernel"] for x in kernels}) == 6
+    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+
+
+if __name__ == "__main__":
+    compile_calls(CALLS, "tokenmix_core.ops", "tokenmix_nha.ops")
