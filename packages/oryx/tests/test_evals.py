@@ -1,6 +1,7 @@
 """The paper's measurements: what they put to the model, and what they make of its answers."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tokenmix_core.evaluation.suites import evaluate
 from tokenmix_oryx import evals
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM
+from tokenmix_oryx.modes import MODES
 
 PAIRS = ["linear → linear", "attention → linear", "linear → attention", "attention → attention"]
 
@@ -38,8 +40,8 @@ def calls(model, monkeypatch):
     seen = []
     prepare = type(model.model).prepare_mixer_inputs
 
-    def watch(self, inputs, span, cu_seqlens):
-        out = prepare(self, inputs, span, cu_seqlens)
+    def watch(self, inputs, span, cu_seqlens, cache):
+        out = prepare(self, inputs, span, cu_seqlens, cache)
         modes = out["mode"]
         seen.append(modes.uniform or span.unpack(modes.attention).tolist())
         return out
@@ -153,6 +155,89 @@ def test_cloze_recall_splits_prompts_at_975_permille(model, calls, monkeypatch):
     assert [row["modes"] for row in result["rows"]] == PAIRS
     assert calls[2 * 2 : 2 * 3] == [[[False] * 78 + [True] * 2, [False] * 79 + [True]], "attention"]
     assert calls[2:4] == [[[True] * 78 + [False] * 2, [False] * 40 + [True] * 39 + [False]], "linear"]
+
+
+CHOICES = """
+import datasets
+
+def rows(**_):
+    texts = enumerate(("x", "yy", "the end", "so", "a", "bc", "it was", "no"))
+    rows = [{"text": t, "choices": ["a", "a longer answer", "7!"], "gold": (i > 4) + (i > 6)} for i, t in texts]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+TASK = """
+task: NAME
+custom_dataset: !function local.rows
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+"""
+
+
+def test_the_average_is_that_of_the_paper_s_seven_columns(model, tmp_path, monkeypatch):
+    """OBQA by accuracy, HellaSwag and ARC-c by normalised accuracy, as the headers of Tables 1 and 9 say."""
+    pytest.importorskip("lm_eval")
+    (tmp_path / "local.py").write_text(CHOICES)
+    columns = ["lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa"]
+    for name in columns:
+        (tmp_path / f"{name}.yaml").write_text(TASK.replace("NAME", name))
+    monkeypatch.setattr(evals, "run_tasks", partial(evals.run_tasks, include=[tmp_path], builtin=False))
+    result = evals.SUITES["isolated-language-modeling"].run(model, byte_tokenizer(), EvalOptions(progress=False))
+    for mode in ("linear", "attention"):
+        values = {(r["task"], r["metric"]): r["value"] for r in result["rows"] if r["modes"] == mode}
+        counted = [values[name, "acc_norm" if name in ("hellaswag", "arc_challenge") else "acc"] for name in columns]
+        assert values["average", "7 tasks"] == pytest.approx(sum(counted) / 7)
+        assert values["openbookqa", "acc"] != values["openbookqa", "acc_norm"]
+
+
+@pytest.fixture
+def ruler(monkeypatch):
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("wonderwords")
+    from pathlib import Path
+
+    import lm_eval.tasks
+
+    folder = Path(lm_eval.tasks.__file__).parent / "ruler"
+    monkeypatch.setattr("nltk.download", lambda *_: False)
+    monkeypatch.setattr(evals, "run_tasks", partial(evals.run_tasks, include=[folder], builtin=False))
+
+
+def test_ruler_s_needles_cross_modes_at_the_question(model, calls, monkeypatch, ruler):
+    options = EvalOptions(lengths=(600,), tasks=("niah_single_1",), limit=2, batch_size=2, progress=False)
+    prompts = []
+    generate = type(model).generate
+
+    def watch(self, *args, **kwargs):
+        prompts.append(kwargs["input_ids"])
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", watch)
+    result = evals.SUITES["cross-mode-ruler-niah"].run(model, byte_tokenizer(), options)
+    assert result["suite"] == "cross-mode-ruler-niah"
+    assert [row["modes"] for row in result["rows"] if row["task"] == "niah_single_1"] == PAIRS
+    crossed = [call for call in calls if call not in MODES and len(call[0]) > 1 and call[0][100] != call[0][-1]]
+    assert len(crossed) == 2
+    tokenizer = byte_tokenizer()
+    for call, attends_last in zip(crossed, (False, True), strict=True):
+        for row, ids in zip(call, prompts[0].tolist(), strict=True):
+            asked = [token for token, attends in zip(ids, row, strict=True) if attends is attends_last]
+            # padding is in no mode
+            question = tokenizer.decode(asked, skip_special_tokens=True)
+            assert question.startswith("What is the special magic number for ")
+            assert question.endswith("mentioned in the provided text is")
+    isolated = evals.SUITES["isolated-ruler-niah"].run(model, tokenizer, options)
+    assert [row["modes"] for row in isolated["rows"] if row["task"] == "niah_single_1"] == ["linear", "attention"]
+
+
+def test_a_prompt_without_ruler_s_question_is_refused():
+    with pytest.raises(ValueError, match="must hold 'What is the special magic'"):
+        evals._question_start(byte_tokenizer(), byte_tokenizer()("no question")["input_ids"])
 
 
 def test_suites_join_core_s():

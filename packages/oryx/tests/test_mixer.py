@@ -10,6 +10,7 @@ from tokenmix_core.modeling import Span
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_mixer
+from tokenmix_oryx.attention import NormedAttention
 from tokenmix_oryx.config import FAMILIES, OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.modes import Modes, resolve
@@ -53,6 +54,22 @@ class _Contract(MixerContract):
         for name, p in [("x", x), *mixer.named_parameters()]:
             assert p.grad.isfinite().all(), name
             assert p.grad.any(), name
+
+
+class TestNormedAttention(MixerContract):
+    cases: ClassVar = {
+        "norm": lambda: NormedAttention(WIDTH, num_heads=HEADS),
+        "norm, convolution, gate": lambda: NormedAttention(WIDTH, num_heads=HEADS, conv_size=4, output_gate=True),
+    }
+
+
+@pytest.mark.parametrize(("conv_size", "output_gate"), [(0, False), (4, True)])
+def test_normed_attention_is_the_layer_in_attention_mode(conv_size, output_gate, x):
+    oryx = seeded("mamba2", conv_size=conv_size, output_gate=output_gate)
+    own = NormedAttention(WIDTH, num_heads=HEADS, head_dim=K, conv_size=conv_size, output_gate=output_gate).double()
+    weights = {name.replace("attention_q_proj", "q_proj"): p for name, p in oryx.state_dict().items()}
+    own.load_state_dict({name: weights[name] for name in own.state_dict()})
+    assert relative_error(run_mixer(own, x), run_mixer(oryx, x, mode=Modes("attention"))) < 1e-12
 
 
 class TestLinear(_Contract):

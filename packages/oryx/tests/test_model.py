@@ -313,3 +313,22 @@ def test_a_compiled_training_step_in_mixed_modes_is_one_graph(ids):
     assert torch.allclose(loss, exact)
     for name, p in model.named_parameters():
         assert relative_error(p.grad, grads[name]) < 1e-5, name
+
+
+@torch.no_grad()
+def test_padding_compiles_into_one_graph(model, ids):
+    mask = left_padded([ids.shape[1], 3, 7][: len(ids)], ids.shape[1])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for mode in ("linear", "attention"):
+        exact = model(ids, attention_mask=mask, use_cache=False, mode=mode).logits
+        assert relative_error(compiled(ids, attention_mask=mask, mode=mode).logits, exact) < 1e-5, mode
+
+
+def test_only_what_replaces_all_kernels_can_be_requested():
+    from transformers import AutoModelForCausalLM
+
+    config = OryxConfig(**FIELDS)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert {mixer.impl for mixer in model.model.mixers} == {"reference"}
+    with pytest.raises(ValueError, match="one of 'eager' for OryxMixer, got 'sdpa'"):
+        AutoModelForCausalLM.from_config(OryxConfig(**FIELDS), attn_implementation="sdpa")

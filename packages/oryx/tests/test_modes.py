@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tokenmix_core.modeling import Span
+from tokenmix_core.training.data import MQARRows
 from tokenmix_oryx.modes import Modes, draw_modes, resolve
 
 SCHEDULE = [(0, "linear"), (3, "attention"), (7, "linear")]
@@ -119,3 +120,15 @@ def test_draws_refuse_what_makes_no_sense():
     for wrong in ({"assignment": "token"}, {"chunk_size": 0}, {"attention_probability": 1.5}):
         with pytest.raises(ValueError, match=r"assignment|chunk_size"):
             draw_modes(8, seed=0, index=0, **wrong)
+
+
+def test_modes_say_nothing_of_the_recall_rows_that_they_go_with():
+    rows = MQARRows(256, 8, 64, seed=0)
+    first: dict[int, list[float]] = {}
+    for index in range(1500):
+        # examples of one length fill a row
+        first.setdefault(len(rows[index]["borders"]), []).append(float(draw_modes(256, seed=0, index=index)[0]))
+    for drawn in (values for values in first.values() if len(values) > 50):
+        share = sum(drawn) / len(drawn)
+        assert abs(share - 0.25) < 5 * (0.25 * 0.75 / len(drawn)) ** 0.5, {n: len(v) for n, v in first.items()}
+    assert sum(len(values) > 50 for values in first.values()) >= 3

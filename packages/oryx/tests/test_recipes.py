@@ -15,7 +15,8 @@ from tokenmix_core.corpora.prepare import prepare
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
-from tokenmix_core.training.trainer import build_trainer, run_record, train, training_rows
+from tokenmix_core.training.record import run_record
+from tokenmix_core.training.trainer import build_trainer, train, training_rows
 from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS
 
 NAMED = {"130m": 130e6, "380m": 380e6, "810m": 810e6, "1.4b": 1.4e9}
@@ -99,6 +100,69 @@ def test_ablations_are_matched_in_parameters(family):
         assert mine == pytest.approx(used, rel=0.01), name
         assert {field: getattr(config, field) for field in changes} == changes
         assert config.mode_assignment == changes.get("mode_assignment", "sequence")
+
+
+def test_ablations_are_of_the_model_whose_perplexity_their_table_states():
+    """Table 4 left and Table 6: no gate, and no convolution where it does not say so; Table 7: RoPE in both mixers."""
+    for name in ("shared-query", "grouped-norm", "shared-query-grouped-norm", "no-conv-rope-attention"):
+        base, config = (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-conv-no-gate", name))
+        assert (config.conv_size, config.output_gate) == (0, False) == (base.conv_size, base.output_gate)
+        assert config.intermediate_size == base.intermediate_size == 3 * 1024
+    base, config = (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-gate", "rope-attention"))
+    assert (config.conv_size, config.output_gate) == (4, False) == (base.conv_size, base.output_gate)
+    for name in ("l2-key", "l2-query-key"):
+        assert RECIPES[f"tg-380m-{name}"]().model_config().rope == "both"
+
+
+# all parameters; "shared-query" has one query projection less, which a mode does not miss
+COUNTS = {
+    "tm-380m-sequence": 405_826_112,
+    "tm-380m-chunk": 405_826_112,
+    "tm-380m-no-conv": 405_629_504,
+    "tm-380m-no-gate": 404_253_248,
+    "tm-380m-rope-attention": 404_253_248,
+    "tm-380m-no-conv-no-gate": 404_056_640,
+    "tm-380m-grouped-norm": 404_056_640,
+    "tm-380m-no-conv-rope-attention": 404_056_640,
+    "tm-380m-shared-query": 404_056_640 - 24 * 1024**2,
+    "tm-380m-shared-query-grouped-norm": 404_056_640 - 24 * 1024**2,
+    **{f"tg-380m-{name}": 406_022_528 for name in ABLATIONS["tg"]},
+    "transformer-1.4b": 1_411_649_536,
+    "transformer-1.4b-norm": 1_411_649_536 + 24 * 2048,
+    "transformer-1.4b-norm-conv-gate": 1_408_946_176,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_row_of_the_ablations_has_this_many_parameters(name):
+    assert sum(counted(name)[1].values()) == COUNTS[name]
+
+
+def test_components_of_table_5_are_added_to_the_baseline_and_nothing_else():
+    base = RECIPES["transformer-1.4b"]()
+    for name, parts in (("norm", (0, False)), ("norm-conv-gate", (4, True))):
+        recipe = RECIPES[f"transformer-1.4b-{name}"]()
+        assert (recipe.data, recipe.optimizer, recipe.run) == (base.data, base.optimizer, base.run)
+        with torch.device("meta"):
+            mixers = AutoModelForCausalLM.from_config(recipe.model_config()).model.mixers
+        assert len(mixers) == 24
+        for mixer in mixers:
+            conv = 0 if mixer.k_conv is None else mixer.k_conv.weight.shape[-1]
+            assert (conv, mixer.g_proj is not None) == parts
+            assert (mixer.num_heads, mixer.head_dim) == (16, 128)
+        assert abs(COUNTS[f"transformer-1.4b-{name}"] / COUNTS["transformer-1.4b"] - 1) < 0.002
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_figures_4_and_5_have_both_assignments_at_every_size(size):
+    final = RECIPES[f"tm-{size}"]()
+    for assignment in ("sequence", "chunk"):
+        recipe = RECIPES[f"tm-{size}-{assignment}"]()
+        assert recipe.model_config().mode_assignment == assignment
+        assert recipe.optimizer.total_tokens == 20 * NAMED[size]
+        assert recipe.optimizer.warmup_tokens * 10 == recipe.optimizer.total_tokens
+        assert recipe.optimizer.learning_rate == final.optimizer.learning_rate
+        assert {**recipe.model, "mode_assignment": "chunk"} == {**final.model, "mode_assignment": "chunk"}
 
 
 @pytest.fixture(scope="module")

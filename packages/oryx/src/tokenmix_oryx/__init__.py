@@ -1,13 +1,15 @@
 """Oryx: one set of weights, softmax attention or a linear recurrence chosen along the sequence.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU. Importing `tokenmix_oryx.model`
-registers the family with transformers' auto classes.
+Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
+know the family.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from tokenmix_core.families import announce
 
 if TYPE_CHECKING:
     from tokenmix_oryx.config import OryxConfig
@@ -25,6 +27,8 @@ _HOMES = {
     "OryxModel": "model",
     "draw_modes": "modes",
 }
+
+announce({"tokenmix_oryx": "tokenmix_oryx.model"})
 
 
 def __getattr__(name: str) -> Any:

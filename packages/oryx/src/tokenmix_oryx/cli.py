@@ -1,7 +1,8 @@
-"""The command `tokenmix-oryx`: core's command line with the recipes and suites of this package."""
+"""The command `tokenmix-oryx`: core's command line with this package's recipes and suites, and a choice of modes."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -11,8 +12,45 @@ from tokenmix_core import cli
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     return cli.main(
-        argv, prog="tokenmix-oryx", recipes="tokenmix_oryx.recipes:RECIPES", suites="tokenmix_oryx.evals:SUITES"
+        argv,
+        prog="tokenmix-oryx",
+        recipes="tokenmix_oryx.recipes:RECIPES",
+        suites="tokenmix_oryx.evals:SUITES",
+        arguments=_add_modes,
+        using="tokenmix_oryx.commands:chosen_modes",
     )
+
+
+def _add_modes(command: str, parser: argparse.ArgumentParser) -> None:
+    if command not in ("eval", "generate", "bench"):
+        return
+    group = parser.add_argument_group(
+        "modes",
+        "MODE is linear, attention, or a schedule: 0:linear,1000:attention by position, 0.0:linear,0.975:attention by "
+        "share of the prompt.",
+    )
+    group.add_argument(
+        "--prefill-mode", type=_mode, metavar="MODE", help="of prompts and scored text (default: the checkpoint's)"
+    )
+    group.add_argument(
+        "--generation-mode", type=_mode, metavar="MODE", help="of generated tokens (default: as the prompt ends)"
+    )
+    group.add_argument(
+        "--no-keep-kv", action="store_true", help="generate in linear mode to the end, and keep no keys and values"
+    )
+
+
+def _mode(text: str) -> str | list[tuple[int | float, str]]:
+    """A mode, or the (start, mode) pairs of a schedule; what they mean is checked by the model."""
+    if ":" not in text:
+        return text
+    pairs = [part.partition(":") for part in text.split(",")]
+    try:
+        return [(float(start) if "." in start else int(start), mode.strip()) for start, _, mode in pairs]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected linear, attention or a schedule such as 0:linear,1000:attention, got {text!r}"
+        ) from None
 
 
 if __name__ == "__main__":

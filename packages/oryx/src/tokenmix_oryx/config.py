@@ -50,7 +50,7 @@ class OryxConfig(HybridConfig):
         mode_assignment: in training, a mode for each "chunk" or for a whole "sequence".
         mode_chunk_size: tokens in such a chunk.
         attention_probability: of attention, for each chunk or sequence.
-        impl: implementation of the operations, None, "triton" or "reference".
+        impl: implementation of the operations, None, "gluon", "triton" or "reference".
 
     Raises:
         ValueError: an unknown choice, or sizes that do not fit.

@@ -13,7 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
+from tokenmix_core.evaluation.harness import run_tasks
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult, one_sequence
 from tokenmix_core.evaluation.perplexity import cut_sequences, perplexity_suite, smooth, token_losses
 from tokenmix_core.evaluation.recall import (
     NIAH_LENGTHS,
@@ -27,6 +28,7 @@ from tokenmix_core.evaluation.recall import (
 )
 from tokenmix_core.evaluation.suites import commonsense_suite, recall_suite
 from tokenmix_core.synthetic import NIAH_TASKS, NiahExample
+from tokenmix_oryx.generation import PromptMode
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 
 Schedule = list[tuple[int, str]]
@@ -34,6 +36,21 @@ Schedule = list[tuple[int, str]]
 AFTER = ((0, 16), (16, 64), (64, 128))
 # the share of a prompt that counts as context where no border is known
 CONTEXT_SHARE = 0.975
+# the columns of Tables 1 and 9 that enter the average
+LANGUAGE = {
+    "lambada_openai": "acc",
+    "hellaswag": "acc_norm",
+    "piqa": "acc",
+    "arc_easy": "acc",
+    "arc_challenge": "acc_norm",
+    "winogrande": "acc",
+    "openbookqa": "acc",
+}
+RULER_NIAH = ("niah_single_1", "niah_single_2", "niah_single_3")
+# what the question begins with, after RULER's haystack
+_QUESTION = "What is the special magic"
+# in the settings of suites whose rows name their modes
+_BY_ROW = {"modes": "each row's"}
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
@@ -82,7 +99,7 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
         drawn.append(_switch_plot(plot, curves, length))
         if plot == "one switch":
             drawn.append(_excess_plot(curves, alone, schedules[plot]))
-    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
+    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN, **_BY_ROW}
     return {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn}
 
 
@@ -141,6 +158,18 @@ def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], sc
     return Plot(title=title, x="tokens since the switch", y="nats", series=series)
 
 
+def language_modeling_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The seven tasks of Tables 1 and 9 and their average, zero-shot."""
+    return run_tasks("language-modeling", model, tokenizer, LANGUAGE, options)
+
+
+def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """RULER's single needles, NIAH-1 to 3 of Tables 2 and 3, at 2,048 tokens by default, and their mean."""
+    options = replace(options, lengths=options.lengths or (2048,))
+    result = run_tasks("ruler", model, tokenizer, dict.fromkeys(RULER_NIAH, ""), options)
+    return {**result, "suite": "ruler-niah"}
+
+
 def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -> Suite:
     """A suite of core in each mode alone: its rows with a column for the mode (Tables 1 and 2)."""
 
@@ -168,6 +197,36 @@ def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
         with model.modes([(0.0, context), (CONTEXT_SHARE, prompt)], prompt):
             results[name] = recall_suite(model, tokenizer, options)
     return _joined("cross-mode-recall", results)
+
+
+def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """RULER's single needles with the haystack in one mode, the question and the answer in another (Table 3)."""
+    results = {}
+    for name, context, prompt in crossed():
+        with model.modes(_before_question(tokenizer, context, prompt), prompt):
+            results[name] = ruler_niah_suite(model, tokenizer, options)
+    return _joined("cross-mode-ruler-niah", results)
+
+
+def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
+    """`context` up to RULER's question, `prompt` from it on."""
+
+    def modes(input_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        borders = [_question_start(tokenizer, row) for row in input_ids.tolist()]
+        return _split_rows(borders, input_ids.shape[1], context, prompt)
+
+    return modes
+
+
+def _question_start(tokenizer: Any, tokens: list[int]) -> int:
+    """The last token from which on the rest still holds RULER's whole question."""
+    if _QUESTION not in tokenizer.decode(tokens):
+        raise ValueError(f"a prompt of RULER's needles must hold {_QUESTION!r}, got {tokenizer.decode(tokens[-64:])!r}")
+    low, high = 0, len(tokens)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _QUESTION in tokenizer.decode(tokens[middle:]) else (low, middle)
+    return low
 
 
 def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -207,7 +266,7 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
             row = {"modes": name, "task": task, "length": length, "accuracy": float(np.mean(found))}
             rows.append({**row, "answer loss": float(np.mean(losses)), "examples": limit})
     plot = _accuracy_plot("Needle in a haystack, haystack → question", "length", rows)
-    return {"suite": "cross-mode-niah", "settings": {"seed": options.seed}, "rows": rows, "plots": [plot]}
+    return {"suite": "cross-mode-niah", "settings": {"seed": options.seed, **_BY_ROW}, "rows": rows, "plots": [plot]}
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
@@ -249,7 +308,7 @@ def _joined(suite: str, results: dict[str, SuiteResult]) -> SuiteResult:
             for curve, points in result["plots"][i]["series"].items()
         }
         plots.append({**plot, "series": series})
-    return {"suite": suite, "settings": first["settings"], "rows": rows, "plots": plots}
+    return {"suite": suite, "settings": {**first["settings"], **_BY_ROW}, "rows": rows, "plots": plots}
 
 
 def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
@@ -270,12 +329,18 @@ def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
     }
 
 
-SUITES: dict[str, Suite] = {
-    "switch-perplexity": Suite("loss by position around switches of the mode; offline", switch_suite),
+# suites that go through the modes themselves
+BY_MODE: dict[str, Suite] = {
+    "switch-perplexity": Suite(
+        "loss by position around switches of the mode; offline", switch_suite, one_sequence(2048)
+    ),
     "cross-mode-mqar": Suite("associative recall, pairs in one mode and queries in another; offline", cross_mqar_suite),
-    "cross-mode-niah": Suite("S-NIAH 1 to 3, haystack in one mode and question in another; offline", cross_niah_suite),
+    "cross-mode-niah": Suite(
+        "S-NIAH 1 to 3, haystack in one mode and question in another; offline", cross_niah_suite, lambda options: 1
+    ),
+    "cross-mode-ruler-niah": Suite("the same with RULER's needles, through lm-eval (Table 3)", cross_ruler_niah_suite),
     "cross-mode-recall": Suite(
-        "cloze recall, 97.5 % of the prompt in one mode, the rest in another", cross_recall_suite
+        "cloze recall, 97.5 % of the prompt in one mode, the rest in another (Table 3)", cross_recall_suite
     ),
     **{
         f"isolated-{name}": isolated(name, suite)
@@ -283,8 +348,15 @@ SUITES: dict[str, Suite] = {
             "perplexity-by-position": perplexity_suite,
             "mqar": mqar_suite,
             "niah": niah_suite,
+            "ruler-niah": ruler_niah_suite,
             "commonsense": commonsense_suite,
+            "language-modeling": language_modeling_suite,
             "recall": recall_suite,
         }.items()
     },
+}
+SUITES: dict[str, Suite] = {
+    "language-modeling": Suite("the seven tasks of Tables 1 and 9 and their average", language_modeling_suite),
+    "ruler-niah": Suite("RULER's single needles of Table 2, at 2,048 tokens, through lm-eval", ruler_niah_suite),
+    **BY_MODE,
 }

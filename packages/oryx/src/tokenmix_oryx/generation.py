@@ -16,6 +16,23 @@ from tokenmix_oryx.state import OryxCache
 # from the step, counted from 0, and all tokens so far [B, T]: a mode, or [B] bool, True for attention
 Decision = Callable[[int, Tensor], str | Tensor]
 GenerationMode = str | Sequence[tuple[int | float, str]] | Decision
+# from a prompt's tokens [B, T]: [B, T] bool, True for attention
+PromptMode = Callable[[Tensor], Tensor]
+
+
+def check_generation(generation: Any, keep_kv: bool) -> None:
+    """Raise a ValueError for what is no mode of generated tokens, or breaks the promise of `keep_kv=False`."""
+    if isinstance(generation, Tensor) or not (callable(generation) or isinstance(generation, str | list | tuple)):
+        raise ValueError(
+            "generation_mode must be 'linear', 'attention', a list of (start, mode) or a function of the step and "
+            f"the tokens, got {type(generation).__name__}"
+        )
+    if not callable(generation):
+        check_mode(generation)
+        if not isinstance(generation, str) and any(isinstance(start, float) for start, _ in generation):
+            raise ValueError(f"the starts of generation_mode must be positions, got {list(generation)!r}")
+    if not keep_kv and generation != LINEAR:
+        raise ValueError(f"keep_kv=False promises linear mode to the end, got generation_mode={generation!r}")
 
 
 class ModePlan:
@@ -37,17 +54,7 @@ class ModePlan:
 
     def __init__(self, prefill: ModeInput, generation: GenerationMode, prompt_tokens: int, keep_kv: bool):
         check_mode(prefill)
-        if isinstance(generation, Tensor) or not (callable(generation) or isinstance(generation, str | list | tuple)):
-            raise ValueError(
-                "generation_mode must be 'linear', 'attention', a list of (start, mode) or a function of the step and "
-                f"the tokens, got {type(generation).__name__}"
-            )
-        if not callable(generation):
-            check_mode(generation)
-            if not isinstance(generation, str) and any(isinstance(start, float) for start, _ in generation):
-                raise ValueError(f"the starts of generation_mode must be positions, got {list(generation)!r}")
-        if not keep_kv and generation != LINEAR:
-            raise ValueError(f"keep_kv=False promises linear mode to the end, got generation_mode={generation!r}")
+        check_generation(generation, keep_kv)
         self.prefill, self.generation = prefill, generation
         self.prompt_tokens, self.keep_kv = prompt_tokens, keep_kv
         self._decided: list[str | Tensor] = []

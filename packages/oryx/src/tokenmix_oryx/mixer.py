@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,8 @@ from tokenmix_core.ops import (
     gated_delta_rule_step,
     ssd_step,
 )
-from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl
+from tokenmix_core.ops.attention.plan import GLUON
+from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
@@ -70,6 +71,9 @@ class OryxMixer(Mixer):
 
     inputs = ("mode",)
 
+    # its kernels do both its kinds of mixing: only all of them can be replaced
+    attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
+
     def __init__(
         self,
         hidden_size: int,
@@ -105,8 +109,8 @@ class OryxMixer(Mixer):
         self.g_proj = nn.Linear(hidden_size, inner, bias=False) if output_gate else None
         self.o_proj = nn.Linear(inner, hidden_size, bias=False)
         activation = "silu" if kv_activation == "silu" else None
-        self.k_conv = ShortConv(inner, conv_size, activation=activation, impl=impl) if conv_size else None
-        self.v_conv = ShortConv(inner, conv_size, activation=activation, impl=impl) if conv_size else None
+        self.k_conv = ShortConv(inner, conv_size, activation=activation, impl=unless_gluon(impl)) if conv_size else None
+        self.v_conv = ShortConv(inner, conv_size, activation=activation, impl=unless_gluon(impl)) if conv_size else None
         self.dt_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.beta_proj = None if self.is_mamba2 else nn.Linear(hidden_size, num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
@@ -171,7 +175,7 @@ class OryxMixer(Mixer):
     def _fuses(self, x: Tensor) -> bool:
         """Whether what lies between the projections is one operation: kernels, and none of some ablations."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
-        kernels = resolve_impl("OryxMixer", self.impl, x) == "triton"
+        kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         return kernels and None not in parts and self.attention_l2_norm == "none"
 
     def _mix(
@@ -206,7 +210,7 @@ class OryxMixer(Mixer):
             rows.reshape(-1, rows.shape[-1]), self._project_shared(x), A_log=self.A_log, dt_bias=self.dt_bias, D=self.D,
             k_weight=k_conv.weight, v_weight=v_conv.weight, norm_weight=self.norm.weight, attends=attends,
             rotation=rotary, options=options, places=None if order is None else order.places, cu_seqlens=cu_seqlens,
-            impl="triton",
+            impl=self.impl,
         )  # fmt: skip
 
     def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
@@ -316,7 +320,7 @@ class OryxMixer(Mixer):
             places = min(span.past + 1, kv.places)
             # a sequence in linear mode reads no keys
             seen = kv.filled(span) * mode.attention.squeeze(1)
-            return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], seen, impl=self.impl).o
+            return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], seen, impl=unless_gluon(self.impl)).o
         if span.past:
             places = span.past + span.tokens
             k, v = kv.keys[:, :places], kv.values[:, :places]
@@ -347,6 +351,7 @@ class OryxMixer(Mixer):
             recurrent = state.recurrent.get(x.shape[0], x)
             if beta is None:
                 options["dt"] = dt.squeeze(1)
+            options["impl"] = unless_gluon(self.impl)
             o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value

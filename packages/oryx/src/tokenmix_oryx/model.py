@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tokenmix_core.modeling import HybridForCausalLM, HybridModel, Span, register_model
+from tokenmix_core.modeling import HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig
-from tokenmix_oryx.generation import GenerationMode, ModePlan
-from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, resolve
+from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, resolve, said
 from tokenmix_oryx.state import OryxCache
 
 # so many tokens make up for putting them in order
@@ -34,15 +34,24 @@ class OryxModel(HybridModel):
 
     def __init__(self, config: OryxConfig):
         super().__init__(config)
-        self.default_mode: ModeInput = config.mode
+        self.default_mode: ModeInput | PromptMode = config.mode
+        # whether caches are made with the promise of linear mode
+        self.promises_linear = False
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> OryxCache:
-        return OryxCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
+        cache = OryxCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
+        if self.promises_linear:
+            cache.promise_linear()
+        return cache
 
-    def prepare_mixer_inputs(self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    def prepare_mixer_inputs(
+        self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
+    ) -> dict[str, Any]:
         mode = inputs.get("mode")
-        modes = resolve(self.default_mode if mode is None else mode, span, cu_seqlens)
-        if getattr(span, "linear_only", False):
+        # of a default that is a function of a prompt's tokens, `resolve` says what a call takes instead
+        default: Any = self.default_mode
+        modes = resolve(default if mode is None else mode, span, cu_seqlens)
+        if isinstance(cache, OryxCache) and cache.linear_only:
             modes = _kept_promise(modes)
         attention = modes.attention
         grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
@@ -69,31 +78,71 @@ class OryxForCausalLM(HybridForCausalLM):
     def __init__(self, config: OryxConfig):
         super().__init__(config)
         self.default_generation_mode: GenerationMode | None = None
+        self.default_keep_kv = True
 
     @contextmanager
-    def modes(self, prefill: ModeInput, generation: GenerationMode | None = None) -> Iterator[None]:
+    def modes(
+        self, prefill: ModeInput | PromptMode, generation: GenerationMode | None = None, *, keep_kv: bool = True
+    ) -> Iterator[None]:
         """Within it, what calls and generations use that name no mode: for functions that know nothing of modes.
 
         Args:
-            prefill: for calls, and the prompts of generations.
+            prefill: for calls, and the prompts of generations; of prompts alone where it is a function.
             generation: for what generations add; by default the mode that `prefill` ends with.
+            keep_kv: for generations, as in `generate`.
+
+        Raises:
+            ValueError: no modes, or a promise that they break.
         """
-        check_mode(prefill)
-        before = self.model.default_mode, self.default_generation_mode
-        self.model.default_mode, self.default_generation_mode = prefill, generation
+        if not callable(prefill):
+            check_mode(prefill)
+        if not keep_kv or generation is not None:
+            check_generation(_last(prefill) if generation is None else generation, keep_kv)
+        model = self.model
+        before = model.default_mode, model.promises_linear, self.default_generation_mode, self.default_keep_kv
+        model.default_mode, model.promises_linear = prefill, not keep_kv and prefill == LINEAR
+        self.default_generation_mode, self.default_keep_kv = generation, keep_kv
         try:
             yield
         finally:
-            self.model.default_mode, self.default_generation_mode = before
+            model.default_mode, model.promises_linear, self.default_generation_mode, self.default_keep_kv = before
+
+    @contextmanager
+    def decoding(self, cache: OryxCache) -> Iterator[None]:
+        """Within it, calls that name no mode read generated tokens, as `modes` says: for loops beside `generate`.
+
+        Args:
+            cache: of the prompt; without keys and values from now on, where `modes` says so.
+
+        Raises:
+            ValueError: the mode is a function, which only `generate` asks at every step.
+        """
+        generation = self.default_generation_mode
+        generation = _last(self.model.default_mode) if generation is None else generation
+        if callable(generation):
+            raise ValueError("a generation_mode that is a function is asked by generate alone; give a mode or schedule")
+        if not self.default_keep_kv:
+            cache.promise_linear()
+        before, self.model.default_mode = self.model.default_mode, generation
+        try:
+            yield
+        finally:
+            self.model.default_mode = before
+
+    def evaluation_settings(self) -> dict[str, str]:
+        """The modes that evaluations are made in, and whether generations keep keys and values."""
+        prefill, generation = self.model.default_mode, self.default_generation_mode
+        modes = said(prefill) if generation in (None, prefill) else f"{said(prefill)} → {said(generation)}"
+        return {"modes": modes} | ({} if self.default_keep_kv else {"keys and values": "not kept"})
 
     def generate(
         self,
         inputs: Tensor | None = None,
         *args: Any,
         mode: ModeInput | None = None,
-        prefill_mode: ModeInput | None = None,
+        prefill_mode: ModeInput | PromptMode | None = None,
         generation_mode: GenerationMode | None = None,
-        keep_kv: bool = True,
+        keep_kv: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate as transformers does, and:
@@ -101,12 +150,13 @@ class OryxForCausalLM(HybridForCausalLM):
         Args:
             mode: of prompt and generation alike.
             prefill_mode: of the prompt, in any form that `OryxModel` takes; a tensor has a column for each of its
-                tokens, padding included. By default the model's default mode.
+                tokens, padding included; a function makes one of the prompt's tokens `[B, T]`. By default the model's
+                default mode.
             generation_mode: of generated tokens: a mode, a schedule by position, or a function of the step (from 0)
                 and all tokens `[B, T]` that returns a mode or a bool tensor `[B]`. By default the mode that the prompt
                 ends with.
             keep_kv: False promises linear mode from the end of the prompt on (from its beginning if it is in linear
-                mode too), so that no keys and values are kept.
+                mode too), so that no keys and values are kept. By default they are, unless `modes` says otherwise.
 
         Raises:
             ValueError: no modes, `mode` beside one of the others, or a broken promise.
@@ -118,6 +168,13 @@ class OryxForCausalLM(HybridForCausalLM):
         if generation_mode is None:
             own = self.default_generation_mode if named is None else None
             generation_mode = _last(prefill) if own is None else own
+        if keep_kv is None:
+            keep_kv = self.default_keep_kv if named is None else True
+        if callable(prefill):
+            prompt = kwargs.get("input_ids") if inputs is None else inputs
+            if prompt is None:
+                raise ValueError("a prefill_mode that is a function needs the prompt's tokens: give input_ids")
+            prefill = prefill(prompt)
         plan = ModePlan(prefill, generation_mode, _prompt_tokens(inputs, kwargs), keep_kv)
         return super().generate(inputs, *args, mode=plan, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -126,7 +183,7 @@ class OryxForCausalLM(HybridForCausalLM):
     ) -> dict[str, Any]:
         # embeddings by name: transformers looks for them here to tell whether it may generate from them
         plan = kwargs.pop("mode", None)
-        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs if plan is None else {**inputs, "mode": plan.for_call(inputs, input_ids)}
 
@@ -138,15 +195,17 @@ class OryxForCausalLM(HybridForCausalLM):
         assert isinstance(cache, OryxCache)
         cache.promise_linear()
         dtype = self.dtype if dtype is None else dtype
-        return sum(part.nbytes(seq_len, batch_size, dtype) for layer in cache.layers for part in layer.parts.values())
+        parts = (part for layer in cache.layers for part in layer.parts.values())
+        return sum(part.bounds(seq_len, batch_size, dtype).most for part in parts)
 
 
-def _last(mode: ModeInput) -> GenerationMode:
+def _last(mode: ModeInput | PromptMode) -> GenerationMode:
     """What goes on with a mode after the tokens it was given for."""
     if isinstance(mode, str):
         return mode
-    if isinstance(mode, Tensor):
-        raise ValueError("a prefill_mode that is a tensor says nothing of later tokens: give generation_mode too")
+    if isinstance(mode, Tensor) or callable(mode):
+        kind = "tensor" if isinstance(mode, Tensor) else "function"
+        raise ValueError(f"a prefill_mode that is a {kind} says nothing of later tokens: give generation_mode too")
     # a schedule by position goes on by itself, and may switch once more
     return mode[-1][1] if any(isinstance(start, float) for start, _ in mode) else mode
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, packed_positions
 from tokenmix_core.nn.state import Span
+from tokenmix_core.streams import stream
 from tokenmix_oryx.projection import TokenOrder, token_order
 
 LINEAR, ATTENTION = "linear", "attention"
@@ -83,6 +84,15 @@ def _check_schedule(schedule: Sequence[Any]) -> None:
         raise ValueError(f"the starts of a schedule must rise from 0, got {list(starts)!r}")
 
 
+def said(mode: Any) -> str:
+    """A mode in words, a schedule as the command line takes it."""
+    if isinstance(mode, str):
+        return mode
+    if isinstance(mode, list | tuple):
+        return ",".join(f"{start}:{name}" for start, name in mode)
+    return "chosen for each token"
+
+
 def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None) -> Modes:
     """The modes of a call's tokens.
 
@@ -140,7 +150,7 @@ def _positions(span: Span, cu_seqlens: Tensor | None) -> Int[Tensor, "B T"]:
     """The position of each token in its sequence, in the layout of the layers."""
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
-    return span.positions.view(1, -1) if span.mask is not None else span.positions.view(span.batch, -1)
+    return span.positions.view(span.layout)
 
 
 def _is_attention(modes: Sequence[str], device: torch.device) -> Bool[Tensor, "pieces"]:
@@ -172,6 +182,5 @@ def draw_modes(
             f"got {seq_len}, {chunk_size} and {attention_probability}"
         )
     size = chunk_size if assignment == "chunk" else seq_len
-    # apart from the streams that order rows and fill synthetic ones
-    draws = np.random.default_rng((seed, index, 3)).random(cdiv(seq_len, size))
+    draws = stream("oryx modes", seed, index).random(cdiv(seq_len, size))
     return torch.from_numpy(np.repeat(draws < attention_probability, size)[:seq_len])

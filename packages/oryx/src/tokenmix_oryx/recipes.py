@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-# registers the family
+# register the family, and the attention of Table 5
+import tokenmix_oryx.attention
 import tokenmix_oryx.model  # noqa: F401
-from tokenmix_core.recipes import BYTE_VOCAB, paper_baseline
+from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, paper_baseline
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.data import RowInputs
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
@@ -25,8 +26,8 @@ from tokenmix_oryx.modes import draw_modes
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
 WIDTHS = {"130m": (768, 12), "380m": (1024, 24), "810m": (1536, 24), "1.4b": (2048, 24)}
 BASELINES = ("transformer", "mamba2", "gated_delta_net")
-# parameters that a mode of the 380M model uses, for 20 tokens each
-_CHINCHILLA_380M = Tokens(20 * 380_000_000)
+# parameters that a mode uses, in millions, for 20 tokens each
+_MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
 
 def mode_rows(recipe: Recipe) -> RowInputs:
@@ -89,24 +90,49 @@ def baseline(kind: str, size: str) -> Recipe:
     return replace(paper_baseline(f"oryx/{kind}-{size}"), name=f"{kind}-{size}")
 
 
-# the rows of Tables 4 to 8, as what differs from the family's final choice
+# the rows of "Table 5, left", as what the mixer is made of beside the baseline's attention
+COMPONENTS: dict[str, dict[str, Any]] = {
+    "norm": {},
+    "norm-conv-gate": {"conv_size": 4, "output_gate": True},
+}
+
+
+def components(name: str) -> Recipe:
+    """The 1.4B Transformer with what Oryx adds to attention (Table 5, left), fully trained, as many parameters."""
+    base, parts = baseline("transformer", "1.4b"), COMPONENTS[name]
+    options = {"type": "normed_attention", **base.model["mixer_options"][ATTENTION], **parts}
+    width, gate = base.model["hidden_size"], bool(parts.get("output_gate"))
+    mlp = model_fields("tm", width, 0)["intermediate_size"] if gate else base.model["intermediate_size"]
+    return replace(
+        base,
+        name=f"transformer-1.4b-{name}",
+        description=f"Transformer with 1.4B parameters and {name.replace('-', ', ')} (Table 5, left)",
+        model={**base.model, "intermediate_size": mlp, "mixer_options": {ATTENTION: options}},
+    )
+
+
+_PLAIN = {"conv_size": 0, "output_gate": False}
+# the rows of Tables 4 to 8, as what differs from the family's final choice; the perplexities tell each table's base
 ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tm": {
         "sequence": {},
         "chunk": {"mode_assignment": "chunk"},
-        "shared-query": {"shared_query": True},
-        "grouped-norm": {"grouped_norm": True},
-        "shared-query-grouped-norm": {"shared_query": True, "grouped_norm": True},
+        # Table 4, left: its base (15.93, 15.82) is the model without convolution and gate on its right (15.91, 15.78)
+        "shared-query": {**_PLAIN, "shared_query": True},
+        "grouped-norm": {**_PLAIN, "grouped_norm": True},
+        "shared-query-grouped-norm": {**_PLAIN, "shared_query": True, "grouped_norm": True},
         "no-conv": {"conv_size": 0},
         "no-gate": {"output_gate": False},
-        "no-conv-no-gate": {"conv_size": 0, "output_gate": False},
-        "rope-attention": {"rope": "attention"},
-        "no-conv-rope-attention": {"conv_size": 0, "rope": "attention"},
+        "no-conv-no-gate": _PLAIN,
+        # Table 6: no gate either (15.54 and 15.85 with RoPE in both; with a gate 15.09, and 16.67 without convolution)
+        "rope-attention": {"output_gate": False, "rope": "attention"},
+        "no-conv-rope-attention": {**_PLAIN, "rope": "attention"},
     },
     "tg": {
         "sequence": {},
-        "l2-key": {"attention_l2_norm": "key"},
-        "l2-query-key": {"attention_l2_norm": "query_key"},
+        # Table 7: its base (15.08, 15.06) is the model with RoPE in both of Table 8
+        "l2-key": {"rope": "both", "attention_l2_norm": "key"},
+        "l2-query-key": {"rope": "both", "attention_l2_norm": "query_key"},
         "rope-both": {"rope": "both"},
         "kv-identity": {"kv_activation": "none"},
         "rope-both-kv-identity": {"rope": "both", "kv_activation": "none"},
@@ -117,21 +143,22 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def ablation(family: str, name: str) -> Recipe:
-    """A row of Tables 4 to 8: the 380M model on 20 tokens a parameter, modes assigned to sequences unless it says else.
+def ablation(family: str, name: str, size: str = "380m") -> Recipe:
+    """A row of Tables 4 to 8 or a curve of Figures 4 and 5: 20 tokens a parameter, modes assigned to sequences.
 
-    Models without a gate have a wider MLP, so that all have as many parameters.
+    The assignment is that of chunks where the name says so. Models without a gate have a wider MLP, so that all of a
+    size have as many parameters in a mode.
     """
     changes = ABLATIONS[family][name]
-    base = paper(family, "380m")
+    base, tokens = paper(family, size), 20 * _MILLIONS[size] * 10**6
     gate = changes.get("output_gate", True)
-    fields = model_fields(family, *WIDTHS["380m"], output_gate=gate)
+    fields = model_fields(family, *WIDTHS[size], output_gate=gate)
     return replace(
         base,
-        name=f"{family}-380m-{name}",
-        description=f"ablation of ORYX-{family.upper()} at 380M: {name}",
+        name=f"{family}-{size}-{name}",
+        description=f"ablation of ORYX-{family.upper()} at {size.upper()}: {name}",
         model={**base.model, **fields, "mode_assignment": "sequence", **changes},
-        optimizer=replace(base.optimizer, total_tokens=_CHINCHILLA_380M, warmup_tokens=Tokens(_CHINCHILLA_380M // 10)),
+        optimizer=replace(base.optimizer, total_tokens=Tokens(tokens), warmup_tokens=Tokens(tokens // 10)),
     )
 
 
@@ -246,5 +273,13 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     },
     **{f"{family}-{size}": partial(paper, family, size) for size in WIDTHS for family in FAMILIES},
     **{f"{kind}-{size}": partial(baseline, kind, size) for size in WIDTHS for kind in BASELINES},
+    **{f"transformer-1.4b-{name}": partial(components, name) for name in COMPONENTS},
     **{f"{family}-380m-{name}": partial(ablation, family, name) for family in FAMILIES for name in ABLATIONS[family]},
+    # Figures 4 and 5
+    **{
+        f"tm-{size}-{name}": partial(ablation, "tm", name, size)
+        for size in WIDTHS
+        for name in ("sequence", "chunk")
+        if size != "380m"
+    },
 }

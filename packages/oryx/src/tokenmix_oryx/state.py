@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tokenmix_core.modeling import HybridCache, KVState, Span
+from tokenmix_core.nn.state import Bounds
 
 
 class DroppableKV(KVState):
@@ -21,8 +20,8 @@ class DroppableKV(KVState):
         self.clear()
         self.dropped = True
 
-    def nbytes(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> int:
-        return 0 if self.dropped else super().nbytes(seq_len, batch_size, dtype)
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        return Bounds(0, 0) if self.dropped else super().bounds(seq_len, batch_size, dtype)
 
     def write(self, k: Float[Tensor, "B T H K"], v: Float[Tensor, "B T H V"], span: Span) -> None:
         if not self.dropped:
@@ -35,13 +34,8 @@ class OryxCache(HybridCache):
     After `promise_linear` only the constant-size parts remain and grow no more.
     """
 
+    # the model refuses attention where no keys are kept
     linear_only = False
-
-    def begin(self, *args: Any, **kwargs: Any) -> Span:
-        span = super().begin(*args, **kwargs)
-        # the model refuses attention where no keys are kept
-        span.linear_only = self.linear_only  # pyright: ignore[reportAttributeAccessIssue]
-        return span
 
     def promise_linear(self) -> None:
         """Take the caller's word that all further tokens are in linear mode: keys and values are freed and not kept.

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.ops.attention.plan import GLUON as ATTENTION
 from tokenmix_core.ops.common import (
     Impl,
     bind_shapes,
@@ -90,7 +91,9 @@ def mix(
         rotation: angles of each token, of all channels of a head.
         places: the row of each token's query; None: rows are in the order of tokens.
         cu_seqlens: borders of packed sequences, for B = 1.
-        impl: None (Triton for CUDA tensors, else the eager reference), "triton" or "reference".
+        impl: "gluon" (Hopper, bfloat16 or float16: attention's gradients and the linear mixer, head sizes that both
+            take in Gluon), "triton" (portable kernels), "reference" (any device), or None: the fastest here, which is
+            Gluon for whichever of them it runs for, then Triton on CUDA tensors, and the reference on others.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit; it says what was got and expected.
@@ -102,7 +105,7 @@ def mix(
         attends=(attends, "B T"), places=(places, "N?"), cu_seqlens=(cu_seqlens, "N_plus_1?"),
         cos=(rotation.cos, "BR T HALF"), sin=(rotation.sin, "BR T HALF"),
     )  # fmt: skip
-    chosen = resolve_impl(op, impl, rows)
+    chosen = resolve_impl(op, impl, rows, ATTENTION)
     B, T, E, H, C = (dims[name] for name in "BTEHC")
     if dims["N"] < 1:
         raise ValueError(f"{op}: B and T must be at least 1, got B={B} and T={T}")
@@ -114,7 +117,7 @@ def mix(
     columns = 3 * E + (H if D is not None else 2 * H)
     if columns > C:
         raise ValueError(f"{op}: shared must have at least {columns} columns, got {C}")
-    check_dtype(op, FLOATS if chosen == "triton" else (*FLOATS, torch.float64), rows=rows)
+    check_dtype(op, (*FLOATS, torch.float64) if chosen == "reference" else FLOATS, rows=rows)
     check_same_dtype(op, rows=rows, shared=shared)
     check_dtype(op, (torch.bool,), attends=attends)
     check_multiple(op, "E", E, "groups", options.groups)
@@ -125,11 +128,13 @@ def mix(
     sizes = DELTA_RULE_SIZES if D is None else SSD_SIZES
     if E // H not in sizes:
         raise ValueError(
-            f"{op}: impl='triton' takes head sizes of {', '.join(map(str, sizes))}, got {E // H}; pad the heads, or "
-            "pass impl='reference'"
+            f"{op}: impl={chosen or 'triton'!r} takes head sizes of {', '.join(map(str, sizes))}, got {E // H}; "
+            "pad the heads, or pass impl='reference'"
         )
+    if chosen == "gluon" and E // H not in (64, 128):
+        ATTENTION.require(op, rows.device, rows.dtype, f"takes head sizes of 64 and 128, got {E // H}")
     from tokenmix_oryx.ops.mixing import autograd
 
     # angles that all sequences have in common are kept once
     cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
-    return autograd.mix(*tensors, cos, sin, cu_seqlens, *options[1:])[0]
+    return autograd.mix(*tensors, cos, sin, cu_seqlens, *options[1:], chosen)[0]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager
+from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op, retried
 from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule
 from tokenmix_core.ops.short_conv.autograd import token_rows
 from tokenmix_core.ops.ssd import autograd as ssd
@@ -21,26 +21,26 @@ def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, 64 - K)) for x in heads) if ssd.needs_widening(heads[0], K) else heads
 
 
-def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs of the linear mixer for all tokens, and what its backward pass needs."""
     if beta is None:
-        o, _, *saved = ssd.run_forward(*_widened(q, k, v), g, 1.0, None, cu_seqlens, dt, D)
+        o, _, *saved = ssd.run_forward(*_widened(q, k, v), g, 1.0, None, cu_seqlens, dt, D, impl)
         o = o[..., : q.shape[-1]].contiguous()
     else:
-        o, _, *saved = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True)
+        o, _, *saved = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True, impl)
     return o, tuple(saved)
 
 
-def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do) -> tuple[Tensor | None, ...]:
+def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dg, dΔ, dD and dβ, of the last three those that there are."""
     if beta is None:
         K, (q, k, v, do) = q.shape[-1], _widened(q, k, v, do)
-        *grads, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, saved[0], do, None, dt, D)
+        *grads, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, saved[0], do, None, dt, D, impl)
         dq, dk, dv = (x[..., :K].contiguous() for x in grads)
         return dq, dk, dv, dg, ddt, dD, None
     scale = q.shape[-1] ** -0.5
-    dq, dk, dv, dg, dbeta, _ = delta_rule.run_backward(
-        do, None, q, k, v, g, beta, *saved, None, cu_seqlens, scale, True
+    dq, dk, dv, dg, dbeta, *_ = delta_rule.run_backward(
+        do, None, q, k, v, g, beta, *saved, None, cu_seqlens, scale, True, impl
     )
     return dq, dk, dv, dg, None, None, dbeta
 
@@ -55,11 +55,12 @@ def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
     return shared.split((E, E, E, shared.shape[-1] - 3 * E), -1)
 
 
+@retried
 def _forward(
     rows: Tensor, shared: Tensor, A_log: Tensor, dt_bias: Tensor, D: Tensor | None, k_weight: Tensor, v_weight: Tensor,
     norm_weight: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
     silu_shared: bool, silu_attention: bool, silu_linear: bool, turn_linear: bool, gate_before: bool, groups: int,
-    eps: float,
+    eps: float, impl: str | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor,
@@ -86,8 +87,8 @@ def _forward(
     shared_forward(v, v_weight, H, cu_seqlens, silu_shared, values)
     read = q, k_turned, k_turned if turn_linear else k_plain, values
     q4, k4, kl4, v4 = (x.view(B, T, H, -1) for x in read)
-    o, lse = attention_forward(q4, k4, v4, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False)
-    o_linear, saved = _linear_forward(q4, kl4, v4, g, dt, D, beta, cu_seqlens)
+    o, lse = attention_forward(q4, k4, v4, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False, impl=impl)
+    o_linear, saved = _linear_forward(q4, kl4, v4, g, dt, D, beta, cu_seqlens, impl)
     y = output_forward(
         o.view(-1, E), o_linear.view(-1, E), gate.view(-1, E), norm_weight, attends, groups, eps, gate_before
     )
@@ -96,22 +97,23 @@ def _forward(
     return y.view(B, T, E), q, k_turned, k_plain, values, o, lse, o_linear, g, dt, beta, s0, s1, s2, s3
 
 
-mix_op = torch.library.custom_op("tokenmix_oryx::mix", _forward, mutates_args=())
+mix_op = recorded_op("tokenmix_oryx::mix", _forward, mutates_args=())
 
 
 @mix_op.register_fake
 def _(
     rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, places, attends, cos, sin, cu_seqlens,
     silu_shared, silu_attention, silu_linear, turn_linear, gate_before, groups, eps,
+    impl=None,
 ):  # fmt: skip
     (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
     none = rows.new_empty(0)
     heads = rows.new_empty(B, T, H, E // H)
     g = rows.new_empty(B, T, H, dtype=torch.float32)
     if D is not None:
-        _, _, *saved = ssd.ssd_forward_op(*_widened(heads, heads, heads), g, 1.0, None, cu_seqlens, g, D)
+        _, _, *saved = ssd.ssd_forward_op(*_widened(heads, heads, heads), g, 1.0, None, cu_seqlens, g, D, impl)
     else:
-        _, _, *saved = delta_rule.chunk_op(heads, heads, heads, g, g, None, cu_seqlens, 1.0, True)
+        _, _, *saved = delta_rule.chunk_op(heads, heads, heads, g, g, None, cu_seqlens, 1.0, True, impl)
     plain = none if turn_linear else rows.new_empty(rows.shape)
     o, lse = rows.new_empty(B, T, H, E // H), rows.new_empty(B, H, T, dtype=torch.float32)
     beta = none if D is not None else torch.empty_like(g)
@@ -122,13 +124,14 @@ def _(
     )  # fmt: skip
 
 
+@retried
 def _backward(
     rows: Tensor, shared: Tensor, A_log: Tensor, dt_bias: Tensor, D: Tensor | None, k_weight: Tensor, v_weight: Tensor,
     norm_weight: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
     q: Tensor, k_turned: Tensor, k_plain: Tensor, values: Tensor, o: Tensor, lse: Tensor, o_linear: Tensor,
     g: Tensor, dt: Tensor, beta: Tensor, saved_0: Tensor, saved_1: Tensor, saved_2: Tensor, saved_3: Tensor, dy: Tensor,
     silu_shared: bool, silu_attention: bool, silu_linear: bool, turn_linear: bool, gate_before: bool, groups: int,
-    eps: float,
+    eps: float, impl: str | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the first eight arguments, those that there are."""
     from tokenmix_core.ops.attention.backward import attention_backward
@@ -150,12 +153,12 @@ def _backward(
     read = q, k_turned, k_turned if turn_linear else k_plain, values, do, do_linear
     q4, k4, kl4, v4, do4, dol4 = (x.view(B, T, H, -1) for x in read)
     dq, *grads = attention_backward(
-        q4, k4, v4, o, lse, do4, None, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False
+        q4, k4, v4, o, lse, do4, None, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False, impl=impl
     )
     beta = None if D is not None else beta
     saved = saved_0, saved_1, saved_2, saved_3
     dq_linear, dk_linear, dv_linear, dg, ddt, dD, dbeta = _linear_backward(
-        q4, kl4, v4, g, dt, D, beta, cu_seqlens, saved, dol4
+        q4, kl4, v4, g, dt, D, beta, cu_seqlens, saved, dol4, impl
     )
     flags = (silu_attention, silu_linear, turn_linear)
     drows = queries_backward(rows, places, attends, cos, sin, dq, dq_linear, H, flags)
@@ -168,7 +171,7 @@ def _backward(
     return [x for x in found if x is not None]
 
 
-mix_backward_op = torch.library.custom_op("tokenmix_oryx::mix_backward", _backward, mutates_args=())
+mix_backward_op = recorded_op("tokenmix_oryx::mix_backward", _backward, mutates_args=())
 mix_backward = direct_when_eager(mix_backward_op, _backward)
 
 
@@ -185,11 +188,11 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, dy, *_):
     if dy is None:
-        return (None,) * 20
+        return (None,) * 21
     # asked for once: activations that are recomputed are there only once
     saved = ctx.saved_tensors
     grads = iter(mix_backward(*saved, dy, *ctx.options))
-    return *(None if x is None else next(grads) for x in saved[:8]), *(None,) * 12
+    return *(None if x is None else next(grads) for x in saved[:8]), *(None,) * 13
 
 
 mix = differentiable(mix_op, _forward, _save, _gradients, outputs=1)

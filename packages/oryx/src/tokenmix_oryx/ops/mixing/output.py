@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.tile.launch import cached_launch
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
 # tokens of a program, forward

@@ -6,7 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tokenmix_core.ops.attention.plan import GLUON, limit
 from tokenmix_core.ops.common import (
+    Impl,
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
@@ -28,7 +30,7 @@ def selected_attention(
     *,
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-    impl: str | None = None,
+    impl: Impl | None = None,
 ) -> Float[Tensor, "B TQ HQ V"]:
     r"""Causal softmax attention of the selected queries to all keys before them; what it costs follows the selection.
 
@@ -44,8 +46,10 @@ def selected_attention(
         selected: True for the queries whose outputs are wanted. Whole tiles of queries without any are skipped.
         scale: factor of the scores, positive; None is K ** −0.5.
         cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "triton", "reference" (runs of selected queries, each by core's eager attention), or None: Triton for CUDA
-            tensors, runs by the fastest attention of a CPU otherwise. Triton takes K and V up to 256.
+        impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128: the gradients, as no faster outputs are known),
+            "triton" (portable kernels; K and V up to 256), "reference" (runs of selected queries, each by core's eager
+            attention), or None: the fastest here, which is Gluon where it runs, then Triton on CUDA tensors, and runs
+            by the fastest attention of a CPU on others.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q.
@@ -58,8 +62,10 @@ def selected_attention(
         op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"), selected=(selected, "B TQ"),
         cu_seqlens=(cu_seqlens, "N_plus_1?"),
     )  # fmt: skip
-    chosen = resolve_impl(op, impl, q)
-    check_dtype(op, FLOATS if chosen == "triton" else (*FLOATS, torch.float64), q=q)
+    chosen = resolve_impl(op, impl, q, GLUON)
+    if chosen == "gluon" and not torch.compiler.is_compiling():
+        GLUON.require(op, q.device, q.dtype, limit(q, k, v))
+    check_dtype(op, (*FLOATS, torch.float64) if chosen == "reference" else FLOATS, q=q)
     check_same_dtype(op, q=q, k=k, v=v)
     check_dtype(op, (torch.bool,), selected=selected)
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
@@ -69,14 +75,14 @@ def selected_attention(
         raise ValueError(f"{op}: expected {wanted}, got TQ={dims['TQ']} and TK={dims['TK']}")
     if scale is not None and not scale > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    if chosen == "triton" and max(dims["K"], dims["V"]) > MAX_HEAD_SIZE:
+    if chosen != "reference" and max(dims["K"], dims["V"]) > MAX_HEAD_SIZE:
         raise ValueError(
-            f"{op}: impl='triton' takes head sizes up to {MAX_HEAD_SIZE}, got K={dims['K']} and V={dims['V']}; "
-            "pass impl='reference'"
+            f"{op}: impl={chosen or 'triton'!r} takes head sizes up to {MAX_HEAD_SIZE}, got K={dims['K']} and "
+            f"V={dims['V']}; pass impl='reference'"
         )
     scale = float(dims["K"] ** -0.5 if scale is None else scale)
-    if chosen == "triton":
+    if chosen != "reference":
         from tokenmix_oryx.ops.selected_attention import autograd
 
-        return autograd.selected_attention(q, k, v, selected, cu_seqlens, scale)[0]
+        return autograd.selected_attention(q, k, v, selected, cu_seqlens, scale, chosen)[0]
     return selected_attention_by_runs(q, k, v, selected, scale=scale, cu_seqlens=cu_seqlens, impl=impl)

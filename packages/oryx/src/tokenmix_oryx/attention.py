@@ -1,0 +1,95 @@
+"""Softmax attention with the parts that Oryx adds for its linear mixer, and no linear mixer (Table 5, left)."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
+from tokenmix_core.nn.attention import cached_attention, mean_visible
+from tokenmix_core.nn.mixer import stepping
+from tokenmix_core.nn.norm import GatedRMSNorm
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.state import KVState, LayerState
+from tokenmix_core.ops import attention
+from tokenmix_core.ops.common import Impl
+
+
+class NormedAttention(Mixer):
+    """y = W_o norm(attention(R(q), R(k), v) · silu(W_g x)), with k and v convolved along time.
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K; None for D / H.
+        conv_size: width of the short convolution on keys and values; 0 for none.
+        output_gate: multiply with silu(W_g x) before the norm; without it outputs are only normalised.
+        norm_eps: of the norm.
+        impl: implementation of the operations.
+
+    Raises:
+        ValueError: without head_dim, heads that do not divide D.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        head_dim: int | None = None,
+        conv_size: int = 0,
+        output_gate: bool = False,
+        norm_eps: float = 1e-6,
+        impl: Impl | None = None,
+    ):
+        super().__init__()
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"NormedAttention: num_heads must divide hidden_size, got {num_heads} and {hidden_size}")
+        self.num_heads = num_heads
+        self.head_dim = self.rotary_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.impl: Impl | None = impl
+        inner = num_heads * self.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, inner, bias=False) for _ in range(3))
+        self.g_proj = nn.Linear(hidden_size, inner, bias=False) if output_gate else None
+        self.o_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.k_conv = ShortConv(inner, conv_size, activation=None, impl=impl) if conv_size else None
+        self.v_conv = ShortConv(inner, conv_size, activation=None, impl=impl) if conv_size else None
+        self.norm = GatedRMSNorm(inner, norm_eps, gate="before")
+
+    def make_state(self) -> LayerState:
+        convs = {name: getattr(self, name) for name in ("k_conv", "v_conv")}
+        kept = {name: conv.make_state() for name, conv in convs.items() if conv is not None}
+        return LayerState(kv=KVState(self.num_heads, self.head_dim, self.head_dim), **kept)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        assert rotary is not None, "the model turns every call's positions"
+        step = stepping(hidden_states, state)
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if self.k_conv is not None and self.v_conv is not None:
+            past = (None, None) if state is None else (state.k_conv, state.v_conv)
+            k = self.k_conv(k, state=past[0], cu_seqlens=cu_seqlens, step=step)
+            v = self.v_conv(v, state=past[1], cu_seqlens=cu_seqlens, step=step)
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in (q, k, v))
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        if state is None:
+            o = attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
+        else:
+            o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
+        gate = None if self.g_proj is None else self.g_proj(hidden_states)
+        return self.o_proj(self.norm(o.flatten(-2), gate)), None
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # 2 · 2 · K operations a visible key and head; the convolutions: 2 W a channel
+        convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
+        return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len) + convs
+
+
+register_mixer("normed_attention", NormedAttention)

@@ -1,0 +1,33 @@
+"""What this package's own arguments do: put a model into the modes that a command names."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from tokenmix_oryx.evals import BY_MODE
+from tokenmix_oryx.model import OryxForCausalLM
+from tokenmix_oryx.modes import LINEAR
+
+
+def chosen_modes(model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
+    """The context in which `eval`, `generate` and `bench` use a model.
+
+    Raises:
+        ValueError: modes for a model that has none or for a suite that measures each itself, no modes, or a promise of
+            linear mode that they break.
+    """
+    prefill, generation, keep_kv = args.prefill_mode, args.generation_mode, not args.no_keep_kv
+    if prefill is None and generation is None and keep_kv:
+        return nullcontext()
+    if not isinstance(model, OryxForCausalLM):
+        raise ValueError(
+            f"--prefill-mode, --generation-mode and --no-keep-kv choose the mode of an Oryx model, got one of type "
+            f"{model.config.model_type!r}, which has none to choose"
+        )
+    if own := [name for name in getattr(args, "suite", ()) if name in BY_MODE]:
+        raise ValueError(f"suite {own[0]} goes through the modes itself: leave --prefill-mode and its like away")
+    if not keep_kv and generation is None:
+        generation = LINEAR
+    return model.modes(model.model.default_mode if prefill is None else prefill, generation, keep_kv=keep_kv)
