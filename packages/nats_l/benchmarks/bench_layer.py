@@ -1,0 +1,105 @@
+"""NAtS-L's two operations beside each of them alone, and its layer beside the layers it mixes, by length.
+
+The "pair" is what lies between the projections of the paper's 380M layer, norms left out: the gated delta rule with
+withheld writes, and attention to the own chunk and to kept ones. "attention" is cuDNN's over everything, and "GDN" our
+gated delta rule that keeps every write; both answer another question, and are there to be measured against.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tokenmix_core.nn.attention import Attention
+from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
+from tokenmix_core.testing.benchmarking import measure
+from tokenmix_nats_l.chunks import ChunkTypes
+from tokenmix_nats_l.mixer import NatsL, Tokens
+
+WIDTH = 1024
+SHARES = (0.0, 0.25, 0.5)
+# batch, tokens
+PAIRS = [(2, 4096), (1, 32768)]
+LENGTHS = (2048, 8192, 32768, 131072)
+CPU_SIZES = {"num_heads": 2, "head_dim": 16, "num_softmax_heads": 4}
+
+
+def make_types(share: float, batch: int, chunks: int, heads: int, device: str) -> ChunkTypes:
+    """Softmax chunks spread evenly, as exactly as the share allows, each head's at another place."""
+    place = torch.arange(chunks, device=device).unsqueeze(1) + torch.arange(heads, device=device)
+    softmax = (((place + 1) * share).floor() > (place * share).floor()).float().expand(batch, -1, -1).contiguous()
+    return ChunkTypes(softmax.requires_grad_(), (1 - softmax).detach().requires_grad_(), None)
+
+
+def pair_rows(batch: int, tokens: int, device: str) -> list[dict]:
+    """The two operations at each share of softmax chunks, beside each of them alone."""
+    cpu = device == "cpu"
+    dtype = torch.float32 if cpu else torch.bfloat16
+    layer = NatsL(WIDTH, **(CPU_SIZES if cpu else {})).to(device)
+    H, HA, K, V = layer.num_heads, layer.num_softmax_heads, layer.head_dim, layer.value_dim
+    q, k = (torch.randn(batch, tokens, H * K, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    v = torch.randn(batch, tokens, H * V, device=device, dtype=dtype, requires_grad=True)
+    g = (-torch.rand(batch, tokens, H, device=device)).requires_grad_()
+    beta = torch.rand(batch, tokens, H, device=device, requires_grad=True)
+
+    def projected() -> Tokens:
+        whole, cut = ([x.unflatten(-1, (heads, -1)) for x in (q, k, v)] for heads in (H, HA))
+        return Tokens(*whole, *cut, g, beta, q)
+
+    def both(types: ChunkTypes) -> Tensor:
+        linear, softmax = layer.mix(projected(), types, None)
+        return linear + softmax
+
+    def attention() -> Tensor:
+        heads = (x.unflatten(-1, (HA, -1)).transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.MATH if cpu else SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+
+    rows, shape = [], f"B{batch} T{tokens} H{H} K{K} V{V} HA{HA}"
+    for share in SHARES:
+        types = make_types(share, batch, -(-tokens // layer.chunk), H, device)
+        leaves = (q, k, v, g, beta, types.softmax, types.linear)
+        forwards = {"NAtS-L": lambda types=types: both(types)}
+        rows += measure(f"pair, softmax share {share:g}", shape, device, forwards, leaves, repeats=3 if cpu else 50)
+    for name, forward, leaves in (
+        ("GDN", lambda: layer.delta_rule(projected(), None)[0], (q, k, v, g, beta)),
+        ("attention", attention, (q, k, v)),
+    ):
+        rows += measure("pair", shape, device, {name: forward}, leaves, repeats=3 if cpu else 50)
+    return rows
+
+
+def layer_rows(tokens: int, device: str) -> list[dict]:
+    """The layer with a half of softmax chunks and with none, beside the layers of one operation, of one width."""
+    cpu = device == "cpu"
+    width, dtype = (64, torch.float32) if cpu else (WIDTH, torch.bfloat16)
+    sizes = CPU_SIZES if cpu else {}
+    gdn = {"num_heads": 2, "head_dim": 16, "expand_v": 2.0} if cpu else {"num_heads": 6, "head_dim": 128}
+    layers = {
+        "NAtS-L, half softmax": NatsL(width, types="alternate", **sizes),
+        "NAtS-L, all linear": NatsL(width, types="linear", **sizes),
+        "GDN": GatedDeltaNet(width, **gdn),
+        "attention": Attention(width, num_heads=width // 64, rope=False),
+    }
+    x = torch.randn(1, tokens, width, device=device, dtype=dtype, requires_grad=True)
+    rows = []
+    for name, layer in layers.items():
+        layer = layer.to(device, dtype)
+        leaves = (x, *(p for p in layer.parameters() if p.dim() > 1))
+        rows += measure(
+            "layer", f"T{tokens} D{width}", device, {name: lambda layer=layer: layer(x)[0]}, leaves,
+            repeats=3 if cpu else 20,
+        )  # fmt: skip
+    return rows
+
+
+def rows(device: str) -> list[dict]:
+    """Measurements on `device`: the pair at the paper's shapes, then layers by length."""
+    out = []
+    for batch, tokens in PAIRS if device != "cpu" else [(1, 256)]:
+        out += pair_rows(batch, tokens, device)
+    for tokens in LENGTHS if device != "cpu" else (256,):
+        out += layer_rows(tokens, device)
+    return out

@@ -1,0 +1,19 @@
+"""The command `tokenmix-nats-l`: core's command line with the recipes and suites of this package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tokenmix_core import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return cli.main(
+        argv, prog="tokenmix-nats-l", recipes="tokenmix_nats_l.recipes:RECIPES", suites="tokenmix_nats_l.evals:SUITES"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

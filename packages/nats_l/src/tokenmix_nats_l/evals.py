@@ -1,0 +1,132 @@
+"""What the paper measures of the layers: which chunks are softmax, by layer and head, and what is held by length."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from tokenmix_core.corpora.token_file import META
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
+from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_nats_l.mixer import NatsL
+
+
+def nats_l_layers(model: Any) -> dict[int, NatsL]:
+    """The NAtS-L layers of a model by their place.
+
+    Raises:
+        ValueError: a model without any.
+    """
+    layers = {i: mixer for i, mixer in enumerate(model.model.mixers) if isinstance(mixer, NatsL)}
+    if not layers:
+        raise ValueError(f"the model has no NAtS-L layer; its mixers are {', '.join(sorted(set(model.config.labels)))}")
+    return layers
+
+
+@torch.inference_mode()
+def softmax_shares(
+    model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
+) -> Float[np.ndarray, "layers heads"]:
+    """The share of chunks that are softmax, by NAtS-L layer and head of the delta rule."""
+    total, layers = None, nats_l_layers(model)
+    for batch in tqdm(sequences.split(batch_size), desc="chunk types", unit="batch", disable=not progress):
+        shares = model.model(batch.to(model.device), use_cache=False).auxiliary["softmax_share"].double().cpu()
+        total = shares * len(batch) if total is None else total + shares * len(batch)
+    assert total is not None
+    assert len(total) == len(layers)
+    return (total / len(sequences)).numpy()
+
+
+def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The share of softmax chunks by layer and head (Figures 5 and 8), on one text or on each file of a folder."""
+    options.choose("chunk-types", ("chunk-types",))
+    layers = list(nats_l_layers(model))
+    lengths, limit = sorted(options.lengths or (options.max_length or 2048,)), options.limit or 32
+    rows, plots = [], []
+    for (name, source), length in itertools.product(_texts(options.text).items(), lengths):
+        sequences = cut_sequences(text.tokens(source, tokenizer, 4 * limit * length), length, limit)
+        shares = softmax_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
+        for layer, heads in zip(layers, shares, strict=True):
+            row = {"text": name, "tokens": length, "sequences": len(sequences), "layer": layer}
+            row["mean"] = float(heads.mean())
+            rows.append(row | {f"head {h}": float(share) for h, share in enumerate(heads)})
+        plots.append(_map(f"{name}, {length} tokens", layers, shares))
+    settings = {"text": options.text or text.BUILT_IN}
+    return {"suite": "chunk-types", "settings": settings, "rows": rows, "plots": plots}
+
+
+def _texts(source: str | None) -> dict[str, str | None]:
+    """The texts to measure on, by name: the files of a folder that is no token file, else the one text."""
+    folder = None if source is None else Path(source)
+    if folder is None or not folder.is_dir() or (folder / META).is_file():
+        return {source or text.BUILT_IN: source}
+    # an empty folder is refused where it is read
+    return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
+
+
+def _map(name: str, layers: list[int], shares: np.ndarray) -> Plot:
+    """One row a layer, the first at the bottom, one column a head."""
+    return {
+        "title": f"Share of softmax chunks, {name}; layers {', '.join(map(str, layers))} from below",
+        "x": "head",
+        "y": "NAtS-L layer",
+        "series": {},
+        "heatmap": [[float(x) for x in row] for row in shares],
+    }
+
+
+@torch.inference_mode()
+def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Bytes that the cache holds after so many tokens of text, and tokens held by layer and head."""
+    options.choose("held", ("held",))
+    layers = nats_l_layers(model)
+    lengths = sorted(options.lengths or (1024, 2048, 4096))
+    tokens = text.tokens(options.text, tokenizer, lengths[-1])
+    if len(tokens) < lengths[-1]:
+        raise ValueError(f"a text of {len(tokens)} tokens is too short for a context of {lengths[-1]}")
+    ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).unsqueeze(0).to(model.device)
+    cache, rows, start = model.make_cache(), [], 0
+    for length in tqdm(lengths, desc="held", unit="length", disable=not options.progress):
+        for piece in ids[:, start:length].split(2048, 1):
+            model.model(piece, past_key_values=cache, use_cache=True)
+        start = length
+        least, most = model.state_bounds(length, 1)
+        rows.append({"tokens": length, "layer": "all", "bytes": cache.nbytes, "least": least, "most": most})
+        for i, layer in layers.items():
+            held = layer.held_tokens(cache.layers[i])
+            heads = [0] * layer.num_softmax_heads if held is None else held[0].tolist()
+            row = {
+                "tokens": length,
+                "layer": str(i),
+                "bytes": sum(p.held(length) for p in cache.layers[i].parts.values()),
+            }
+            rows.append(row | {f"head {h}": n for h, n in enumerate(heads)})
+    whole = [row for row in rows if row["layer"] == "all"]
+    series: Series = {
+        name: ([float(row["tokens"]) for row in whole], [float(row[name]) for row in whole])
+        for name in ("bytes", "least", "most")
+    }
+    plot: Plot = {
+        "title": "Bytes held by length",
+        "x": "tokens",
+        "y": "bytes",
+        "log_x": True,
+        "log_y": True,
+        "series": series,
+    }
+    settings = {"text": options.text or text.BUILT_IN}
+    return {"suite": "held", "settings": settings, "rows": rows, "plots": [plot]}
+
+
+SUITES: dict[str, Suite] = {
+    "chunk-types": Suite("share of softmax chunks by layer and head; offline", chunk_types_suite),
+    "held": Suite("bytes and tokens held by context length, layer and head; offline", held_suite),
+}

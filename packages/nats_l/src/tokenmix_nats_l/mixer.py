@@ -1,0 +1,339 @@
+"""Neural Attention Search Linear: every chunk of tokens is kept for softmax attention or written to a linear state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.init import init_decay_, init_time_step_
+from tokenmix_core.nn.mixer import Mixer, MixerOutput
+from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.ragged import RaggedKVState
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.ops import chunk_gated_delta_rule, kept_attention
+from tokenmix_core.ops.common import Impl
+from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention
+from tokenmix_nats_l.chunks import (
+    ChunkTypes,
+    Types,
+    chunk_means,
+    chunk_numbers,
+    forced_types,
+    learned_types,
+    real_chunks,
+)
+from tokenmix_nats_l.open_chunk import go_on, step
+
+Norms = Literal["each", "sum"]
+Weights = Literal["queries", "inputs", "none"]
+
+
+class Tokens(NamedTuple):
+    """What the layer makes of its inputs: of the delta rule's heads, and of the same channels as softmax heads."""
+
+    # [B, T, H, K], [B, T, H, K], [B, T, H, V]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    # [B, T, HA, KA], [B, T, HA, KA], [B, T, HA, VA]
+    softmax_q: Tensor
+    softmax_k: Tensor
+    softmax_v: Tensor
+    # [B, T, H]
+    g: Tensor
+    beta: Tensor
+    # [B, T, H · K]
+    flat_q: Tensor
+
+
+class NatsL(Mixer):
+    """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on one q, k, v, and one memory a chunk.
+
+    A chunk of `chunk` tokens and a head of the delta rule, with the softmax heads that share its channels, has a type:
+    the higher of two scores of the chunk's mean input (eq. 8). Of a *softmax* chunk later tokens see the keys, and its
+    writes leave the state, which only decays (eq. 19); of a *linear* chunk the writes stay and its keys are forgotten.
+    Inside its own chunk a token meets the others by both operations. o_l are the gated delta rule's outputs, o_s those
+    of softmax attention; w are a softmax over the two of a linear map of q (eq. 20).
+
+    Args:
+        hidden_size: D.
+        num_heads: heads H of the delta rule.
+        head_dim: K.
+        expand_v: V = expand_v · K.
+        num_softmax_heads: HA, a multiple of H; they have H · K / HA channels of keys and H · V / HA of values.
+        chunk: tokens of a chunk, a multiple of 64.
+        rope: rotate the softmax heads' q and k by position (pure NAtS-L); off in the hybrid.
+        conv_size: width of the convolutions.
+        types: "learned", or all "softmax", all "linear", or linear and softmax by turns ("alternate"), for analysis.
+        own_chunk: the operations that join a token with those before it in its chunk: "both", "softmax" or "linear"
+            (Table 4, *SAttn Out* and *GDN Out*).
+        decay: whether the state decays over softmax chunks; without (*w/o LAttn Decay*) it is as before them.
+        norm: "each" operation's outputs, or their "sum" (*w/o Attn Norm*).
+        weights: of the operations: from the "queries", from the layer's "inputs" (*Weights From X*), or "none".
+        budget: share of softmax chunks that an added loss holds the probabilities at; None for no such loss.
+        budget_weight: of that loss.
+        norm_eps: of all norms.
+        impl: implementation of the operations, None, "triton" or "reference".
+
+    Raises:
+        ValueError: head counts that do not divide, sizes that are not whole, an unknown choice.
+    """
+
+    float32 = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 6,
+        head_dim: int = 128,
+        expand_v: float = 2.0,
+        num_softmax_heads: int = 12,
+        chunk: int = 64,
+        rope: bool = False,
+        conv_size: int = 4,
+        types: Types = "learned",
+        own_chunk: Literal["both", "softmax", "linear"] = "both",
+        decay: bool = True,
+        norm: Norms = "each",
+        weights: Weights = "queries",
+        budget: float | None = None,
+        budget_weight: float = 1.0,
+        norm_eps: float = 1e-6,
+        impl: Impl | None = None,
+    ):
+        super().__init__()
+        value_dim = round(head_dim * expand_v)
+        if head_dim < 1 or value_dim < 1 or value_dim != head_dim * expand_v:
+            raise ValueError(
+                f"NatsL: head_dim and expand_v · head_dim must be whole and positive, got {head_dim} and {expand_v}"
+            )
+        if num_heads < 1 or num_softmax_heads < 1 or num_softmax_heads % num_heads:
+            raise ValueError(
+                f"NatsL: num_softmax_heads must be a multiple of num_heads, got {num_softmax_heads} and {num_heads}"
+            )
+        group = num_softmax_heads // num_heads
+        if head_dim % group or value_dim % group or (rope and head_dim // group % 2):
+            raise ValueError(
+                f"NatsL: a head's {head_dim} and {value_dim} channels must divide into {group} softmax heads, "
+                "even ones with rope"
+            )
+        if chunk < 64 or chunk % 64:
+            raise ValueError(f"NatsL: chunk must be a multiple of 64, got {chunk}")
+        if budget is not None and not (0 <= budget <= 1 and types == "learned"):
+            raise ValueError(
+                f"NatsL: budget is a share from 0 to 1 of learned types, got {budget!r} with {types!r} ones"
+            )
+        if budget_weight < 0:
+            raise ValueError(f"NatsL: budget_weight must be at least 0, got {budget_weight}")
+        for name, value, choices in (
+            ("types", types, get_args(Types)),
+            ("own_chunk", own_chunk, ("both", "softmax", "linear")),
+            ("norm", norm, get_args(Norms)),
+            ("weights", weights, get_args(Weights)),
+        ):
+            if value not in choices:
+                raise ValueError(f"NatsL: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        self.num_heads, self.head_dim, self.value_dim = num_heads, head_dim, value_dim
+        self.num_softmax_heads, self.group, self.chunk = num_softmax_heads, group, chunk
+        self.softmax_dim, self.softmax_value_dim = head_dim // group, value_dim // group
+        self.types: Types = types
+        self.own_chunk, self.decay = own_chunk, decay
+        self.norm, self.weights = norm, weights
+        self.budget, self.budget_weight = budget, budget_weight
+        self.impl: Impl | None = impl
+        self.rotary_dim = self.softmax_dim if rope else None
+        self.fit = HeadFit(head_dim, value_dim, (64, 128, 256))
+        keys, values = num_heads * head_dim, num_heads * value_dim
+        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.q_conv = ShortConv(keys, conv_size, impl=impl)
+        self.k_conv = ShortConv(keys, conv_size, impl=impl)
+        self.v_conv = ShortConv(values, conv_size, impl=impl)
+        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.q_norm = RMSNorm(self.softmax_dim, norm_eps)
+        self.k_norm = RMSNorm(self.softmax_dim, norm_eps)
+        # scores of linear, then of softmax, of all heads
+        self.score_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False) if types == "learned" else None
+        source = {"queries": keys, "inputs": hidden_size, "none": 0}[weights]
+        self.weight_proj = nn.Linear(source, 2 * num_softmax_heads, bias=False) if source else None
+        self.linear_norm = RMSNorm(self.softmax_value_dim, norm_eps)
+        self.softmax_norm = RMSNorm(self.softmax_value_dim, norm_eps) if norm == "each" else None
+        self.g_proj = nn.Linear(hidden_size, values, bias=False)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self.init_weights_()
+
+    def init_weights_(self) -> None:
+        init_decay_(self.A_log)
+        init_time_step_(self.dt_bias)
+
+    def make_state(self) -> LayerState:
+        """Convolutions' last inputs; the running state; of the open chunk its keys, values, inputs' sum, and the state
+        at its start with the decay since; and the keys and values of softmax chunks, head by head."""
+        heads, sizes = self.num_softmax_heads, (self.softmax_dim, self.softmax_value_dim)
+        state = self.fit.state_shape(self.num_heads)
+        return LayerState(
+            q_conv=self.q_conv.make_state(),
+            k_conv=self.k_conv.make_state(),
+            v_conv=self.v_conv.make_state(),
+            recurrent=TensorState(*state, dtype=torch.float32),
+            start=TensorState(*state, dtype=torch.float32),
+            decay=TensorState(state[0], dtype=torch.float32),
+            inputs=TensorState(self.q_proj.in_features, dtype=torch.float32),
+            open_keys=TensorState(self.chunk, heads, sizes[0]),
+            open_values=TensorState(self.chunk, heads, sizes[1]),
+            kept=RaggedKVState(heads, *sizes, unit=self.chunk),
+        )
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        x, auxiliary = hidden_states, None
+        one = state is not None and state.span.tokens == 1 and state.span.mask is None and not torch.is_grad_enabled()
+        tokens = self.project(x, state, cu_seqlens, rotary, step=one)
+        if state is None:
+            types = self.types_of(x, cu_seqlens)
+            linear, softmax = self.mix(tokens, types, cu_seqlens)
+            auxiliary = self._auxiliary(types, x, cu_seqlens)
+        else:
+            linear, softmax = (step if one else go_on)(self, x, tokens, state)
+        return self.o_proj(self._merge(linear, softmax, x, tokens.flat_q)), auxiliary
+
+    def project(
+        self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
+    ) -> Tokens:
+        """q, k, v after convolution and SiLU, as both operations take them, and the gates."""
+        q, k, v = (
+            conv(proj(x), state=state and getattr(state, name), cu_seqlens=cu_seqlens, step=step)
+            for name, proj, conv in (
+                ("q_conv", self.q_proj, self.q_conv),
+                ("k_conv", self.k_proj, self.k_conv),
+                ("v_conv", self.v_proj, self.v_conv),
+            )
+        )
+        softmax_q = self.q_norm(q.unflatten(-1, (self.num_softmax_heads, -1)))
+        softmax_k = self.k_norm(k.unflatten(-1, (self.num_softmax_heads, -1)))
+        if self.rotary_dim is not None:
+            assert rotary is not None
+            softmax_q, softmax_k = apply_rotary(softmax_q, rotary), apply_rotary(softmax_k, rotary)
+        g = -self.A_log.exp() * F.softplus(at_least_float32(self.a_proj(x)) + self.dt_bias)
+        return Tokens(
+            q.unflatten(-1, (self.num_heads, -1)),
+            k.unflatten(-1, (self.num_heads, -1)),
+            v.unflatten(-1, (self.num_heads, -1)),
+            softmax_q,
+            softmax_k,
+            v.unflatten(-1, (self.num_softmax_heads, -1)),
+            g,
+            at_least_float32(self.b_proj(x)).sigmoid(),
+            q,
+        )
+
+    def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
+        """The types of the chunks of whole sequences."""
+        numbers = chunk_numbers(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
+        return self.types_from(chunk_means(x, self.chunk, cu_seqlens), numbers)
+
+    def types_from(self, means: Float[Tensor, "B slots D"], numbers: Int[Tensor, "B slots"]) -> ChunkTypes:
+        """The types of chunks by their mean inputs, or, where types are forced, by their numbers in their sequences."""
+        if self.score_proj is None:
+            return forced_types(self.types, numbers, self.num_heads, means.dtype)
+        # in float32 under autocast, too: chunks near the border would be of another type in decoding
+        with torch.autocast(means.device.type, enabled=False):
+            return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
+
+    def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
+        if self.own_chunk == "softmax" or not self.decay:
+            linear = chunk_by_chunk(self, tokens, types.linear, cu_seqlens)
+        else:
+            linear, _ = self.delta_rule(tokens, types.linear, None, cu_seqlens)
+        if self.own_chunk == "linear":
+            return linear, far_attention(self, tokens, types.softmax, cu_seqlens)
+        return linear, self.attend(tokens, types.softmax, cu_seqlens)
+
+    def delta_rule(
+        self,
+        tokens: Tokens,
+        writes: Tensor | None,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The gated delta rule with withheld writes: outputs as softmax heads `[B, T, HA, VA]`, and final states."""
+        fit = self.fit
+        o, final_state = chunk_gated_delta_rule(
+            fit.keys(tokens.q),
+            fit.keys(tokens.k),
+            fit.values(tokens.v),
+            fit.gates(tokens.g),
+            fit.gates(tokens.beta),
+            scale=self.head_dim**-0.5,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            qk_l2norm=True,
+            writes=None if writes is None else fit.gates(writes),
+            write_chunk=self.chunk,
+            impl=self.impl,
+        )
+        return self.as_softmax_heads(fit.outputs(o, self.num_heads)), final_state
+
+    def as_softmax_heads(self, o: Tensor) -> Tensor:
+        """Outputs of the delta rule's heads `[..., H, V]` cut into softmax heads `[..., HA, VA]`."""
+        return o.unflatten(-1, (self.group, -1)).flatten(-3, -2)
+
+    def attend(self, tokens: Tokens, keep: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Softmax attention to the own chunk and to softmax chunks before it, `[B, T, HA, VA]`."""
+        q, k, v = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
+        return kept_attention(q, k, v, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
+
+    def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor) -> Tensor:
+        """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
+        if self.softmax_norm is not None:
+            linear, softmax = self.linear_norm(linear), self.softmax_norm(softmax)
+        if self.weight_proj is None:
+            y = linear + softmax
+        else:
+            source = flat_q if self.weights == "queries" else x
+            shares = at_least_float32(self.weight_proj(source)).unflatten(-1, (2, -1)).softmax(-2).to(linear.dtype)
+            y = shares[..., 0, :, None] * linear + shares[..., 1, :, None] * softmax
+        if self.softmax_norm is None:
+            y = self.linear_norm(y)
+        return y.flatten(-2) * F.silu(self.g_proj(x))
+
+    def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
+        """The share of softmax chunks by head, and the budget's loss, a sum over tokens."""
+        real = real_chunks(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
+        weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
+        found: dict[str, Tensor] = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1))}
+        if self.budget is not None and types.probability is not None:
+            share = (types.probability * weight).sum((0, 1)).mean()
+            found["budget_loss"] = self.budget_weight * x.shape[0] * x.shape[1] * (share - self.budget).square()
+        return found
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # the delta rule as in Gated DeltaNet; attention to the own chunk alone, which data may add to
+        convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
+        own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
+        return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs
+
+    def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
+        """How many tokens of softmax chunks each row and head holds; None before the first."""
+        kept: Any = state.kept
+        return kept.lengths if kept.places else None

@@ -1,0 +1,26 @@
+"""The NAtS-L language model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tokenmix_core.modeling import HybridForCausalLM, HybridModel, register_model
+from tokenmix_nats_l.config import NatsLConfig
+
+
+class NatsLModel(HybridModel):
+    """The backbone."""
+
+    config: NatsLConfig
+    config_class = NatsLConfig
+
+
+class NatsLForCausalLM(HybridForCausalLM):
+    """The causal language model."""
+
+    config: NatsLConfig
+    config_class = NatsLConfig
+    model_class: ClassVar[type[HybridModel]] = NatsLModel
+
+
+register_model(NatsLConfig, NatsLModel, NatsLForCausalLM)

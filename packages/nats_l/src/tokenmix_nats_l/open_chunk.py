@@ -1,0 +1,227 @@
+"""Inference: the chunk that is still open, and what becomes of it at its last token.
+
+A sequence holds, of whole chunks, the delta rule's state and the keys and values of those chunks and heads that turned
+out softmax; of the open chunk its keys and values, the sum of its inputs, the state at its start with the decay since,
+and the running state. At a chunk's last token its type is known: a linear chunk's keys and values are dropped; a
+softmax chunk's are kept, and the running state goes back to that of the chunk's start, decayed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.ragged import RaggedKVState
+from tokenmix_core.nn.state import LayerState, Span
+from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention
+from tokenmix_nats_l.ablations import carried, far_softmax
+from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
+
+if TYPE_CHECKING:
+    from tokenmix_nats_l.mixer import NatsL, Tokens
+
+
+def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: both operations' outputs `[N, 1, HA, VA]`; the state is updated in place."""
+    span, fit = state.span, layer.fit
+    _prepare(state, x, len(x))
+    start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
+    keys, values = state.open_keys.value, state.open_values.value
+
+    q, k, v = fit.keys(tokens.q), fit.keys(tokens.k), fit.values(tokens.v)
+    q, k, v, g, beta = (y.squeeze(1) for y in (q, k, v, fit.gates(tokens.g), fit.gates(tokens.beta)))
+    o = gated_delta_rule_step(q, k, v, g, beta, recurrent, scale=layer.head_dim**-0.5, qk_l2norm=True, impl=layer.impl)
+    linear = layer.as_softmax_heads(fit.outputs(o.unsqueeze(1), layer.num_heads))
+    if layer.own_chunk == "softmax":
+        linear = carried(layer, tokens, start, decay)
+    decay += g
+    state.inputs.value.add_(x.squeeze(1))
+
+    fill = span.before % layer.chunk
+    rows = torch.arange(len(x), device=x.device)
+    keys[rows, fill] = tokens.softmax_k.squeeze(1)
+    values[rows, fill] = tokens.softmax_v.squeeze(1)
+    filled = (fill + 1).to(torch.int32)
+    seen = []
+    if layer.own_chunk != "linear":
+        seen.append(attention_decode(tokens.softmax_q, keys, values, filled, impl=layer.impl))
+    if state.kept.places:
+        seen.append(state.kept.attend(tokens.softmax_q.squeeze(1), impl=layer.impl))
+    softmax = merge_attention(seen).o if seen else torch.zeros_like(tokens.softmax_v)
+
+    # rows of one length end their chunks together, which the host knows; others are looked at
+    ending = None
+    if span.lengths is None:
+        ends = (span.past + 1) % layer.chunk == 0
+    else:
+        ending = filled == layer.chunk
+        ends = bool(ending.any())
+    if ends:
+        means = (state.inputs.value / layer.chunk).unsqueeze(1)
+        types = layer.types_from(means, (span.before // layer.chunk).unsqueeze(1))
+        _close(layer, state, types.softmax.squeeze(1) > 0.5, ending)
+    return linear, softmax
+
+
+def go_on(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
+    """Several tokens of each sequence after what the state holds, which is updated: outputs `[B, T, HA, VA]`.
+
+    They are as `state.span` says: dense, or packed without their padding.
+    """
+    span = state.span
+    if span.uniform:
+        return _go_on_evenly(layer, x, tokens, state, span.past)
+    # rows of unequal lengths, as of a padded prompt, go on one by one
+    borders = [0, *(span.after - span.before).cumsum(0).tolist()]
+    x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
+    _prepare(state, x, span.batch)
+    outputs, kept = [], [state.kept.row(n) for n in range(span.batch)]
+    for n, past in enumerate(span.before.tolist()):
+        here = slice(borders[n], borders[n + 1])
+        if here.start == here.stop:
+            continue
+        alone = _row(layer, state, n, kept[n])
+        alone.span = Span(1, here.stop - here.start, x.device, past=past)
+        row = type(tokens)(*(y[:, here] for y in flat))
+        outputs.append(_go_on_evenly(layer, x[:, here], row, alone, past))
+        for name in _TENSORS:
+            getattr(state, name).value[n : n + 1] = getattr(alone, name).value
+    state.kept.join(kept)
+    linear, softmax = (torch.cat(y, 1) for y in zip(*outputs, strict=True))
+    return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
+
+
+def _go_on_evenly(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, past: int) -> tuple[Tensor, Tensor]:
+    """`go_on` for rows that all hold `past` tokens."""
+    C, T = layer.chunk, x.shape[1]
+    _prepare(state, x, len(x))
+    fill = past % C
+    types = _types(layer, _means(layer, state, x, fill), past // C)
+    softmax = _attend(layer, tokens, types, state, fill)
+
+    # tokens up to the open chunk's end; those of whole chunks; those of the next open chunk
+    head = min(C - fill, T) if fill else 0
+    whole = (T - head) // C * C
+    outputs = []
+    if head:
+        outputs.append(_enter(layer, x, tokens, state, slice(0, head), fill))
+        if fill + head == C:
+            _close(layer, state, types.softmax[:, 0] > 0.5)
+    first = 1 if head else 0
+    if layer.own_chunk == "softmax" or not layer.decay:
+        # the operation knows no such chunks: one after the other
+        for i in range(whole // C):
+            outputs.append(_enter(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
+            _close(layer, state, types.softmax[:, first + i] > 0.5)
+    elif whole:
+        chunks = type(tokens)(*(y[:, head : head + whole] for y in tokens))
+        slots = slice(first, first + whole // C)
+        o, after = layer.delta_rule(chunks, types.linear[:, slots], state.recurrent.value)
+        outputs.append(o)
+        state.recurrent.value, state.start.value = after, after.clone()
+        _keep(layer, state, chunks, types.softmax[:, slots] > 0.5)
+    if head + whole < T:
+        outputs.append(_enter(layer, x, tokens, state, slice(head + whole, T), 0))
+    # gradients pass from chunk to chunk of this call, and do not cross calls
+    for name in _TENSORS:
+        getattr(state, name).set(getattr(state, name).value)
+    return torch.cat(outputs, 1), softmax
+
+
+def _enter(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
+    """Take tokens into the open chunk, which has `fill` already; returns the delta rule's outputs."""
+    new = type(tokens)(*(y[:, here] for y in tokens))
+    o, after = layer.delta_rule(new, None, state.recurrent.value)
+    if layer.own_chunk == "softmax":
+        o = carried(layer, new, state.start.value, state.decay.value)
+    state.recurrent.value = after
+    state.decay.value = state.decay.value + layer.fit.gates(new.g).sum(1)
+    state.inputs.value = state.inputs.value + at_least_float32(x[:, here]).sum(1)
+    places = slice(fill, fill + here.stop - here.start)
+    state.open_keys.value[:, places] = new.softmax_k.detach()
+    state.open_values.value[:, places] = new.softmax_v.detach()
+    return o
+
+
+def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
+    """Softmax attention of new tokens to kept chunks, to the open one, and to each other."""
+    C, kept = layer.chunk, state.kept
+    keys, values, marks = [tokens.softmax_k], [tokens.softmax_v], [types.softmax]
+    if fill:
+        keys.insert(0, state.open_keys.value[:, :fill])
+        values.insert(0, state.open_values.value[:, :fill])
+    if kept.places:
+        # lists are made of whole chunks
+        keys.insert(0, kept.keys.transpose(1, 2))
+        values.insert(0, kept.values.transpose(1, 2))
+        held = torch.arange(0, kept.places, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
+        marks.insert(0, held.transpose(1, 2).to(types.softmax.dtype))
+    k, v, keep = (y[0] if len(y) == 1 else torch.cat(y, 1) for y in (keys, values, marks))
+    if layer.own_chunk == "linear":
+        return far_softmax(tokens.softmax_q, k, v, keep, C)
+    return kept_attention(tokens.softmax_q, k, v, keep, unit=C, impl=layer.impl).o
+
+
+def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
+    """The mean inputs of the open chunk, of which `fill` tokens are summed up already, and of those after it."""
+    wide = at_least_float32(x)
+    head = min(layer.chunk - fill, x.shape[1]) if fill else 0
+    means = []
+    if head:
+        means.append((state.inputs.value + wide[:, :head].sum(1)).unsqueeze(1) / (fill + head))
+    if head < x.shape[1]:
+        means.append(chunk_means(wide[:, head:], layer.chunk))
+    return torch.cat(means, 1)
+
+
+def _types(layer: NatsL, means: Tensor, first: int) -> ChunkTypes:
+    """The types of chunks with these means, the first of which is its sequence's chunk number `first`."""
+    numbers = torch.arange(first, first + means.shape[1], device=means.device).expand(len(means), -1)
+    return layer.types_from(means, numbers)
+
+
+def _keep(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor) -> None:
+    """Hold the keys and values of those whole chunks that are marked in `softmax [N, chunks, H]`."""
+    take = softmax.repeat_interleave(layer.group, -1).repeat_interleave(layer.chunk, 1)
+    # piece by piece, so that room is made for what is kept instead of for everything
+    piece = 32 * layer.chunk
+    for parts in zip(*(y.split(piece, 1) for y in (chunks.softmax_k, chunks.softmax_v, take)), strict=True):
+        state.kept.append(*parts)
+
+
+def _close(layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None = None) -> None:
+    """End the open chunk, of all rows or of those that `rows [N]` names; `softmax [N, H]` are its types."""
+    start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
+    take = softmax if rows is None else softmax & rows.unsqueeze(-1)
+    bare = decay.exp()[..., None, None] * start if layer.decay else start
+    recurrent = torch.where(layer.fit.gates(take)[..., None, None], bare, recurrent)
+    take = take.repeat_interleave(layer.group, -1).unsqueeze(1).expand(-1, layer.chunk, -1)
+    state.kept.append(state.open_keys.value, state.open_values.value, take)
+    if rows is None:
+        rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
+    state.recurrent.value = recurrent
+    # steps write into the running state, so the other is a copy
+    state.start.value = torch.where(rows[:, None, None, None], recurrent, start)
+    state.decay.value = decay.masked_fill(rows.unsqueeze(-1), 0.0)
+    state.inputs.value = state.inputs.value.masked_fill(rows.unsqueeze(-1), 0.0)
+
+
+_TENSORS = ("recurrent", "start", "decay", "inputs", "open_keys", "open_values")
+
+
+def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
+    """Make the state's tensors, of zeros, before the first call."""
+    for name in _TENSORS:
+        getattr(state, name).get(batch, like)
+
+
+def _row(layer: NatsL, state: LayerState, n: int, kept: RaggedKVState) -> LayerState:
+    """A state of row n alone, with copies of its tensors."""
+    alone = layer.make_state()
+    for name in _TENSORS:
+        getattr(alone, name).value = getattr(state, name).value[n : n + 1].clone()
+    alone.parts["kept"] = kept
+    return alone

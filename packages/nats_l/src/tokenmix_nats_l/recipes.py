@@ -1,0 +1,151 @@
+"""Recipes: the paper's models and its ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
+
+Hybrids have NAtS-L at layers 3, 7, 11, 15, 19 and 20 of 21 and the gated delta rule elsewhere, without positions; the
+pure model has it everywhere, with rotated softmax heads. The tests count their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+# registers the family
+import tokenmix_nats_l.model  # noqa: F401
+from tokenmix_core.recipes import ATTENTION, GDN, paper_baseline, recall
+from tokenmix_core.recipes import tiny as tiny_hybrid
+from tokenmix_core.training.recipe import Recipe
+from tokenmix_nats_l.training import log_shares
+
+MODEL_TYPE, NATS_L = "tokenmix_nats_l", "nats_l"
+LAYERS, HYBRID_LAYERS = 21, (3, 7, 11, 15, 19, 20)
+# width, channels of a key head of the delta rule, softmax heads, inner width of the MLP
+SIZES = {"380m": (1024, 128, 12, 2816), "800m": (1536, 192, 18, 4096)}
+EVALUATIONS = ["perplexity-by-position", "chunk-types"]
+
+
+def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
+    """NAtS-L Hybrid, or NAtS-L alone, at one of the paper's sizes; `changes` are options of its layers."""
+    base = paper_baseline(f"nats_l/gated_delta_net-{size}")
+    width, head_dim, softmax_heads, mlp = SIZES[size]
+    options: dict[str, dict[str, Any]] = {
+        NATS_L: {"num_heads": 6, "head_dim": head_dim, "num_softmax_heads": softmax_heads, "rope": not hybrid} | changes
+    }
+    mixers = [NATS_L] * LAYERS
+    if hybrid:
+        mixers = [NATS_L if i in HYBRID_LAYERS else GDN for i in range(LAYERS)]
+        options[GDN] = {"num_heads": 6, "head_dim": head_dim, "expand_v": 2.0}
+    kept = ("vocab_size", "tie_word_embeddings", "max_position_embeddings")
+    name = f"nats-l-hybrid-{size}" if hybrid else f"nats-l-{size}"
+    return replace(
+        base,
+        name=name,
+        description=f"NAtS-L{' Hybrid' if hybrid else ''} with {size.upper()} parameters, as trained in the paper",
+        model={
+            **{field: base.model[field] for field in kept},
+            "hidden_size": width,
+            "num_hidden_layers": LAYERS,
+            "intermediate_size": mlp,
+            "mixers": mixers,
+            "mixer_options": options,
+        },
+        model_type=MODEL_TYPE,
+        callbacks=(log_shares,),
+        run=replace(base.run, evaluations=EVALUATIONS),
+    )
+
+
+def baseline(kind: str, size: str) -> Recipe:
+    """A baseline of Table 1 or 5, as trained in the paper."""
+    source = {"gdn": "gated_delta_net", "gdn-hybrid": "gated_delta_net_hybrid"}.get(kind, kind)
+    return replace(paper_baseline(f"nats_l/{source}-{size}"), name=f"{kind}-{size}")
+
+
+# the rows of Table 4, and larger chunks, as options that differ from the hybrid's
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "softmax-own-chunk": {"own_chunk": "softmax"},
+    "linear-own-chunk": {"own_chunk": "linear"},
+    "no-decay": {"decay": False},
+    "norm-of-sum": {"norm": "sum"},
+    "no-weights": {"weights": "none"},
+    "weights-from-inputs": {"weights": "inputs"},
+    "chunk128": {"chunk": 128},
+    "chunk256": {"chunk": 256},
+}
+
+
+def ablation(name: str, size: str = "380m") -> Recipe:
+    """A row of Table 4, with the hybrid's other settings."""
+    recipe = paper(size, **ABLATIONS[name])
+    return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of NAtS-L Hybrid: {name}")
+
+
+RECALL = (
+    "nats-l",
+    "nats-l-hybrid",
+    *(f"nats-l-hybrid-{name}" for name in ABLATIONS),
+    "gdn",
+    "gdn-hybrid",
+    "transformer",
+)
+_RECALL_SIZES = {
+    # one softmax head with the channels of the delta rule's, which has no wider values here
+    "small": {"num_heads": 1, "head_dim": 64, "expand_v": 1.0, "num_softmax_heads": 1},
+    "100m": {"num_heads": 3, "head_dim": 128, "expand_v": 2.0, "num_softmax_heads": 6},
+}
+
+
+def recall_recipe(kind: str, size: str) -> Recipe:
+    """Multi-query associative recall from scratch, in the settings of core's `recall` recipes.
+
+    Hybrids have NAtS-L, or attention, in one layer of four (of two, if small).
+    """
+    if not kind.startswith("nats-l"):
+        core = {"gdn-hybrid": "hybrid"}.get(kind, kind)
+        return replace(recall(core, size), name=f"recall-{kind}-{size}")
+    base = recall("hybrid" if "hybrid" in kind else "gdn", size)
+    mixers = [NATS_L if mixer == ATTENTION or "hybrid" not in kind else mixer for mixer in base.model["mixers"]]
+    changes = ABLATIONS.get(kind.removeprefix("nats-l-hybrid-"), {})
+    options = {NATS_L: {**_RECALL_SIZES[size], "rope": "hybrid" not in kind} | changes}
+    options |= {label: value for label, value in base.model["mixer_options"].items() if label in mixers}
+    return replace(
+        base,
+        name=f"recall-{kind}-{size}",
+        description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
+        model={**base.model, "mixers": mixers, "mixer_options": options},
+        model_type=MODEL_TYPE,
+        callbacks=(log_shares,),
+    )
+
+
+def tiny() -> Recipe:
+    """Gated DeltaNet with one NAtS-L layer in four, for two CPU cores, on Python's standard library."""
+    base = tiny_hybrid()
+    mixers = [NATS_L if mixer == ATTENTION else mixer for mixer in base.model["mixers"]]
+    options = {
+        GDN: base.model["mixer_options"][GDN],
+        NATS_L: {"num_heads": 2, "head_dim": 64, "expand_v": 1.0, "num_softmax_heads": 2},
+    }
+    return replace(
+        base,
+        description="GDN with one NAtS-L layer in four, on the built-in corpus; minutes on a laptop",
+        model={**base.model, "mixers": mixers, "mixer_options": options},
+        model_type=MODEL_TYPE,
+        callbacks=(log_shares,),
+        run=replace(base.run, evaluations=[*base.run.evaluations, "chunk-types"]),
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny,
+    **{f"nats-l-hybrid-{size}": partial(paper, size) for size in SIZES},
+    **{f"nats-l-{size}": partial(paper, size, hybrid=False) for size in SIZES},
+    **{f"nats-l-hybrid-380m-{name}": partial(ablation, name) for name in ABLATIONS},
+    **{
+        f"{kind}-{size}": partial(baseline, kind, size)
+        for kind in ("gdn", "gdn-hybrid", "transformer", "mamba2")
+        for size in SIZES
+    },
+    **{f"recall-{kind}-{size}": partial(recall_recipe, kind, size) for kind in RECALL for size in _RECALL_SIZES},
+}

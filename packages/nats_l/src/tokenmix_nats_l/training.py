@@ -1,0 +1,60 @@
+"""What a training run says of its chunks' types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from tokenmix_core.training.recipe import Recipe
+from tokenmix_nats_l.mixer import NatsL
+
+
+class LogSoftmaxShares(TrainerCallback):
+    """Adds to the log, for each NAtS-L layer, the share of chunks that were softmax, as `softmax_share/LAYER`.
+
+    Means over heads, and over all chunks of all processes since the last line, or since the run went on from a
+    checkpoint. Shares are summed on the device; only a line of the log waits for it. The JSONL log and the progress bar
+    have them; loggers of `report_to` are told before.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        # a sum of shares for each layer, and the calls
+        self._sums: Tensor | None = None
+        self._hook: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        backbone: Any = model.get_submodule("model")
+        self._places = [i for i, mixer in enumerate(backbone.mixers) if isinstance(mixer, NatsL)]
+        if self._places:
+            self._sums = torch.zeros(len(self._places) + 1, device=args.device)
+            self._hook = model.register_forward_hook(self._gather)
+
+    @torch.no_grad()
+    def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
+        if model.training and self._sums is not None:
+            shares = output.auxiliary["softmax_share"].float().mean(1)
+            self._sums += torch.cat((shares, shares.new_ones(1)))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if self._sums is None or not logs or "loss" not in logs:
+            return
+        if args.world_size > 1:
+            dist.all_reduce(self._sums)
+        *sums, calls = self._sums.tolist()
+        for place, total in zip(self._places, sums, strict=True):
+            logs[f"softmax_share/{place}"] = total / max(1.0, calls)
+        self._sums.zero_()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def log_shares(recipe: Recipe) -> LogSoftmaxShares:
+    """What logs the shares of a recipe's run."""
+    return LogSoftmaxShares()

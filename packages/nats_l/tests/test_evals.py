@@ -1,0 +1,148 @@
+"""Evaluations: shares of types, what is held, longer contexts and speed, by core's suites and this package's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.evaluation.options import EvalOptions
+from tokenmix_core.evaluation.suites import SUITES as CORE_SUITES
+from tokenmix_core.evaluation.suites import evaluate
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_nats_l.cli import main
+from tokenmix_nats_l.config import NatsLConfig
+from tokenmix_nats_l.evals import SUITES, nats_l_layers, softmax_shares
+from tokenmix_nats_l.model import NatsLForCausalLM
+
+SIZES = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 32}
+GDN = {"num_heads": 2, "head_dim": 8}
+NATS_L = {"num_heads": 2, "head_dim": 8, "num_softmax_heads": 4}
+
+
+def build(**options):
+    torch.manual_seed(0)
+    config = NatsLConfig(
+        **SIZES,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        mixers=["gated_delta_net", "nats_l", "nats_l"],
+        mixer_options={"gated_delta_net": GDN, "nats_l": {**NATS_L, "rope": True, **options}},
+    )
+    return NatsLForCausalLM(config).eval()
+
+
+def run(model, suite, **options):
+    suites = {**CORE_SUITES, **SUITES}
+    options = EvalOptions(progress=False, **{"batch_size": 1, **options})
+    return suites[suite].run(model, byte_tokenizer(), options)
+
+
+@pytest.mark.parametrize(("types", "share"), [("softmax", 1.0), ("linear", 0.0), ("alternate", 0.5)])
+def test_forced_types_have_their_shares_on_the_built_in_text(types, share):
+    found = run(build(types=types), "chunk-types", lengths=(128, 256), limit=3)
+    assert [(row["tokens"], row["layer"], row["sequences"]) for row in found["rows"]] == [
+        (tokens, layer, 3) for tokens in (128, 256) for layer in (1, 2)
+    ]
+    for row in found["rows"]:
+        assert row["mean"] == row["head 0"] == row["head 1"] == share
+    assert [plot["heatmap"] for plot in found["plots"]] == [[[share, share]] * 2] * 2
+
+
+def test_shares_are_those_of_the_types_that_the_layers_choose():
+    model, seen = build(), {}
+    for i, layer in nats_l_layers(model).items():
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs, i=i: seen.setdefault(i, []).append(layer.types_of(args[0], None).softmax),
+            with_kwargs=True,
+        )
+    ids = torch.randint(0, 264, (5, 200), generator=torch.Generator().manual_seed(0))
+    shares = softmax_shares(model, ids, batch_size=2, progress=False)
+    expected = np.stack([torch.cat(seen[i]).double().mean((0, 1)).numpy() for i in (1, 2)])
+    np.testing.assert_allclose(shares, expected, rtol=1e-6)
+    assert 0 < shares.mean() < 1
+
+
+def test_every_file_of_a_folder_is_a_text_of_its_own(tmp_path):
+    for name, sentence in (("a.txt", "one two three "), ("b.txt", "def f(x): return x\n")):
+        (tmp_path / name).write_text(sentence * 40)
+    found = evaluate(
+        build(), byte_tokenizer(), ["chunk-types"], EvalOptions(text=str(tmp_path), lengths=(128,), progress=False),
+        out=tmp_path / "out", suites=SUITES,
+    )["chunk-types"]  # fmt: skip
+    assert [row["text"] for row in found["rows"]] == ["a.txt", "a.txt", "b.txt", "b.txt"]
+    assert len(list((tmp_path / "out").glob("chunk-types*.png"))) == 2
+
+
+@pytest.mark.parametrize(("types", "chunks"), [("softmax", 1), ("linear", 0), ("alternate", None)])
+def test_held_tokens_are_those_of_whole_softmax_chunks(types, chunks):
+    model = build(types=types)
+    rows = run(model, "held", lengths=(63, 64, 130, 256))["rows"]
+    for row in rows:
+        whole = row["tokens"] // 64
+        expected = 64 * (whole // 2 if chunks is None else chunks * whole)
+        if row["layer"] != "all":
+            assert [row[f"head {h}"] for h in range(4)] == [expected] * 4
+            assert [row["layer"] for row in rows[:3]] == ["all", "1", "2"]
+            continue
+        assert row["least"] <= row["bytes"] <= row["most"]
+        # a token's keys and values of four heads in two layers, and of both the lengths
+        lists = 2 * 4 * (expected * (4 + 4 * 2) * 4 + 4 * bool(whole))
+        assert row["bytes"] == row["least"] + lists
+
+
+def test_bytes_held_by_length_lie_between_the_bounds_with_learned_types():
+    rows = [row for row in run(build(), "held", lengths=(64, 640))["rows"] if row["layer"] == "all"]
+    assert rows[0]["bytes"] < rows[1]["bytes"] < rows[1]["most"]
+    assert rows[0]["least"] == rows[1]["least"]
+
+
+def test_loss_by_position_goes_far_beyond_the_training_length():
+    model = build()
+    found = run(model, "perplexity-by-position", lengths=(4 * model.config.max_position_embeddings,), limit=2)
+    curves = [series for plot in found["plots"] for series in plot["series"].values()]
+    assert max(x[-1] for x, _ in curves) > 3.5 * model.config.max_position_embeddings
+    assert all(np.isfinite(y).all() for _, y in curves)
+
+
+def test_speed_and_bytes_by_length_are_measured():
+    rows = run(build(), "efficiency", lengths=(64, 200), limit=1)["rows"]
+    assert [row["context"] for row in rows] == [64, 200]
+    assert all(row["decode ms/token"] > 0 and row["prefill ms"] > 0 for row in rows)
+    model = build()
+    for row in rows:
+        least, most = model.state_bounds(row["context"], 1)
+        assert least <= row["cache bytes"] <= most
+
+
+@pytest.mark.parametrize("suite", ["chunk-types", "held"])
+def test_what_cannot_be_measured_is_refused_in_a_sentence(suite, tmp_path):
+    plain = HybridForCausalLM(HybridConfig(**SIZES, mixers=["gated_delta_net"], mixer_options={"gated_delta_net": GDN}))
+    with pytest.raises(ValueError, match="the model has no NAtS-L layer; its mixers are gated_delta_net"):
+        run(plain, suite, lengths=(128,))
+    model = build()
+    with pytest.raises(ValueError, match=f"suite {suite} has no task 'heads'"):
+        run(model, suite, tasks=("heads",))
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(ValueError, match="too short for a"):
+        run(model, suite, text=str(tmp_path / "short.txt"), lengths=(128,))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        run(model, suite, text=str(tmp_path / "empty"), lengths=(128,))
+    with pytest.raises(ValueError, match="missing"):
+        run(model, suite, text=str(tmp_path / "missing"), lengths=(128,))
+
+
+def test_suites_join_core_s():
+    assert not set(SUITES) & set(CORE_SUITES)
+    assert all(suite.summary for suite in SUITES.values())
+
+
+def test_the_command_knows_recipes_and_suites(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    for name in ("nats-l-hybrid-800m", "nats-l-hybrid-380m-no-decay", "gdn-hybrid-380m", "chunk-types", "held"):
+        assert name in out
+    assert main(["info", "tiny"]) == 0
+    assert "tokenmix_nats_l" in capsys.readouterr().out

@@ -1,0 +1,241 @@
+"""The layer: contracts of every mixer, the definition, and what each choice changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tokenmix_core.nn.init import init_weights_
+from tokenmix_core.nn.mixer import Mixer
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_nats_l.chunks import chunk_means, learned_types
+from tokenmix_nats_l.mixer import NatsL
+
+SMALL = partial(NatsL, 32, num_heads=2, head_dim=8, num_softmax_heads=4)
+VARIANTS = {
+    "hybrid": {},
+    "rope": {"rope": True},
+    "softmax": {"types": "softmax"},
+    "linear": {"types": "linear"},
+    "alternate": {"types": "alternate"},
+    "own-softmax": {"own_chunk": "softmax"},
+    "own-linear": {"own_chunk": "linear"},
+    "no-decay": {"decay": False},
+    "norm-sum": {"norm": "sum"},
+    "weights-inputs": {"weights": "inputs"},
+    "no-weights": {"weights": "none"},
+    "wide-chunks": {"chunk": 128},
+}
+
+
+def build(**options) -> NatsL:
+    torch.manual_seed(0)
+    layer = SMALL(**options)
+    for module in layer.modules():
+        init_weights_(module, 0.2)
+    return layer.double()
+
+
+def inputs(B=2, T=170, seed=1):
+    return torch.randn(B, T, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class TestNatsL(MixerContract):
+    cases: ClassVar[dict[str, Callable[[], Mixer]]] = {n: partial(SMALL, **x) for n, x in VARIANTS.items()}
+    # two chunks and a half, so that some are kept, some written, and one is open
+    tokens = 170
+
+
+def literal(layer: NatsL, tokens, types) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operations as the paper's sentences read: token by token, with every visible key's exponential."""
+    C, (B, T, H, K), G = layer.chunk, tokens.q.shape, layer.group
+    linear, softmax = [], []
+    for n in range(B):
+        for h in range(H):
+            S, outputs = torch.zeros(K, tokens.v.shape[-1], dtype=torch.float64), []
+            for first in range(0, T, C):
+                inside, decay = S, torch.zeros((), dtype=torch.float64)
+                for t in range(first, min(first + C, T)):
+                    q, k = (x * (x.square().sum() + 1e-6).rsqrt() for x in (tokens.q[n, t, h], tokens.k[n, t, h]))
+                    inside, decay = inside * tokens.g[n, t, h].exp(), decay + tokens.g[n, t, h]
+                    inside = inside + torch.outer(k, tokens.beta[n, t, h] * (tokens.v[n, t, h] - inside.T @ k))
+                    outputs.append(K**-0.5 * inside.T @ q)
+                bare = decay.exp() * S
+                S = bare + types.linear[n, first // C, h] * (inside - bare)
+            linear.append(torch.stack(outputs).unflatten(-1, (G, -1)))
+        for a in range(H * G):
+            q, k, v = (x[n, :, a] for x in (tokens.softmax_q, tokens.softmax_k, tokens.softmax_v))
+            i, j = torch.arange(T).unsqueeze(1), torch.arange(T)
+            # a factor before the exponential: its value is 0 or 1
+            factor = types.softmax[n, j // C, a // G]
+            factor = torch.where(i // C == j // C, 1.0, factor * factor.detach()) * (j <= i)
+            weights = (q @ k.T * k.shape[-1] ** -0.5).exp() * factor
+            softmax.append(weights / weights.sum(1, keepdim=True) @ v)
+    linear = torch.stack(linear).view(B, H, T, G, -1).transpose(1, 2).flatten(2, 3)
+    return linear, torch.stack(softmax).view(B, H * G, T, -1).transpose(1, 2)
+
+
+def test_both_operations_are_the_definition_in_value_and_gradient():
+    layer, x = build(), inputs(T=150)
+    found = []
+    for mix in (lambda *a: layer.mix(*a, None), lambda *a: literal(layer, *a)):
+        leaf = x.clone().requires_grad_()
+        tokens, types = layer.project(leaf, None, None, None, step=False), layer.types_of(leaf, None)
+        assert 0 < types.softmax.mean() < 1
+        outputs = mix(tokens, types)
+        assert layer.score_proj is not None
+        loss = sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view_as(o)).sum() for o in outputs)
+        weights = [layer.score_proj.weight, layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]
+        found.append((*outputs, *torch.autograd.grad(loss, [leaf, *weights, layer.q_norm.weight, layer.A_log])))
+    for got, expected in zip(*found, strict=True):
+        assert expected.norm() > 0
+        assert relative_error(got, expected) < 1e-9
+
+
+def test_types_are_exact_and_inactive_ones_have_no_gradient():
+    scores = torch.randn(1, 4, 6, dtype=torch.float64, requires_grad=True)
+    types = learned_types(scores)
+    assert torch.equal(types.linear + types.softmax, torch.ones_like(types.linear))
+    assert set(types.linear.unique().tolist()) == {0.0, 1.0}
+    shares = scores.unflatten(-1, (2, 3)).softmax(-2)
+    # dlogit_a = s_a (d_a − Σ_b s_b d_b) with d of the linear operation alone, 0 where it is not chosen
+    (got,) = torch.autograd.grad(types.linear.sum(), scores)
+    d = torch.stack((types.linear.detach(), torch.zeros_like(types.linear)), -2)
+    expected = shares * (d - (shares * d).sum(-2, keepdim=True))
+    torch.testing.assert_close(got.unflatten(-1, (2, 3)), expected)
+
+
+def test_the_last_chunk_gives_the_scores_no_gradient():
+    layer, x = build(), inputs(T=128)
+    tokens = layer.project(x, None, None, None, step=False)
+    types = layer.types_of(x, None)
+    types = types._replace(
+        linear=types.linear.detach().requires_grad_(), softmax=types.softmax.detach().requires_grad_()
+    )
+    linear, softmax = layer.mix(tokens, types, None)
+    of_linear, of_softmax = torch.autograd.grad(linear.sum() + softmax.sum(), [types.linear, types.softmax])
+    assert of_linear[:, 1].abs().max() == 0
+    assert of_softmax[:, 1].abs().max() == 0
+    assert of_linear[:, 0].abs().max() > 0
+
+
+def test_a_partial_chunk_has_the_mean_of_what_it_has():
+    x = inputs(T=70)
+    means = chunk_means(x, 64)
+    torch.testing.assert_close(means[:, 1], x[:, 64:].mean(1))
+    borders = torch.tensor([0, 3, 3, 70])
+    packed = chunk_means(x[:1], 64, borders)
+    torch.testing.assert_close(packed[0, 0], x[0, :3].mean(0))
+    torch.testing.assert_close(packed[0, 2], x[0, 3:67].mean(0))
+    torch.testing.assert_close(packed[0, 3], x[0, 67:].mean(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"own_chunk": "softmax"},
+        {"own_chunk": "linear"},
+        {"decay": False},
+        {"norm": "sum"},
+        {"weights": "inputs"},
+        {"weights": "none"},
+        {"types": "softmax"},
+        {"types": "linear"},
+        {"chunk": 128},
+    ],
+)
+def test_every_choice_changes_the_outputs(options):
+    # long enough that a linear chunk, a softmax one and a third follow each other
+    x = inputs(T=400)
+    plain, changed = build(), build(**options)
+    changed.load_state_dict(plain.state_dict() | {
+        name: value for name, value in changed.state_dict().items()
+        if name not in plain.state_dict() or value.shape != plain.state_dict()[name].shape
+    }, strict=False)  # fmt: skip
+    with torch.no_grad():
+        assert relative_error(run_mixer(changed, x), run_mixer(plain, x)) > 1e-3
+
+
+def test_without_own_chunks_of_attention_the_first_chunk_has_none():
+    layer, x = build(own_chunk="linear", types="softmax"), inputs()
+    tokens = layer.project(x, None, None, None, step=False)
+    _, softmax = layer.mix(tokens, layer.types_of(x, None), None)
+    assert softmax[:, :64].abs().max() == 0
+    assert softmax[:, 64:].abs().min() > 0
+
+
+def test_without_own_chunks_of_the_delta_rule_the_first_chunk_has_none():
+    layer, x = build(own_chunk="softmax", types="linear"), inputs()
+    tokens = layer.project(x, None, None, None, step=False)
+    linear, _ = layer.mix(tokens, layer.types_of(x, None), None)
+    assert linear[:, :64].abs().max() == 0
+    assert linear[:, 64:].abs().max() > 0
+
+
+def test_without_decay_softmax_chunks_leave_the_state_as_it_was():
+    layer, x = build(decay=False, types="softmax"), inputs(T=300)
+    tokens = layer.project(x, None, None, None, step=False)
+    linear, _ = layer.mix(tokens, layer.types_of(x, None), None)
+    # every chunk starts from the empty state
+    alone = type(tokens)(*(y[:, 128:192] for y in tokens))
+    torch.testing.assert_close(linear[:, 128:192], layer.delta_rule(alone, None)[0])
+
+
+@pytest.mark.parametrize(("types", "held"), [("softmax", 128), ("linear", 0), ("alternate", 64)])
+def test_keys_are_held_of_softmax_chunks_alone(types, held):
+    layer = build(types=types)
+    for pieces in ([170], [1] * 170, [100, 70]):
+        with torch.no_grad():
+            _, cache = run_in_pieces(layer, inputs(), pieces)
+        lengths = layer.held_tokens(cache.layers[0])
+        assert (0 if lengths is None else int(lengths.max())) == held
+
+
+def test_a_budget_pulls_the_share_towards_it():
+    layer, x = build(budget=0.0), inputs()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    shares = []
+    for _ in range(40):
+        _, auxiliary = layer(x)
+        shares.append(auxiliary["softmax_share"].mean().item())
+        optimizer.zero_grad()
+        (auxiliary["budget_loss"] / x.shape[1]).backward()
+        optimizer.step()
+    assert shares[-1] < shares[0]
+    assert shares[-1] < 0.1
+
+
+def test_the_share_counts_real_chunks_alone():
+    layer, x = build(types="softmax"), inputs(B=1)
+    for borders in (None, torch.tensor([0, 5, 5, 100, 170])):
+        _, auxiliary = layer(x, cu_seqlens=borders)
+        torch.testing.assert_close(auxiliary["softmax_share"], torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_softmax_heads": 3}, "num_softmax_heads"),
+        ({"num_heads": 0}, "num_softmax_heads"),
+        ({"head_dim": 7, "expand_v": 1.5}, "head_dim"),
+        ({"head_dim": 9}, "softmax heads"),
+        ({"head_dim": 6, "rope": True}, "rope"),
+        ({"chunk": 32}, "chunk"),
+        ({"chunk": 100}, "chunk"),
+        ({"types": "random"}, "types"),
+        ({"own_chunk": "none"}, "own_chunk"),
+        ({"norm": "no"}, "norm"),
+        ({"weights": "keys"}, "weights"),
+        ({"budget": 2.0}, "budget"),
+        ({"budget": 0.5, "types": "linear"}, "budget"),
+        ({"budget": 0.5, "budget_weight": -1.0}, "budget_weight"),
+    ],
+)
+def test_malformed_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        SMALL(**options)
