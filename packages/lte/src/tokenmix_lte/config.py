@@ -1,0 +1,26 @@
+"""The configuration: the backbone with layers that learn which keys to keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmix_core.modeling import HybridConfig, register_mixer
+from tokenmix_lte.mixer import Lte
+from tokenmix_lte.tova import Tova
+
+register_mixer("lte", Lte)
+register_mixer("tova", Tova)
+
+
+class LteConfig(HybridConfig):
+    """`HybridConfig` whose layers are "lte" where nothing else is said.
+
+    Options of the layers are `mixer_options["lte"]`: see `Lte`. Other mixers may interleave.
+    """
+
+    model_type = "tokenmix_lte"
+
+    def __post_init__(self, **kwargs: Any):
+        if self.mixers is None:
+            self.mixers = ["lte"]
+        super().__post_init__(**kwargs)

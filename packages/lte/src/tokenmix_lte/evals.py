@@ -1,0 +1,106 @@
+"""What the paper measures of the layers: which keys are held by layer and head, and what the scorer takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from tokenmix_core.evaluation import text
+from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
+from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_lte.mixer import Lte
+
+
+def lte_layers(model: Any) -> dict[int, Lte]:
+    """The LTE layers of a model by their place.
+
+    Raises:
+        ValueError: a model without any.
+    """
+    mixers: Any = getattr(getattr(model, "model", None), "mixers", ())
+    layers: dict[int, Lte] = {i: mixer for i, mixer in enumerate(mixers) if isinstance(mixer, Lte)}
+    if not layers:
+        raise ValueError(f"the suite needs a model with LTE layers, got {type(model).__name__} without any")
+    return layers
+
+
+@torch.inference_mode()
+def held_shares(
+    model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
+) -> Float[np.ndarray, "layers heads"]:
+    """The share of tokens out of the window that a head holds at a sequence's end, by LTE layer and key head."""
+    lte_layers(model)
+    total: Any = 0
+    for batch in tqdm(sequences.split(batch_size), desc="retention", unit="batch", disable=not progress):
+        shares = model.model(batch.to(model.device), use_cache=False).auxiliary["held_share"]
+        total = total + shares.double().cpu() * len(batch)
+    return (total / len(sequences)).numpy()
+
+
+def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The share of tokens out of the window that is held, by layer and head (Figure 5); a plot for each length."""
+    options.choose("retention", ("retention",))
+    layers = lte_layers(model)
+    heads = {layer.num_kv_heads for layer in layers.values()}
+    if len(heads) > 1:
+        raise ValueError(f"retention needs LTE layers with equally many key heads, got {sorted(heads)}")
+    widest = max(layer.window for layer in layers.values())
+    lengths = sorted(options.lengths or (options.max_length or model.config.max_position_embeddings,))
+    if lengths[0] <= widest:
+        raise ValueError(f"retention needs lengths above the window of {widest} tokens, got {lengths[0]}")
+    count = options.limit or 16
+    rows, plots = [], []
+    for length in lengths:
+        sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * count * length), length, count)
+        shares = held_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
+        for i, share in zip(layers, shares, strict=True):
+            row = {"tokens": length, "sequences": len(sequences), "layer": i, "mean": float(share.mean())}
+            rows.append(row | {f"head {h}": float(x) for h, x in enumerate(share)})
+        plots.append(
+            {
+                "title": f"Share held of tokens out of the window after {length}; "
+                f"layers {', '.join(map(str, layers))} from below",
+                "x": "key head",
+                "y": "LTE layer",
+                "series": {},
+                "heatmap": shares.tolist(),
+            }
+        )
+    settings = {"text": options.text or text.BUILT_IN}
+    return {"suite": "retention", "settings": settings, "rows": rows, "plots": plots}
+
+
+def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The scorers' part of the model's parameters, and of the forward operations a token, by context length."""
+    options.choose("scorer", ("scorer",))
+    layers = lte_layers(model)
+    scorers = [layer.scorer for layer in layers.values() if layer.scorer is not None]
+    parameters = sum(p.numel() for scorer in scorers for p in scorer.parameters())
+    flops = sum(scorer.flops for scorer in scorers)
+    whole = sum(p.numel() for p in model.parameters())
+    rows = []
+    for length in sorted(options.lengths or (4096,)):
+        every = model.flops_per_token(length) / 3
+        mixers = sum(layer.flops_per_token(length) for layer in layers.values())
+        rows.append(
+            {
+                "tokens": length,
+                "scorers' parameters": parameters,
+                "share of parameters": parameters / whole,
+                "scorers' operations a token": flops,
+                "share of operations": flops / every,
+                "share of the layers' operations": flops / mixers,
+            }
+        )
+    return {"suite": "scorer", "settings": {"parameters": whole}, "rows": rows, "plots": []}
+
+
+SUITES: dict[str, Suite] = {
+    "retention": Suite("share of tokens out of the window that is held, by layer and head; offline", retention_suite),
+    "scorer": Suite("what scoring takes of parameters and operations; offline", scorer_suite),
+}

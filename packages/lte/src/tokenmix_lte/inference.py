@@ -1,0 +1,225 @@
+"""Going on from a layer's state: one token of each sequence, or many, in the memory that the first token took.
+
+A head's places are the window's, a ring where the token at position p has place p mod W, and behind them those of far
+keys. A logit is final once the tokens that the scorer looks ahead to are there, so it is known when its token leaves
+the ring: then the token enters the far places, or replaces the worst there, or is gone.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.nn.ragged import RaggedKVState
+from tokenmix_core.nn.state import LayerState
+from tokenmix_core.ops import kept_attention
+from tokenmix_lte.cap import eviction_times
+
+if TYPE_CHECKING:
+    from tokenmix_lte.mixer import Lte, Tokens
+
+
+class Held(NamedTuple):
+    """A state's tensors, S = W + cap places a head."""
+
+    # [N, S, H, K], [N, S, H, K], [N, H]
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    # [N, H, S], [N, H, cap]
+    scores: Tensor
+    ages: Tensor
+    # [N, reach, H, K], the token at position p at p mod reach
+    raw: Tensor
+
+
+def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
+    """Outputs for one token of each sequence; the state is written in place, nothing waits for the device."""
+    q, k, raw, v = tokens
+    _prepare(layer, tokens, state, len(k))
+    kv: RaggedKVState = state.kv
+    scores, ages, span = state.scores.value, state.ages.value, state.span
+    N, W, cap, H = len(k), layer.window, layer.cap, layer.num_kv_heads
+    before = span.before
+    if layer.scorer is not None and span.past and span.past % layer.score_every == 0:
+        _score(layer, state)
+    # the token whose place is needed
+    place = (before % W).view(N, 1).expand(N, H)
+    index = place[..., None, None].expand(N, H, 1, layer.head_dim)
+    key, value = (x.gather(2, index).squeeze(2) for x in (kv.keys, kv.values))
+    age = (before - W).view(N, 1).expand(N, H)
+    score = scores.gather(2, place.unsqueeze(-1)).squeeze(-1)
+    if layer.uniform:
+        score = layer.uniform_ranks(age.clamp(min=0)).to(score.dtype)
+    score = score.masked_fill((age >= 0) & (age < layer.sinks), torch.inf)
+    # where it goes
+    far = kv.lengths - before.clamp(max=W).unsqueeze(1)
+    filled = torch.arange(cap, device=k.device) < far.unsqueeze(-1)
+    lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
+    youngest = torch.where(filled & (scores[:, :, W:] == lowest.unsqueeze(-1)), ages, -1).argmax(-1)
+    free = far < cap
+    enters = (age >= 0) & (score > 0) & (free | (score > lowest))
+    target = torch.where(free, far, youngest).long()
+    kv.replace(W + target, key, value, enters)
+    _put(scores, W + target, score, enters)
+    _put(ages, target, age.to(ages.dtype), enters)
+    # the new token
+    kv.replace(place, k.squeeze(1), v.squeeze(1), torch.ones_like(enters))
+    if layer.reach:
+        at = (before % layer.reach).view(N, 1, 1, 1)
+        state.raw.value.scatter_(1, at.expand_as(raw), raw.detach())
+    kv.lengths.add_((enters & free).int() + (age < 0).int())
+    return kv.attend(q.squeeze(1), impl=layer.impl).o
+
+
+def go_on(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
+    """Outputs for the tokens of a call, in its layout; the state holds them afterwards."""
+    span = state.span
+    _prepare(layer, tokens, state, span.sequences)
+    held = _held(state)
+    if span.uniform:
+        o, held = _advance(layer, tokens, held, span.past)
+    else:
+        # sequences of different lengths, one by one
+        packed = span.cu_seqlens is not None
+        borders = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
+        parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in borders]
+        outputs, rows = [], []
+        for n, (part, past) in enumerate(zip(parts, span.before.tolist(), strict=True)):
+            row = Held(*(x[n : n + 1] for x in held))
+            if part.k.shape[1]:
+                o, row = _advance(layer, part, row, past)
+                outputs.append(o)
+            rows.append(row)
+        o = torch.cat(outputs, 1 if packed else 0)
+        held = Held(*(torch.cat(x) for x in zip(*rows, strict=True)))
+    _store(state, held)
+    return o
+
+
+def _advance(layer: Lte, tokens: Tokens, held: Held, past: int) -> tuple[Tensor, Held]:
+    """Outputs for T tokens of sequences that each hold `past`, and what they hold afterwards.
+
+    Far keys, the ring and the new tokens in a row, oldest first, are like a sequence of their own: far keys stand in
+    front, where no window reaches them, for there are none before the ring is full.
+    """
+    q, k, raw, v = tokens
+    W, total, device = layer.window, past + k.shape[1], k.device
+    ring, reach = min(past, W), min(past, layer.reach)
+    places = torch.arange(past - ring, past, device=device) % W
+    keys, values = torch.cat((held.keys[:, places], k), 1), torch.cat((held.values[:, places], v), 1)
+    last = torch.arange(past - reach, past, device=device) % max(1, layer.reach)
+    raws = torch.cat((held.raw[:, last], raw), 1)
+    logits = layer.logits(raws, values[:, ring - reach :]).detach()
+    # the first ones lack what came before them, and have been scored
+    known = 0 if reach == past else layer.behind
+    scored = held.scores[:, :, places].transpose(1, 2)[:, : ring - reach + known]
+    scores = torch.cat((scored, logits[:, known:].to(scored.dtype)), 1)
+    positions = torch.arange(past - ring, total, device=device)
+    ranks = layer.ranks(scores, positions)
+    ages = positions.to(held.ages.dtype).view(1, -1, 1).expand_as(ranks)
+    if past > W:
+        keys, values, ranks, ages = (
+            torch.cat(pair, 1) for pair in zip(_far(layer, held), (keys, values, ranks, ages), strict=True)
+        )
+    keep = ranks > -torch.inf
+    until = eviction_times(ranks, layer.cap, W)
+    o = kept_attention(q, keys, values, keep, window=W, until=until, impl=layer.impl).o
+    left = keys.shape[1] - min(total, W)
+    stays = keep[:, :left] & (until[:, :left] >= keys.shape[1])
+    far = [_chosen(x[:, :left], stays, layer.cap) for x in (keys, values, ranks, ages)]
+    rings = [_ring(x, W, total) for x in (keys, values, scores)]
+    return o, Held(
+        torch.cat((rings[0], far[0]), 1).detach(),
+        torch.cat((rings[1], far[1]), 1).detach(),
+        min(total, W) + stays.sum(1, dtype=torch.int32),
+        torch.cat((rings[2], far[2]), 1).transpose(1, 2),
+        far[3].transpose(1, 2),
+        _ring(raws, layer.reach, total).detach(),
+    )
+
+
+def _far(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, ranks and ages of the far keys `[N, cap, H, ...]`, by age; a rank of −∞ where there is none."""
+    filled = torch.arange(layer.cap, device=held.ages.device) < (held.lengths - layer.window).unsqueeze(-1)
+    order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
+    ranks = held.scores[:, :, layer.window :].masked_fill(~filled, -torch.inf)
+    of_tokens = order.transpose(1, 2)[..., None].expand(-1, -1, -1, layer.head_dim)
+    keys, values = (x[:, layer.window :].gather(1, of_tokens) for x in (held.keys, held.values))
+    return keys, values, ranks.gather(-1, order).transpose(1, 2), held.ages.gather(-1, order).transpose(1, 2)
+
+
+def _chosen(x: Float[Tensor, "N L H *K"], take: Bool[Tensor, "N L H"], room: int) -> Float[Tensor, "N room H *K"]:
+    """Those of the tokens that each head takes, in their order, with zeros behind them."""
+    # what is not taken goes to a place of its own behind all others
+    to = torch.where(take, take.cumsum(1) - 1, room)
+    to = to.view(*to.shape, *[1] * (x.dim() - 3)).expand_as(x)
+    return x.new_zeros(len(x), room + 1, *x.shape[2:]).scatter_(1, to, x)[:, :room]
+
+
+def _ring(x: Float[Tensor, "N L *rest"], room: int, total: int) -> Float[Tensor, "N room *rest"]:
+    """The newest tokens of sequences of `total` tokens, each at its position mod `room`."""
+    held = min(total, room)
+    newest = x[:, x.shape[1] - held :]
+    if held < room:
+        return torch.cat((newest, x.new_zeros(len(x), room - held, *x.shape[2:])), 1)
+    return newest.roll(total % room, 1) if room else newest
+
+
+def _score(layer: Lte, state: LayerState) -> None:
+    """Write the logits of those of the newest tokens that are final and may not have been scored."""
+    assert layer.scorer is not None
+    before, reach, W = state.span.before, layer.reach, layer.window
+    N, H = len(before), layer.num_kv_heads
+    positions = before.unsqueeze(1) - reach + torch.arange(reach, device=before.device)
+    at = (positions % reach)[..., None, None]
+    raw = state.raw.value
+    raw = raw.gather(1, at.expand_as(raw))
+    places = (positions % W).unsqueeze(1).expand(N, H, reach)
+    values = state.kv.values.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)).transpose(1, 2)
+    begin = (reach - before).clamp(min=0)
+    final = slice(layer.behind, reach - layer.ahead)
+    logits = layer.scorer(raw, values, begin=begin)[:, final].transpose(1, 2)
+    places = places[:, :, final]
+    scores = state.scores.value
+    there = (positions[:, final] >= 0).unsqueeze(1)
+    scores.scatter_(2, places, torch.where(there, logits.to(scores.dtype), scores.gather(2, places)))
+
+
+def _put(
+    x: Float[Tensor, "N H places"], at: Int[Tensor, "N H"], new: Float[Tensor, "N H"], where: Bool[Tensor, "N H"]
+) -> None:
+    """Write one place of each head, in place, where `where` says so."""
+    at = at.unsqueeze(-1)
+    x.scatter_(2, at, torch.where(where.unsqueeze(-1), new.unsqueeze(-1).to(x.dtype), x.gather(2, at)))
+
+
+def _prepare(layer: Lte, tokens: Tokens, state: LayerState, batch: int) -> None:
+    """Make the state's tensors before the first call."""
+    if state.kv.places:
+        return
+    k = tokens.k.detach()
+    nothing = k.new_zeros(batch, 0, layer.num_kv_heads, layer.head_dim)
+    state.kv.append(nothing, nothing, nothing[..., 0].bool())
+    state.scores.get(batch, k)
+    state.raw.get(batch, k)
+    state.ages.value = torch.zeros(batch, *state.ages.shape, dtype=state.ages.dtype, device=k.device)
+
+
+def _held(state: LayerState) -> Held:
+    kv = state.kv
+    keys, values = kv.keys.transpose(1, 2), kv.values.transpose(1, 2)
+    return Held(keys, values, kv.lengths, state.scores.value, state.ages.value, state.raw.value)
+
+
+def _store(state: LayerState, held: Held) -> None:
+    filled = torch.arange(held.keys.shape[1], device=held.keys.device) < held.lengths.unsqueeze(-1)
+    state.kv.clear()
+    state.kv.append(held.keys, held.values, filled.transpose(1, 2))
+    state.scores.set(held.scores)
+    state.ages.set(held.ages)
+    state.raw.set(held.raw)

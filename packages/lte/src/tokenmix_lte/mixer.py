@@ -1,0 +1,268 @@
+"""Learned token eviction: softmax attention to a window and to those far keys that each head has learned to keep."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.chunking import packed_positions, sequence_ids
+from tokenmix_core.nn.attention import mean_visible
+from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
+from tokenmix_core.nn.ragged import RaggedKVState
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.ops import kept_attention
+from tokenmix_core.ops.common import Impl
+from tokenmix_lte.cap import eviction_times
+from tokenmix_lte.inference import go_on, step
+from tokenmix_lte.scorers import Scorers, make_scorer
+
+Estimator = Literal["values", "inside"]
+# λ of the sparsity loss begins here
+FIRST_WEIGHT = 1e-9
+# tokens between two scorings while decoding
+_SCORE_EVERY = 64
+
+
+class Tokens(NamedTuple):
+    """What attention and the scorer take of a call's tokens."""
+
+    # [B, T, HQ, K], [B, T, H, K], both rotated
+    q: Tensor
+    k: Tensor
+    # [B, T, H, K]: k before it is rotated
+    raw: Tensor
+    # [B, T, H, K]
+    v: Tensor
+
+
+class Places(NamedTuple):
+    """Of each token of whole sequences, `[T]`: its position, and how many tokens follow in its sequence."""
+
+    position: Tensor
+    after: Tensor
+
+
+class Lte(Mixer):
+    """o = W_o softmax(scale · q kᵀ) v over the window's keys, the sinks, and far keys with a retention logit above 0.
+
+    A scorer reads keys before rotation and values around each token and gives a logit for each key head. In training
+    every key with a positive one stays; the logits learn by the straight-through gradient ⟨v, ∂L/∂v⟩ (eq. 6) and by a
+    sparsity loss λ · ReLU(sigmoid(logit) − ½), whose λ per head a callback steers by the share kept
+    (`tokenmix_lte.training`). In evaluation a head holds at most `cap` far keys: when a better one leaves the window
+    the worst leaves for good, with a cache or without.
+
+    Args:
+        hidden_size: D.
+        num_heads: query heads HQ.
+        num_kv_heads: key heads H, a divisor of HQ; None for HQ.
+        head_dim: K, a multiple of 4; None for D / HQ.
+        window: a token sees itself and the window − 1 before it.
+        cap: far keys, sinks included, that a head holds in evaluation.
+        sinks: first tokens that stay visible.
+        scorer: "cnn"; "causal", which reads the past alone; "mlp", which reads the token alone; "none", which keeps the
+            sinks alone: no far segment; "uniform", which keeps every n-th token, n doubling token by token where `cap`
+            are held (Unif.+SWA). The last two learn nothing, and have the weights of core's attention.
+        estimator: how logits learn: "values" as in the paper, or "inside", by a factor before the exponentials of kept
+            far keys.
+        dropout: of the scorer's layers, in training.
+        norm_eps: taken and not used, as there are no norms.
+        impl: implementation of attention, None, "triton" or "reference".
+
+    Raises:
+        ValueError: sizes that do not divide, a window too narrow for the scorer, an unknown choice.
+    """
+
+    attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 16,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int = 768,
+        cap: int = 512,
+        sinks: int = 4,
+        scorer: Scorers = "cnn",
+        estimator: Estimator = "values",
+        dropout: float = 0.1,
+        norm_eps: float = 1e-6,
+        impl: Impl | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"Lte: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"Lte: without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}"
+            )
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if head_dim < 4 or head_dim % 4:
+            raise ValueError(f"Lte: head_dim must be a multiple of 4, got {head_dim}")
+        if not 0 <= sinks <= cap or cap < 1:
+            raise ValueError(f"Lte: sinks must be from 0 to cap, which is at least 1, got {sinks} and {cap}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Lte: dropout must be from 0 to below 1, got {dropout}")
+        for name, value, choices in (
+            ("scorer", scorer, get_args(Scorers)),
+            ("estimator", estimator, get_args(Estimator)),
+        ):
+            if value not in choices:
+                raise ValueError(f"Lte: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.window, self.sinks, self.estimator = window, sinks, estimator
+        self.impl: Impl | None = impl
+        self.rotary_dim = head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout)
+        # where nothing is scored, sinks alone are ever far
+        self.cap = max(1, sinks) if scorer == "none" else cap
+        self.uniform = scorer == "uniform"
+        self.behind, self.ahead = (0, 0) if self.scorer is None else (self.scorer.behind, self.scorer.ahead)
+        if window < self.behind + self.ahead + 1:
+            raise ValueError(
+                f"Lte: window must be at least {self.behind + self.ahead + 1}, the tokens that the {scorer!r} scorer "
+                f"reads, got {window}"
+            )
+        self.score_every = min(_SCORE_EVERY, window - self.behind - self.ahead)
+        self.sparsity = None if self.scorer is None else HeadWeights(num_kv_heads, initial=FIRST_WEIGHT)
+        # layers of a model over which the sparsity loss is a mean
+        self.peers = 1
+
+    @classmethod
+    def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Lte:
+        """The mixer of a layer, which knows how many of its kind the model has."""
+        layer = cls(config.hidden_size, norm_eps=config.norm_eps, **options)
+        kind = config.mixer_type(layer_idx)
+        layer.peers = sum(config.mixer_type(i) == kind for i in range(config.num_hidden_layers))
+        return layer
+
+    def make_state(self) -> LayerState:
+        """Of each head the window's keys and values, then the far ones; the ring's logits and the far scores; the
+        positions of far keys; and the last keys before rotation, of which the next logits are made."""
+        held = (self.num_kv_heads, self.window + self.cap)
+        return LayerState(
+            kv=RaggedKVState(self.num_kv_heads, self.head_dim, self.head_dim, capacity=held[1]),
+            scores=TensorState(*held, dtype=torch.float32),
+            ages=TensorState(self.num_kv_heads, self.cap, dtype=torch.int32),
+            raw=TensorState(self.reach, self.num_kv_heads, self.head_dim),
+        )
+
+    @property
+    def reach(self) -> int:
+        """Newest tokens whose keys before rotation are held: those to score at one time, and what these depend on."""
+        return 0 if self.scorer is None else self.score_every + self.behind + self.ahead
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        assert rotary is not None
+        x, auxiliary = hidden_states, None
+        q = apply_rotary(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), rotary)
+        raw = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        tokens = Tokens(q, apply_rotary(raw, rotary), raw, v)
+        if state is None:
+            o, auxiliary = self._whole(tokens, cu_seqlens)
+        else:
+            o = (step if stepping(x, state) else go_on)(self, tokens, state)
+        return self.o_proj(o.flatten(-2)), auxiliary
+
+    def logits(
+        self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Float[Tensor, "B T H"]:
+        """The retention logits; those of the last `ahead` tokens are not final. Without a scorer all are −1."""
+        if self.scorer is None:
+            wide = torch.promote_types(raw.dtype, torch.float32)
+            return torch.full(raw.shape[:3], -1.0, dtype=wide, device=raw.device)
+        return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
+
+    def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
+        """What decides who stays: the logit where it is positive, −∞ elsewhere, and +∞ for sinks."""
+        if self.uniform:
+            ranks = self.uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
+        else:
+            ranks = logits.detach().masked_fill(~(logits > 0), -torch.inf)
+        return ranks.masked_fill((position < self.sinks).unsqueeze(-1), torch.inf)
+
+    @staticmethod
+    def uniform_ranks(position: Int[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+        """1 and how often a position can be halved: what every n-th token is for an n that doubles; +∞ for the first.
+
+        With the older one staying of two that are equal, 2ⁿ-th tokens make way for 2ⁿ⁺¹-th ones, the newest first.
+        """
+        lowest = (position & -position).double()
+        return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()
+
+    def _whole(self, tokens: Tokens, cu_seqlens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs `[B, T, HQ, K]` of whole sequences, and what is told of them."""
+        q, k, raw, v = tokens
+        places = _places(v, cu_seqlens)
+        logits = self.logits(raw, v, cu_seqlens=cu_seqlens)
+        ranks = self.ranks(logits, places.position)
+        keep = ranks > -torch.inf
+        until = None if self.training else eviction_times(ranks, self.cap, self.window, cu_seqlens)
+        share = logits.sigmoid()
+        marks: Tensor = keep
+        if self.scorer is not None and self.estimator == "inside":
+            marks = keep + (share - share.detach())
+        elif self.scorer is not None and torch.is_grad_enabled():
+            # exactly v, and the derivative by the share is ⟨v, dv⟩
+            v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
+        o = kept_attention(q, k, v, marks, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
+        if until is None:
+            return o, self._observe(logits, share, places)
+        return o, {"held_share": self._held_share(keep, until, places)}
+
+    def _observe(self, logits: Tensor, share: Tensor, places: Places) -> dict[str, Tensor]:
+        """The sparsity loss, a sum over tokens, and the share kept of each head; noted for the callback, too.
+
+        The last tokens, whose logits are not final, neither cost nor count.
+        """
+        counted = (places.after >= self.ahead).unsqueeze(-1)
+        kept = ((logits.detach() > 0) & counted).sum(1, dtype=share.dtype) / counted.sum().clamp(min=1)
+        found = {"kept_share": kept.mean(0)}
+        if self.sparsity is not None:
+            self.sparsity.observe(kept)
+            excess = F.relu(share - 0.5) * counted
+            cost = (excess.sum((0, 1)) * self.sparsity.weight.to(share.dtype)).sum()
+            found["sparsity_loss"] = cost / (self.num_kv_heads * self.peers)
+        return found
+
+    def _held_share(self, keep: Bool[Tensor, "B T H"], until: Tensor, places: Places) -> Float[Tensor, "H"]:
+        """Of the tokens that have left the window by the end of their sequence, the share that each head holds then."""
+        out = (places.after >= self.window).unsqueeze(-1)
+        last = (places.position + places.after).unsqueeze(-1)
+        held = keep & (until > last) & out
+        return held.sum((0, 1)) / (len(keep) * out.sum()).clamp(min=1)
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # attention as if everything were kept up to the cap, and the scorer
+        visible = mean_visible(seq_len, self.window + self.cap)
+        scoring = 0.0 if self.scorer is None else self.scorer.flops
+        return 4.0 * self.num_heads * self.head_dim * visible + scoring
+
+
+def _places(x: Tensor, cu_seqlens: Tensor | None) -> Places:
+    T = x.shape[1]
+    if cu_seqlens is None:
+        position = torch.arange(T, device=x.device)
+        return Places(position, T - 1 - position)
+    position = packed_positions(cu_seqlens, T)
+    return Places(position, cu_seqlens.diff()[sequence_ids(cu_seqlens, T)] - 1 - position)

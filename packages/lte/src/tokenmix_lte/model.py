@@ -1,0 +1,26 @@
+"""The LTE language model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tokenmix_core.modeling import HybridForCausalLM, HybridModel, register_model
+from tokenmix_lte.config import LteConfig
+
+
+class LteModel(HybridModel):
+    """The backbone."""
+
+    config: LteConfig
+    config_class = LteConfig
+
+
+class LteForCausalLM(HybridForCausalLM):
+    """The causal language model."""
+
+    config: LteConfig
+    config_class = LteConfig
+    model_class: ClassVar[type[HybridModel]] = LteModel
+
+
+register_model(LteConfig, LteModel, LteForCausalLM)

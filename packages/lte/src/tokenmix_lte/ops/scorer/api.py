@@ -1,0 +1,84 @@
+"""The scorer's public function: shapes and checks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.ops.common import bind_shapes, check_cu_seqlens, check_dtype, check_same_dtype
+from tokenmix_lte.ops.scorer.reference import retention_logits_reference
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def retention_logits(
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    convs: Sequence[tuple[Float[Tensor, "H out in taps"], Float[Tensor, "H out"]]],
+    weight: Float[Tensor, "H C"],
+    bias: Float[Tensor, "H"],
+    *,
+    offsets: Sequence[int] = (-2, 0, 2),
+    begin: Int[Tensor, "B"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "B T H"]:
+    """How much each key is worth keeping: convolutions over time on [k; v], each followed by SiLU, and a linear map.
+
+    Heads have weights of their own. A convolution reads its input at t + o for every offset o; tokens that do not exist
+    or are of another sequence count as zeros in the input of every layer, not only of the first. Differentiable in k,
+    v and all weights. Computed in float32 (float64 for float64), whatever autocast says: the sign decides.
+
+    Args:
+        k, v: bfloat16, float16, float32 or float64, of one dtype: keys before any rotation, and values.
+        convs: weights and biases of each convolution; the first one's inputs are K + V channels.
+        weight, bias: of the linear map.
+        offsets: where a convolution reads, one for each tap.
+        begin: the first token of each row that exists; None for 0. Logits before it mean nothing.
+        cu_seqlens: borders of packed sequences, for B = 1 and without `begin`.
+        dropout: probability with which elements of a convolution's input are dropped, others enlarged.
+
+    Returns:
+        Logits `[B, T, H]`, float32 (float64).
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option.
+    """
+    op = "retention_logits"
+    dims = bind_shapes(op, {}, k=(k, "B T H K"), v=(v, "B T H V"), begin=(begin, "B?"))
+    check_dtype(op, _FLOATS, k=k)
+    check_same_dtype(op, k=k, v=v)
+    check_dtype(op, (torch.int32, torch.int64), begin=begin)
+    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    if begin is not None and cu_seqlens is not None:
+        raise ValueError(f"{op}: begin and cu_seqlens exclude each other, got both")
+    if not convs or not offsets:
+        raise ValueError(f"{op}: expected at least one convolution and one offset, got {len(convs)} and {len(offsets)}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{op}: dropout must be from 0 to below 1, got {dropout!r}")
+    dims |= {"taps": len(offsets), "in": dims["K"] + dims["V"]}
+    for i, (kernel, shift) in enumerate(convs):
+        dims.pop("out", None)
+        bind_shapes(op, dims, **{f"convs[{i}][0]": (kernel, "H out in taps"), f"convs[{i}][1]": (shift, "H out")})
+        check_dtype(op, _FLOATS, **{f"convs[{i}][0]": kernel, f"convs[{i}][1]": shift})
+        dims["in"] = dims["out"]
+    bind_shapes(op, dims, weight=(weight, "H in"), bias=(bias, "H"), k=(k, "B T H K"), cu_seqlens=(cu_seqlens, "_?"))
+    check_dtype(op, _FLOATS, weight=weight, bias=bias)
+    if k.is_cuda:
+        _say_once()
+    with torch.autocast(k.device.type, enabled=False):
+        return retention_logits_reference(
+            k, v, convs, weight, bias, offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, dropout=dropout
+        )
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        "retention_logits: scores are computed by PyTorch's own operations; there is no fused kernel yet", stacklevel=3
+    )

@@ -1,0 +1,146 @@
+"""Recipes: the paper's models and ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
+
+Hybrids have Gated DeltaNet at even layers and LTE at odd ones. Every model of a size has the width, depth and heads of
+the others, as in the paper, so their parameters differ by what their mixers have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+# registers the family
+import tokenmix_lte.model  # noqa: F401
+from tokenmix_core.recipes import ATTENTION, GDN, paper_baseline, recall
+from tokenmix_core.recipes import tiny as tiny_hybrid
+from tokenmix_core.training.recipe import Recipe
+from tokenmix_lte.training import steer_sparsity
+
+MODEL_TYPE, LTE = "tokenmix_lte", "lte"
+SIZES: dict[str, dict[str, Any]] = {
+    "0.4b": {"num_heads": 16},
+    "1.4b": {"num_heads": 32, "num_kv_heads": 8},
+}
+EVALUATIONS = ["perplexity-by-position", "retention"]
+# what differs from laLTE; without a far segment there is nothing to steer
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "mlp": {"scorer": "mlp"},
+    "causal": {"scorer": "causal"},
+    "no-far": {"scorer": "none"},
+    "inside": {"estimator": "inside"},
+}
+# the names of core's baselines
+BASELINES = {
+    "gdn": "gated_delta_net",
+    "gdn-swa": "gated_delta_net_window",
+    "gdn-attention": "gated_delta_net_attention",
+    "transformer": "transformer",
+}
+# of the paper's code
+DEVIATION = 0.006
+
+
+def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
+    """laLTE, or LTE alone, at one of the paper's sizes; `changes` are options of its layers."""
+    base = paper_baseline(f"lte/gated_delta_net_attention-{size}")
+    name = f"lte-{size}" if pure else f"lalte-{size}"
+    options = {LTE: SIZES[size] | changes}
+    if not pure:
+        options[GDN] = base.model["mixer_options"][GDN]
+    return replace(
+        base,
+        name=name,
+        description=f"{'LTE alone' if pure else 'laLTE'} with {size.upper()} parameters, as trained in the paper",
+        model={
+            **base.model,
+            "mixers": [LTE] if pure else [GDN, LTE] * 12,
+            "mixer_options": options,
+            "initializer_range": DEVIATION,
+        },
+        model_type=MODEL_TYPE,
+        run=replace(base.run, evaluations=EVALUATIONS),
+        callbacks=_callbacks(changes),
+    )
+
+
+def ablation(name: str, size: str) -> Recipe:
+    """laLTE with another scorer or estimator."""
+    recipe = paper(size, **ABLATIONS[name])
+    return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of laLTE: {name}, {size.upper()}")
+
+
+def baseline(kind: str, size: str) -> Recipe:
+    """A baseline of Tables 1 to 3, as trained in the paper."""
+    base = paper_baseline(f"lte/{BASELINES[kind]}-{size}")
+    return replace(base, name=f"{kind}-{size}", model={**base.model, "initializer_range": DEVIATION})
+
+
+# window, cap and sinks of the recall models: together less than half of a row, whose first half are pairs
+_RECALL = {
+    "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
+    "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
+}
+RECALL = ("lalte", *(f"lalte-{name}" for name in ABLATIONS), "gdn-swa", "gdn-attention", "gdn", "transformer")
+
+
+def recall_recipe(kind: str, size: str) -> Recipe:
+    """Multi-query associative recall from scratch, in the settings of core's `recall` recipes.
+
+    Hybrids have LTE, windowed or full attention at odd layers. The window of "gdn-swa" holds what LTE's window and half
+    its cap hold, as in the paper.
+    """
+    if kind in ("gdn", "transformer"):
+        return replace(recall(kind, size), name=f"recall-{kind}-{size}")
+    base, options = recall("gdn", size), _RECALL[size]
+    changes = ABLATIONS.get(kind.removeprefix("lalte-"), {})
+    mixer: dict[str, Any] = {"num_heads": options["num_heads"]}
+    other = ATTENTION
+    if kind.startswith("lalte"):
+        other, mixer = LTE, options | changes
+    elif kind == "gdn-swa":
+        mixer["window"] = options["window"] + options["cap"] // 2
+    return replace(
+        base,
+        name=f"recall-{kind}-{size}",
+        description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
+        model={
+            **base.model,
+            "mixers": [GDN, other],
+            "mixer_options": {GDN: base.model["mixer_options"][GDN], other: mixer},
+        },
+        model_type=MODEL_TYPE if other == LTE else base.model_type,
+        callbacks=_callbacks(changes) if other == LTE else (),
+    )
+
+
+def tiny() -> Recipe:
+    """Gated DeltaNet with LTE at odd layers, for two CPU cores, on Python's standard library."""
+    base = tiny_hybrid()
+    options = {
+        GDN: base.model["mixer_options"][GDN],
+        LTE: {"num_heads": 4, "num_kv_heads": 2, "window": 64, "cap": 48, "sinks": 4},
+    }
+    return replace(
+        base,
+        description="GDN with LTE at every other layer, on the built-in corpus; minutes on a laptop",
+        model={**base.model, "mixers": [GDN, LTE], "mixer_options": options},
+        model_type=MODEL_TYPE,
+        run=replace(base.run, evaluations=EVALUATIONS),
+        callbacks=(steer_sparsity,),
+    )
+
+
+def _callbacks(changes: dict[str, Any]) -> tuple:
+    return () if changes.get("scorer") == "none" else (steer_sparsity,)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny,
+    **{f"lalte-{size}": partial(paper, size) for size in SIZES},
+    **{f"lte-{size}": partial(paper, size, pure=True) for size in SIZES},
+    **{f"lalte-{size}-{name}": partial(ablation, name, size) for name in ABLATIONS for size in SIZES},
+    **{f"{kind}-{size}": partial(baseline, kind, size) for kind in BASELINES for size in SIZES},
+    **{f"recall-{kind}-{size}": partial(recall_recipe, kind, size) for kind in RECALL for size in _RECALL},
+}

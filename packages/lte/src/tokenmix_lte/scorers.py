@@ -1,0 +1,138 @@
+"""What scores a key: convolutions over its neighbours, or, as an ablation, the key and its value alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_lte.ops import retention_logits
+
+Scorers = Literal["cnn", "causal", "mlp", "none", "uniform"]
+# those that learn nothing
+FIXED = ("none", "uniform")
+_LAYERS = 3
+
+
+class Scorer(nn.Module):
+    """Retention logits `[B, T, H]` of keys before rotation and values, with weights of its own for each key head.
+
+    Attributes:
+        behind, ahead: how many tokens before and after its own a logit depends on.
+        flops: operations a token, a multiply and an add for each weight.
+    """
+
+    behind = ahead = 0
+
+    @property
+    def flops(self) -> float:
+        """Forward floating-point operations a token: two a weight."""
+        return 2.0 * sum(p.numel() for p in self.parameters())
+
+    def forward(
+        self,
+        k: Float[Tensor, "B T H K"],
+        v: Float[Tensor, "B T H V"],
+        *,
+        begin: Int[Tensor, "B"] | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        """The logits; arguments as `retention_logits`'."""
+        raise NotImplementedError
+
+
+class ConvScorer(Scorer):
+    """Three convolutions over every second token with SiLU, each with half the channels of the one before, then linear.
+
+    Args:
+        heads: key heads H.
+        channels: of a head's key and value together, a multiple of 8.
+        dropout: of the inputs of each convolution, in training.
+        causal: read the past alone, 12 tokens of it, in place of 6 on either side.
+    """
+
+    def __init__(self, heads: int, channels: int, *, dropout: float, causal: bool):
+        super().__init__()
+        self.offsets = (-4, -2, 0) if causal else (-2, 0, 2)
+        self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
+        self.dropout = dropout
+        sizes = [channels >> i for i in range(_LAYERS + 1)]
+        self.kernels = nn.ParameterList(
+            torch.empty(heads, sizes[i + 1], sizes[i], len(self.offsets)) for i in range(_LAYERS)
+        )
+        self.biases = nn.ParameterList(torch.empty(heads, sizes[i + 1]) for i in range(_LAYERS))
+        self.weight = nn.Parameter(torch.empty(heads, sizes[-1]))
+        self.bias = nn.Parameter(torch.empty(heads))
+        self.init_weights_()
+
+    def init_weights_(self) -> None:
+        """Start with nearly every key kept."""
+        for kernel, bias in zip(self.kernels, self.biases, strict=True):
+            fan_in = kernel.shape[2] * kernel.shape[3]
+            nn.init.normal_(kernel, 0.0, (2 / fan_in) ** 0.5)
+            nn.init.uniform_(bias, -(fan_in**-0.5), fan_in**-0.5)
+        _init_last_(self.weight, self.bias)
+
+    def forward(self, k, v, *, begin=None, cu_seqlens=None):
+        return retention_logits(
+            k,
+            v,
+            list(zip(self.kernels, self.biases, strict=True)),
+            self.weight,
+            self.bias,
+            offsets=self.offsets,
+            begin=begin,
+            cu_seqlens=cu_seqlens,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+
+class MlpScorer(Scorer):
+    """Half as many channels with SiLU, then linear: the key and its value without their neighbours (LTE-MLP).
+
+    Args:
+        heads: key heads H.
+        channels: of a head's key and value together.
+        dropout: of the hidden layer, in training.
+    """
+
+    def __init__(self, heads: int, channels: int, *, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.kernel = nn.Parameter(torch.empty(heads, channels // 2, channels))
+        self.shift = nn.Parameter(torch.empty(heads, channels // 2))
+        self.weight = nn.Parameter(torch.empty(heads, channels // 2))
+        self.bias = nn.Parameter(torch.empty(heads))
+        self.init_weights_()
+
+    def init_weights_(self) -> None:
+        """Start with nearly every key kept."""
+        fan_in = self.kernel.shape[2]
+        nn.init.normal_(self.kernel, 0.0, (2 / fan_in) ** 0.5)
+        nn.init.uniform_(self.shift, -(fan_in**-0.5), fan_in**-0.5)
+        _init_last_(self.weight, self.bias)
+
+    def forward(self, k, v, *, begin=None, cu_seqlens=None):
+        x = at_least_float32(torch.cat((k, v), -1))
+        with torch.autocast(x.device.type, enabled=False):
+            hidden = torch.einsum("bthc,hdc->bthd", x, self.kernel.to(x.dtype)) + self.shift.to(x.dtype)
+            hidden = self.dropout(F.silu(hidden))
+            return torch.einsum("bthd,hd->bth", hidden, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
+
+
+def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float) -> Scorer | None:
+    """The scorer of a name; None for those that learn nothing."""
+    if kind in FIXED:
+        return None
+    if kind == "mlp":
+        return MlpScorer(heads, channels, dropout=dropout)
+    return ConvScorer(heads, channels, dropout=dropout, causal=kind == "causal")
+
+
+def _init_last_(weight: Tensor, bias: Tensor) -> None:
+    nn.init.normal_(weight, 0.0, (2 / weight.shape[1]) ** 0.5)
+    nn.init.constant_(bias, 0.5)

@@ -1,0 +1,81 @@
+"""Feedback for the sparsity loss (Algorithm 1): λ of each layer and head follows the keys that it keeps."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from tokenmix_core.training.callbacks import AdaptHeadWeights
+from tokenmix_core.training.recipe import Recipe
+from tokenmix_lte.mixer import FIRST_WEIGHT, Lte
+from tokenmix_lte.scorers import FIXED
+
+# steps between two changes of λ; the moving average spans half as many
+EVERY = 32
+DECAY = 1 - 2 / (1 + EVERY / 2)
+RISE, FALL = 1.5, 0.5
+# below this part of the target λ falls
+SLACK = 0.95
+
+
+class SteerSparsity(AdaptHeadWeights):
+    """Steers λ so that a head keeps about `target` keys of a training row: λ rises above that and falls below.
+
+    What layers observe is the share of a row's keys, so that neither the size of a batch nor how it is cut matters. The
+    log gets, for each layer, the keys kept a row as `kept/LAYER`, mean over heads, and the largest λ as `lambda/LAYER`.
+
+    Args:
+        target: keys of a row that a head is to keep, window included.
+        length: tokens of a row.
+
+    Raises:
+        ValueError: a target or a length below 1.
+    """
+
+    def __init__(self, target: int, length: int) -> None:
+        if target < 1 or length < 1:
+            raise ValueError(f"target and length must be at least 1, got {target} and {length}")
+        self.length, self.share = length, target / length
+        super().__init__(self.next_weights, every=EVERY, decay=DECAY)
+
+    def next_weights(self, weight: Float[Tensor, "H"], average: Float[Tensor, "H"]) -> Float[Tensor, "H"]:
+        """λ after a look at the average share kept: at most 1, 0 below where it began, and from 0 up again."""
+        above, below = average > self.share, average < SLACK * self.share
+        changed = torch.where(above, weight * RISE, torch.where(below, weight * FALL, weight)).clamp(max=1.0)
+        changed = changed.masked_fill(changed < FIRST_WEIGHT, 0.0)
+        return changed.masked_fill((changed == 0) & above, FIRST_WEIGHT)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, *, model: nn.Module, **_: Any
+    ) -> None:
+        if not logs or "loss" not in logs:
+            return
+        backbone: Any = model.get_submodule("model")
+        for i, mixer in enumerate(backbone.mixers):
+            if isinstance(mixer, Lte) and mixer.sparsity is not None:
+                logs[f"kept/{i}"] = self.length * float(mixer.sparsity.average.mean())
+                logs[f"lambda/{i}"] = float(mixer.sparsity.weight.max())
+
+
+def steer_sparsity(recipe: Recipe) -> TrainerCallback:
+    """What steers λ in a recipe's run: each head is to keep as many keys of a row as its `cap` holds.
+
+    Raises:
+        ValueError: a model without layers that score keys, or layers with different caps.
+    """
+    config: Any = recipe.model_config()
+    default, caps = inspect.signature(Lte).parameters["cap"].default, set()
+    for i in range(config.num_hidden_layers):
+        options = config.options_of(i)
+        if config.mixer_type(i) == "lte" and options.get("scorer") not in FIXED:
+            caps.add(options.get("cap", default))
+    if not caps:
+        raise ValueError("steer_sparsity needs a model with LTE layers that score keys; drop the callback or add one")
+    if len(caps) > 1:
+        raise ValueError(f"steer_sparsity needs LTE layers with one cap, got {', '.join(map(str, sorted(caps)))}")
+    return SteerSparsity(caps.pop(), recipe.data.seq_len)

@@ -1,0 +1,78 @@
+"""Trained attention in constant memory without training: TOVA, and a window with every n-th token before it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Literal, get_args
+
+import torch
+
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_lte.config import LteConfig
+from tokenmix_lte.model import LteForCausalLM
+
+Method = Literal["tova", "uniform"]
+_FIELDS = {field.name for field in dataclasses.fields(HybridConfig)}
+
+
+def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteForCausalLM:
+    """A model with the same weights whose full attention layers hold at most `held` tokens in evaluation.
+
+    Args:
+        model: of core or of this package, with layers of full attention.
+        method: "tova" drops the token with the least attention of the newest query; "uniform" holds a window of three
+            quarters and, in the rest, every n-th token before it.
+        held: tokens that a layer holds.
+
+    Raises:
+        ValueError: an unknown method, too few tokens, a model without full attention, or attention that the method has
+            no form for.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
+    if held < 4:
+        raise ValueError(f"held must be at least 4, got {held}")
+    config = model.config
+    labels = list(dict.fromkeys(config.labels))
+    options = {label: dict(config.mixer_options.get(label, {})) for label in labels}
+    full = [x for x in labels if options[x].get("type", x) == "attention" and options[x].get("window") is None]
+    if not full:
+        raise ValueError(f"the model has no full attention layer; its mixers are {', '.join(sorted(labels))}")
+    for label in full:
+        options[label] = _options(options[label], method, held)
+    fields = {name: value for name, value in config.to_diff_dict().items() if name in _FIELDS}
+    changed = LteForCausalLM(LteConfig(**{**fields, "mixers": config.labels, "mixer_options": options}))
+    changed.load_state_dict(model.state_dict())
+    return changed.to(model.device, model.dtype).eval()
+
+
+def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, Any]:
+    """The options of the layer in place of attention with these."""
+    kept = {name: x for name, x in attention.items() if name not in ("type", "window", "sinks", "impl")}
+    if method == "tova":
+        return {**kept, "type": "tova", "held": held}
+    for name, plain in (("rope", True), ("qk_norm", False), ("qkv_bias", False)):
+        if kept.pop(name, plain) != plain:
+            raise ValueError(f"method 'uniform' needs attention with {name}={plain}; use 'tova'")
+    window = held * 3 // 4
+    return {**kept, "type": "lte", "scorer": "uniform", "window": window, "cap": held - window, "sinks": 0}
+
+
+def command(args: argparse.Namespace, context: Any) -> None:
+    """`tokenmix-lte evict`: write a checkpoint whose attention evicts; the tokenizer comes along."""
+    from tokenmix_core.commands import load_model, load_tokenizer
+
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ValueError(f"{args.out} is not empty; choose another folder")
+    model = load_model(args.checkpoint, torch.device("cpu"), torch.float32)
+    if not isinstance(model, HybridForCausalLM):
+        raise ValueError(f"{args.checkpoint} holds a {type(model).__name__}; expected a model that tokenmix trained")
+    changed = in_constant_memory(model, args.method, held=args.held)
+    tokenizer = load_tokenizer(args.checkpoint)
+    changed.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    kept = changed.state_bytes(32768, 1, torch.bfloat16)
+    print(
+        f"{args.out}: {args.method}, {args.held} tokens held a layer, {kept:,} bytes kept of 32,768 tokens in bfloat16"
+    )

@@ -1,0 +1,8 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter; tests marked `gpu` need one."""
+
+from tokenmix_core.testing.fixtures import (  # noqa: F401
+    calls_are_recorded_anew,
+    device,
+    pytest_collection_modifyitems,
+    unwritten_memory_is_nan,
+)

@@ -1,0 +1,82 @@
+"""The measurements say what the layers hold and cost, and the command line runs them on a trained model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.evaluation.options import EvalOptions
+from tokenmix_core.evaluation.report import write_result
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_lte.cli import main
+from tokenmix_lte.evals import held_shares, retention_suite, scorer_suite
+from tokenmix_lte.model import LteConfig, LteForCausalLM
+
+FIELDS = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+
+
+@pytest.fixture(scope="module")
+def model() -> LteForCausalLM:
+    torch.manual_seed(0)
+    options = {"num_heads": 4, "num_kv_heads": 2, "window": 16, "cap": 6, "sinks": 2}
+    return LteForCausalLM(LteConfig(**FIELDS, mixer_options={"lte": options}, initializer_range=0.2)).eval()
+
+
+def test_shares_are_those_of_the_state_after_the_same_tokens(model):
+    ids = torch.randint(0, 264, (5, 50))
+    shares = held_shares(model, ids, batch_size=2, progress=False)
+    cache = model.make_cache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for share, layer in zip(shares, cache.layers, strict=True):
+        held = (layer.kv.lengths - 16).double().mean(0) / (50 - 16)
+        torch.testing.assert_close(torch.from_numpy(share), held, rtol=1e-5, atol=1e-6)
+    # the cap binds
+    assert shares.max() <= 6 / (50 - 16) + 1e-6
+
+
+def test_the_map_has_a_row_for_each_layer_and_a_plot_for_each_length(model, tmp_path):
+    result = retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(64, 40), limit=3, progress=False))
+    assert [(row["tokens"], row["layer"]) for row in result["rows"]] == [(40, 0), (40, 1), (64, 0), (64, 1)]
+    for plot, rows in zip(result["plots"], (result["rows"][:2], result["rows"][2:]), strict=True):
+        assert plot["heatmap"] == [[row["head 0"], row["head 1"]] for row in rows]
+    names = {path.name for path in write_result(result, tmp_path)}
+    assert {"retention-1.png", "retention-2.png"} <= names
+
+
+def test_the_scorer_s_share_is_counted(model):
+    (row,) = scorer_suite(model, byte_tokenizer(), EvalOptions(lengths=(64,), progress=False))["rows"]
+    # 16 channels halved three times, three taps
+    head = 3 * (16 * 8 + 8 * 4 + 4 * 2) + 8 + 4 + 2 + 2 + 1
+    assert row["scorers' parameters"] == 2 * 2 * head
+    assert row["share of parameters"] == 4 * head / model.num_parameters()
+    assert row["scorers' operations a token"] == 2 * 4 * head
+    assert 0 < row["share of operations"] < row["share of the layers' operations"] < 1
+
+
+def test_the_paper_s_scorers_take_the_parameters_it_states():
+    from tokenmix_lte.recipes import RECIPES
+
+    with torch.device("meta"):
+        model = LteForCausalLM(RECIPES["lalte-0.4b"]().model_config())
+    (row,) = scorer_suite(model, byte_tokenizer(), EvalOptions(progress=False))["rows"]
+    assert row["share of parameters"] == pytest.approx(0.0173, abs=1e-4)
+
+
+def test_models_without_such_layers_and_short_texts_are_refused(model):
+    other = HybridForCausalLM(HybridConfig(**FIELDS, mixer_options={"attention": {"num_heads": 2}}))
+    with pytest.raises(ValueError, match="LTE layers"):
+        retention_suite(other, byte_tokenizer(), EvalOptions(progress=False))
+    with pytest.raises(ValueError, match="above the window of 16"):
+        retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(16,), progress=False))
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_trains_evaluates_and_generates(tmp_path, capsys):
+    flags = "--seq_len 128 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1024 --warmup_tokens 256"
+    flags += " --evaluation_lengths 128 --evaluation_limit 2 --model.hidden_size 32 --model.num_hidden_layers 2"
+    assert main(["train", "tiny", "--out", str(tmp_path / "run"), *flags.split()]) == 0
+    assert any((tmp_path / "run").rglob("retention*.json"))
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "def ", "--max-new-tokens", "100"]) == 0
+    assert "def " in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""The model family: contracts of every family, and what a model makes of its layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.models import ModelContract
+from tokenmix_lte.config import LteConfig
+from tokenmix_lte.model import LteForCausalLM, LteModel
+
+SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+# without dropout, so that a gradient is the same twice
+OPTIONS = {"num_heads": 4, "num_kv_heads": 2, "window": 13, "cap": 4, "sinks": 2, "dropout": 0.0}
+
+
+class TestLteModel(ModelContract):
+    configs: ClassVar[dict[str, dict[str, Any]]] = {
+        "pure": {**SIZES, "mixer_options": {"lte": OPTIONS}},
+        "hybrid": {
+            **SIZES,
+            "mixers": ["gated_delta_net", "lte"],
+            "mixer_options": {"lte": OPTIONS, "gated_delta_net": {"num_heads": 2, "head_dim": 8}},
+        },
+    }
+    config_class = LteConfig
+    model_class = LteModel
+    causal_lm_class = LteForCausalLM
+    # so many that the far segment is full and evicts
+    tokens = 40
+
+
+def test_a_layer_knows_how_many_of_its_kind_there_are():
+    mixers = {"mixers": ["lte", "attention", "lte"], "mixer_options": {"lte": OPTIONS, "attention": {"num_heads": 2}}}
+    model = LteForCausalLM(LteConfig(**{**SIZES, "num_hidden_layers": 3, **mixers}))
+    assert [getattr(mixer, "peers", None) for mixer in model.model.mixers] == [2, None, 2]
+    out = model.train()(torch.randint(0, 61, (2, 30)))
+    assert out.auxiliary["kept_share"].shape == (2, 2)
+    assert out.auxiliary["sparsity_loss"].shape == (2,)
+    out = model.eval()(torch.randint(0, 61, (2, 30)), use_cache=False)
+    assert out.auxiliary["held_share"].shape == (2, 2)
+
+
+@torch.no_grad()
+def test_padded_prompts_compile_with_a_cache_and_without():
+    torch.manual_seed(0)
+    model = LteForCausalLM(LteConfig(**TestLteModel.configs["pure"])).eval()
+    ids = torch.randint(0, 61, (2, 30))
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    compiled = torch.compile(model, backend="eager")
+    for use_cache in (False, True):
+        exact = model(ids, attention_mask=mask, use_cache=use_cache).logits
+        got = compiled(ids, attention_mask=mask, use_cache=use_cache).logits
+        assert relative_error(got[0], exact[0]) < 1e-5
+        assert relative_error(got[1, 20:], exact[1, 20:]) < 1e-5

@@ -1,0 +1,162 @@
+"""λ follows the keys that heads keep: the rule, and runs that resume, accumulate and recompute as if they did not."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
+from tokenmix_core.training.trainer import train
+from tokenmix_lte import training
+from tokenmix_lte.model import LteForCausalLM
+from tokenmix_lte.recipes import RECIPES, tiny
+from tokenmix_lte.training import DECAY, SteerSparsity, steer_sparsity
+
+
+@pytest.mark.parametrize(
+    ("weight", "kept", "after"),
+    [
+        (0.1, 513, 0.15),
+        (0.1, 512, 0.1),
+        (0.1, 487, 0.1),
+        (0.1, 486, 0.05),
+        (0.9, 4000, 1.0),
+        (1e-9, 4000, 1.5e-9),
+        (1e-9, 100, 0.0),
+        (1.5e-9, 100, 0.0),
+        (0.0, 100, 0.0),
+        (0.0, 4000, 1e-9),
+    ],
+)
+def test_weights_rise_above_the_target_and_fall_well_below_it(weight, kept, after):
+    steer = SteerSparsity(512, 4096)
+    got = steer.next_weights(torch.tensor([weight]), torch.tensor([kept / 4096]))
+    torch.testing.assert_close(got, torch.tensor([after]))
+
+
+def test_from_the_start_it_takes_fifty_two_updates_to_reach_one():
+    steer, weight, updates = SteerSparsity(512, 4096), torch.tensor([1e-9]), 0
+    while weight < 1:
+        weight, updates = steer.next_weights(weight, torch.tensor([1.0])), updates + 1
+    assert updates == 52
+
+
+def test_the_average_spans_half_of_the_steps_between_updates():
+    assert pytest.approx(15 / 17) == DECAY
+
+
+class Sole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = HeadWeights(2, initial=0.1)
+
+
+def test_processes_share_what_they_observe(monkeypatch):
+    models, steer = [Sole(), Sole()], SteerSparsity(2, 4)
+    models[0].heads.observe(torch.tensor([[0.2, 1.0]]))
+    models[1].heads.observe(torch.tensor([[0.4, 0.0], [0.6, 0.5]]))
+    gathered = [torch.cat([m.heads.total, m.heads.count[None]]) for m in models]
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.copy_(gathered[0] + gathered[1]))
+    state = type("State", (), {"global_step": 32})
+    for model in models:
+        steer.on_step_end(type("Args", (), {"world_size": 2}), state, None, model=model)
+        torch.testing.assert_close(model.heads.average, torch.tensor([0.4, 0.5]) * (1 - DECAY))
+
+
+def nano(**model):
+    recipe = tiny()
+    lte = {"num_heads": 2, "num_kv_heads": 2, "window": 16, "cap": 4, "sinks": 1, "dropout": 0.0}
+    return dataclasses.replace(
+        recipe,
+        model={
+            **recipe.model,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "intermediate_size": 48,
+            "mixer_options": {"gated_delta_net": {"num_heads": 2, "head_dim": 16, "expand_v": 1.0}, "lte": lte},
+            **model,
+        },
+        data=DataRecipe(sources=["mqar"], seq_len=32, mqar_vocab_size=200, documents="joined"),
+        optimizer=OptimizerRecipe(
+            total_tokens=Tokens(128 * 6), batch_tokens=Tokens(128), micro_batch_tokens=Tokens(128), learning_rate=1e-2
+        ),
+        run=RunRecipe(logging_steps=1, save_steps=3, precision="fp32"),
+    )
+
+
+@pytest.fixture(autouse=True)
+def updates_every_other_step(monkeypatch):
+    monkeypatch.setattr(training, "EVERY", 2)
+
+
+def lines(folder):
+    names = ("loss", "kept/1", "lambda/1")
+    return [[line[name] for name in names] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def test_a_resumed_run_has_the_weights_it_would_have_had(tmp_path):
+    recipe = nano()
+    assert train(recipe, tmp_path / "whole", progress=False).step == 6
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
+    train(recipe, tmp_path / "cut", resume=True, progress=False)
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    weights = [line[2] for line in lines(tmp_path / "whole")]
+    # nearly all of 32 keys are kept, 4 are wanted
+    assert weights == pytest.approx([1e-9, 1.5e-9, 1.5e-9, 2.25e-9, 2.25e-9, 3.375e-9])
+    model = LteForCausalLM.from_pretrained(tmp_path / "cut")
+    assert float(model.model.mixers[1].sparsity.weight.max()) == pytest.approx(3.375e-9)
+
+
+@pytest.mark.parametrize("how", ["accumulated", "recomputed"])
+def test_weights_do_not_depend_on_how_a_step_is_computed(how, tmp_path):
+    recipe = nano()
+    if how == "accumulated":
+        changed = dataclasses.replace(
+            recipe, optimizer=dataclasses.replace(recipe.optimizer, micro_batch_tokens=Tokens(32))
+        )
+    else:
+        changed = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, gradient_checkpointing=True))
+    train(recipe, tmp_path / "plain", progress=False)
+    train(changed, tmp_path / how, progress=False)
+    for got, expected in zip(lines(tmp_path / how), lines(tmp_path / "plain"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_pressure_makes_heads_keep_fewer_keys(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "RISE", 100.0)
+    recipe = nano()
+    recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, total_tokens=Tokens(128 * 80)))
+    train(recipe, tmp_path / "run", progress=False)
+    kept = [line[1] for line in lines(tmp_path / "run")]
+    # averages begin at 0
+    assert max(kept) > 20
+    assert kept[-1] < max(kept) / 2
+
+
+def test_a_model_that_scores_nothing_or_has_several_caps_is_refused():
+    options = {"num_heads": 2, "window": 16, "cap": 4, "sinks": 1}
+    with pytest.raises(ValueError, match="that score keys"):
+        steer_sparsity(nano(mixers=["lte"], mixer_options={"lte": {**options, "scorer": "none"}}))
+    wide = {"type": "lte", **options, "cap": 5}
+    with pytest.raises(ValueError, match="one cap, got 4, 5"):
+        steer_sparsity(nano(mixers=["lte", "wide"], mixer_options={"lte": options, "wide": wide}))
+    assert steer_sparsity(nano(mixers=["wide"], mixer_options={"wide": wide})).share == 5 / 32
+    assert steer_sparsity(RECIPES["lalte-1.4b"]()).share == 512 / 4096
+    with pytest.raises(ValueError, match="at least 1"):
+        SteerSparsity(0, 10)
