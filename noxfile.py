@@ -1,18 +1,24 @@
 # /// script
-# dependencies = ["nox>=2025.5"]
+# dependencies = ["nox>=2025.5", "packaging>=24.0"]
 # ///
 """Everything that checks, measures or releases the workspace. `uvx nox -l` lists the sessions."""
 
 from __future__ import annotations
 
-import filecmp
+import itertools
 import os
+import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -55,6 +61,63 @@ def check_version(session: nox.Session, package: str) -> None:
     ):
         if line not in file.read_text().splitlines():
             session.error(f"{file.relative_to(ROOT)} has no line {line}")
+
+
+class Pin(NamedTuple):
+    """What an export says of one version of a package: where it is wanted (None: everywhere), and its files' hashes."""
+
+    marker: Marker | None
+    hashes: frozenset[str]
+
+
+def pins(export: str) -> dict[str, Pin]:
+    """The pins of a requirements file with hashes, by "name==version"."""
+    found: dict[str, Pin] = {}
+    for line in export.replace("\\\n", " ").splitlines():
+        written, *hashes = line.partition("#")[0].split("--hash=")
+        if not written.strip():
+            continue
+        requirement = Requirement(written)
+        name = f"{canonicalize_name(requirement.name)}{requirement.specifier}"
+        found[name] = Pin(requirement.marker, frozenset(h.strip() for h in hashes))
+    return found
+
+
+def pin_differences(committed: str, fresh: str) -> list[str]:
+    """One line for each package that two exports do not pin alike, however they are written."""
+    before, after = pins(committed), pins(fresh)
+    lines = [f"- {name}" for name in sorted(before.keys() - after.keys())]
+    lines += [f"+ {name}" for name in sorted(after.keys() - before.keys())]
+    for name in sorted(before.keys() & after.keys()):
+        if before[name].hashes != after[name].hashes:
+            lines.append(f"! {name}: other hashes")
+        if not same_marker(one := before[name].marker, other := after[name].marker):
+            lines.append(f"! {name}: {one or 'everywhere'}, now {other or 'everywhere'}")
+    return lines
+
+
+def same_marker(one: Marker | None, other: Marker | None) -> bool:
+    """Whether two markers hold in the same environments; None holds in all."""
+    given = [marker for marker in (one, other) if marker is not None]
+    return all(
+        len({marker is None or marker.evaluate(environment) for marker in (one, other)}) == 1
+        for environment in _environments(" ".join(map(str, given)))
+    )
+
+
+def _environments(markers: str) -> Iterator[dict[str, str]]:
+    """One environment of each kind that markers can tell apart: every value they name, and others around these."""
+    values: dict[str, set[str]] = {}
+    for variable, value in re.findall(r"(\w+) (?:[<>=!~]+|in|not in) [\"']([^\"']*)[\"']", markers):
+        values.setdefault(variable, {"other"}).add(value)
+    pythons = {"0.0"}
+    for variable in ("python_version", "python_full_version"):
+        for version in values.pop(variable, {"other"}) - {"other"}:
+            major, minor, *_ = [*map(int, re.findall(r"\d+", version)), 0]
+            pythons |= {version.removesuffix(".*"), f"{version.removesuffix('.*')}.1", f"{major}.{minor + 1}"}
+    for python, *rest in itertools.product(sorted(pythons), *values.values()):
+        short = ".".join(python.split(".")[:2])
+        yield {"python_full_version": python, "python_version": short, **dict(zip(values, rest, strict=True))}
 
 
 def sync(session: nox.Session, *args: str) -> None:
@@ -125,16 +188,17 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Static types of all packages."""
-    sync(session, "--all-packages", "--all-groups", "--extra=peft")
+    """Static types of all packages, in an environment with every extra."""
+    sync(session, "--all-packages", "--all-groups", "--all-extras")
     session.run("pyright", f"--pythonpath={session.bin}/python", *session.posargs)
 
 
 @nox.session
 def contracts(session: nox.Session) -> None:
-    """Which module may import which."""
+    """Which module may import which, and what the workspace's own tools promise."""
     sync(session, "--all-packages", "--all-groups")
     session.run("lint-imports")
+    session.run("pytest", "tests")
 
 
 @nox.session
@@ -195,7 +259,7 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Resolve anew and compare with the committed pin; `nox -s lock -- --update` writes it."""
+    """Resolve anew and compare with what is pinned; `nox -s lock -- --update` writes it."""
     fresh = Path(session.create_tmp()) / "requirements.lock"
     session.run("uv", "lock", "--quiet", "--upgrade", external=True)
     session.run(
@@ -215,9 +279,10 @@ def lock(session: nox.Session) -> None:
     pin = ROOT / "requirements.lock"
     if "--update" in session.posargs:
         shutil.copy(fresh, pin)
-    elif not pin.exists() or not filecmp.cmp(fresh, pin, shallow=False):
+    elif changes := pin_differences(pin.read_text(), fresh.read_text()):
         session.error(
-            "requirements.lock differs from a fresh resolution; look at the difference, then `nox -s lock -- --update`"
+            "requirements.lock differs from a fresh resolution; look at the differences, then `nox -s lock -- --update`"
+            + "".join(f"\n  {line}" for line in changes)
         )
 
 

@@ -1,4 +1,6 @@
-"""Fill the speed tables of the READMEs and of docs/speed.md from committed measurements; `--check` fails on stale ones.
+"""Fill the tables of the READMEs and of docs from committed measurements; `--check` fails on stale ones.
+
+Speeds go to the READMEs and docs/speed.md, what models were seen to do to docs/nha.md and docs/oryx.md (`seen.py`).
 
 The rows of the sweeps over shapes stand in no table: they are plotted, and those slower than a peer are printed.
 """
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import goals
+import seen
 
 from tokenmix_core.testing import results
 
@@ -26,18 +29,24 @@ def measurements(folder: str) -> dict[Path, list[dict]]:
 
 def main(check: bool) -> int:
     packages = measurements("results")
-    tables = {package / "README.md": results.markdown(rows) for package, rows in packages.items()}
+    # by file and by what its marks say
+    tables = {(package / "README.md", "speed"): results.markdown(rows) for package, rows in packages.items()}
     everything = [row for rows in packages.values() for row in rows]
     sweeps = [row for rows in measurements("results/sweep").values() for row in rows]
     if everything:
-        tables[ROOT / "README.md"] = results.markdown(results.headlines(everything))
-        tables[ROOT / "docs" / "speed.md"] = goals.table(everything, sweeps)
+        tables[ROOT / "README.md", "speed"] = results.markdown(results.headlines(everything))
+        tables[ROOT / "docs" / "speed.md", "speed"] = goals.table(everything, sweeps)
+    for document, found in seen.tables().items():
+        tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}
+    versions = [row for rows in measurements("results/versions").values() for row in rows]
+    if versions:
+        tables[ROOT / "docs" / "tritons.md", "speed"] = results.by_version(versions)
     stale = 0
-    for readme, table in tables.items():
+    for (readme, mark), table in tables.items():
         before = readme.read_text()
-        if results.fill(readme, table):
+        if results.fill(readme, table, mark):
             stale += 1
-            print(f"{readme.relative_to(ROOT)}: {'stale' if check else 'rewritten'}")
+            print(f"{readme.relative_to(ROOT)}, {mark}: {'stale' if check else 'rewritten'}")
             if check:
                 readme.write_text(before)
     if everything and not check:

@@ -1,0 +1,94 @@
+"""The tables of docs/oryx.md and docs/nha.md, from the runs kept in `docs/results`; `docs/tables.py` fills them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAIRS = ("linear → linear", "attention → linear", "linear → attention", "attention → attention")
+SWITCHES = ("attention → linear", "linear → attention")
+AFTER = ("0-16", "16-64", "64-128")
+
+
+def tables() -> dict[str, dict[str, str]]:
+    """By document, the tables that stand between the marks of their names."""
+    oryx, search = _read("oryx-demo"), _read("search-nha-100m")
+    return {
+        "oryx.md": {
+            "recall by chunks": _recall(oryx["demo-tm"], oryx["demo-tg"]),
+            "recall by sequences": _recall(oryx["demo-tm-sequence"], oryx["demo-tg-sequence"]),
+            "switches": _switches(oryx),
+        },
+        "nha.md": {
+            "small": _accuracy(_read("recall-nha-small"), averaged=True),
+            "100m": _accuracy(_read("recall-nha-100m"), averaged=False),
+            "search": _search(search["rows"]),
+        },
+    }
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def _share(value: float) -> str:
+    """Three digits, without the zero before the point."""
+    return f"{value:.3f}".removeprefix("0")
+
+
+def _signed(value: float) -> str:
+    return f"{value:.4f}".replace("-", "−")
+
+
+def _recall(tm: Any, tg: Any) -> str:
+    """Accuracy by pairs, TM / TG, for the modes of pairs and queries."""
+    found = [
+        {(row["modes"], row["pairs"]): row["accuracy"] for row in run["cross-mode-mqar"]["rows"]} for run in (tm, tg)
+    ]
+    rows = [
+        [str(pairs), *(" / ".join(_share(run[modes, pairs]) for run in found) for modes in PAIRS)]
+        for pairs in sorted({pairs for _, pairs in found[0]})
+    ]
+    return _table(["pairs", *PAIRS], rows)
+
+
+def _switches(runs: Any) -> str:
+    """Loss of each mode alone, and the mean excess over the places of one switch."""
+    rows = []
+    for name, run in runs.items():
+        family, _, assignment = name.removeprefix("demo-").partition("-")
+        found = {row["modes"]: row for row in run["switch-perplexity"]["rows"]}
+        cells = [f"{found[f'{mode} alone']['loss']:.3f}" for mode in ("linear", "attention")]
+        for switch in SWITCHES:
+            once = [row for modes, row in found.items() if modes.startswith(f"{switch} at ")]
+            cells += [_signed(mean(row[f"excess, {after} tokens after"] for row in once)) for after in AFTER]
+        rows.append([f"{family.upper()}, {assignment or 'chunk'}s", *cells])
+    heads = [f"{switch}, {after} tokens after" for switch in SWITCHES for after in AFTER]
+    return _table(["", "linear alone", "attention alone", *heads], rows)
+
+
+def _accuracy(runs: Any, *, averaged: bool) -> str:
+    """Accuracy by pairs, with the loss at the end and, if `averaged`, the mean over the numbers of pairs."""
+    pairs = [str(pairs) for pairs, _ in next(iter(runs.values()))["accuracy"]]
+    rows = []
+    for name, run in runs.items():
+        # kept with four digits; the share of 128 rows' queries that it is of, not to round twice
+        values = [round(value * 128 * n) / (128 * n) for n, value in run["accuracy"]]
+        average = [_share(mean(values))] if averaged else []
+        rows.append([name, f"{run['parameters']:,}", f"{run['loss'][-1][1]:.3f}", *map(_share, values), *average])
+    return _table(["", "parameters", "last loss", *(f"{n} pairs" for n in pairs), *["mean"] * averaged], rows)
+
+
+def _search(found: Any) -> str:
+    """The best place of each pattern."""
+    score = next(key for key in found[0] if key.startswith("mqar:"))
+    rows = [[row["pattern"], row["which"] or "none", _share(row[score])] for row in found]
+    return _table(["pattern", "full layers, from 0", "accuracy"], rows)

@@ -1,0 +1,90 @@
+"""What the workspace's own tools promise: a lock is compared by what it pins, and every extra installs from wheels."""
+
+import importlib.util
+import itertools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ANYWHERE = "sys_platform == 'darwin' or sys_platform == 'linux'"
+
+
+@pytest.fixture(scope="module")
+def noxfile():
+    spec = importlib.util.spec_from_file_location("workspace_noxfile", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def export(name="numpy==2.4.6", marker=ANYWHERE, hashes="12"):
+    lines = [f"{name} ; {marker}" if marker else name, *(f"    --hash=sha256:{h}" for h in hashes)]
+    return "\\\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # as two versions of uv print one marker
+        (
+            "(python_full_version < '3.12' and sys_platform == 'darwin') or "
+            "(python_full_version < '3.12' and sys_platform == 'linux')",
+            "python_full_version < '3.12' and (sys_platform == 'darwin' or sys_platform == 'linux')",
+        ),
+        ("python_version >= '3.12'", "python_full_version >= '3.12'"),
+        ("python_version > '3.11'", "python_full_version >= '3.12'"),
+        ("sys_platform == 'linux' or sys_platform != 'linux'", ""),
+        ("platform_machine in 'aarch64 arm64'", "platform_machine in 'aarch64 arm64'"),
+    ],
+)
+def test_a_lock_that_is_only_written_otherwise_pins_the_same(noxfile, one, other):
+    assert noxfile.pin_differences(export(marker=one), export(marker=other)) == []
+    committed = export("a==1", one) + export("b==2", one)
+    reordered = "# by another uv\n" + export("B==2", other, "21") + export("a==1", other)
+    assert noxfile.pin_differences(committed, reordered) == []
+
+
+@pytest.mark.parametrize(
+    ("fresh", "said"),
+    [
+        (export("numpy==2.4.7"), ["- numpy==2.4.6", "+ numpy==2.4.7"]),
+        (export() + export("more==1"), ["+ more==1"]),
+        ("", ["- numpy==2.4.6"]),
+        (export(hashes="13"), ["! numpy==2.4.6: other hashes"]),
+        (export(hashes="123"), ["! numpy==2.4.6: other hashes"]),
+        (export(marker=""), [f"! numpy==2.4.6: {ANYWHERE}, now everywhere".replace("'", '"')]),
+    ],
+)
+def test_whatever_else_is_pinned_is_named(noxfile, fresh, said):
+    assert noxfile.pin_differences(export(), fresh) == said
+
+
+def test_no_two_of_these_markers_hold_in_the_same_places(noxfile):
+    markers = [
+        "",
+        *(f"python_version {sign} '3.12'" for sign in ("<", "<=", ">", ">=", "==", "!=")),
+        "python_full_version < '3.12.4'",
+        "python_version < '3.12' and sys_platform == 'linux'",
+        "python_version < '3.12' or sys_platform == 'linux'",
+        *(f"sys_platform {sign} 'linux'" for sign in ("==", "!=")),
+        "platform_machine == 'x86_64'",
+    ]
+    for one, other in itertools.combinations(markers, 2):
+        assert noxfile.pin_differences(export(marker=one), export(marker=other)), (one, other)
+
+
+def test_the_committed_lock_is_read_whole(noxfile):
+    text = (ROOT / "requirements.lock").read_text()
+    pins = noxfile.pins(text)
+    assert sum(len(pin.hashes) for pin in pins.values()) == text.count("--hash=")
+    assert {name.partition("==")[0] for name in pins} >= {"torch", "triton", "transformers", "numpy"}
+    assert noxfile.pin_differences(text, text) == []
+
+
+def test_every_extra_can_be_installed_without_a_compiler(noxfile):
+    # these are built from source only, by setups that ask for torch before it is there
+    built = {"flash-attn", "causal-conv1d", "mamba-ssm"}
+    assert not built & {name.partition("==")[0] for name in noxfile.pins((ROOT / "requirements.lock").read_text())}
