@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from tokenmix_core.ops.attention import plan as attention_plan
 from tokenmix_core.ops.attention.api import attention, attention_decode
 from tokenmix_core.ops.attention.api import implementation as implementation_of_attention
@@ -28,16 +30,36 @@ def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None =
     return {WHOLE: impl or "triton"}
 
 
-def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    k, v = tensors["k"], tensors["v"]
-    found = whole("chunk_gated_delta_rule", tensors, impl, delta_rule_plan.GLUON)
-    if found[WHOLE] == "reference":
-        return found
+def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
+    """What makes each step of the chunkwise gated delta rule by kernels."""
     plan = delta_rule_plan.plan(k, v, None, True, impl)
     steps = {"chunks' terms": plan.prepare, "outputs": plan.outputs, "states for the gradients": plan.states}
     if plan.at_once:
         return steps | {"gradients": "gluon, in one step"}
     return steps | {"gradients of states": plan.reverse, "other gradients": plan.chunks}
+
+
+def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
+    """What makes each step of chunkwise SSD by kernels."""
+    plan = ssd_plan.plan(q, v, None, impl)
+    gradients = "triton" if plan.gradients.hopper is None else "gluon"
+    return {
+        "states of segments and borders": "triton",
+        "outputs": "gluon" if plan.forward.hopper else "triton",
+        "gradients": f"{gradients}, in a walk" if plan.gradients.walks else gradients,
+    }
+
+
+def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
+    """What makes each step of causal attention by kernels of ours."""
+    plan = attention_plan.plan(q, k, v, Mask(True, None, 0), False, impl, v)
+    steps = "outputs", "gradients of queries", "gradients of keys and values"
+    return {name: "gluon" if tile is None else "triton" for name, tile in zip(steps, plan, strict=True)}
+
+
+def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    found = whole("chunk_gated_delta_rule", tensors, impl, delta_rule_plan.GLUON)
+    return found if found[WHOLE] == "reference" else delta_rule_steps(tensors["k"], tensors["v"], impl)
 
 
 def _delta_rule_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
@@ -51,15 +73,7 @@ def _delta_rule_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
 
 def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     found = whole("chunk_ssd", tensors, impl, ssd_plan.GLUON)
-    if found[WHOLE] == "reference":
-        return found
-    plan = ssd_plan.plan(tensors["q"], tensors["v"], None, impl)
-    gradients = "triton" if plan.gradients.hopper is None else "gluon"
-    return {
-        "states of segments and borders": "triton",
-        "outputs": "gluon" if plan.forward.hopper else "triton",
-        "gradients": f"{gradients}, in a walk" if plan.gradients.walks else gradients,
-    }
+    return found if found[WHOLE] == "reference" else ssd_steps(tensors["q"], tensors["v"], impl)
 
 
 def _ssd_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
@@ -73,15 +87,8 @@ def _ssd_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
 
 def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     q, k, v = (tensors[name] for name in "qkv")
-    mask = Mask(True, None, 0)
-    chosen = implementation_of_attention("attention", q, k, v, mask, False, impl)
-    if chosen not in (None, "gluon", "triton"):
-        return {WHOLE: chosen}
-    plan = attention_plan.plan(q, k, v, mask, False, chosen, v)
-    return {
-        name: "gluon" if tile is None else "triton"
-        for name, tile in zip(("outputs", "gradients of queries", "gradients of keys and values"), plan, strict=True)
-    }
+    chosen = implementation_of_attention("attention", q, k, v, Mask(True, None, 0), False, impl)
+    return {WHOLE: chosen} if chosen not in (None, "gluon", "triton") else attention_steps(q, k, v, chosen)
 
 
 def _step_limit(tensors: Tensors) -> str | None:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenmix_core.ops.attention.backends import Mask
-from tokenmix_core.ops.attention.plan import GLUON, limit, plan
+from tokenmix_core.ops.attention.plan import GLUON, limit
 from tokenmix_core.ops.explain import WHOLE, Operation, Tensors, register_operation
-from tokenmix_core.ops.operations import whole
+from tokenmix_core.ops.operations import attention_steps, delta_rule_steps, ssd_steps, whole
 from tokenmix_oryx.ops.mixing.api import mix
 from tokenmix_oryx.ops.selected_attention.api import selected_attention
 
 
 def _selected(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     found = whole("selected_attention", tensors, impl, GLUON)
-    if found[WHOLE] == "reference":
-        return found
-    q, k, v = (tensors[name] for name in "qkv")
-    steps = "outputs", "gradients of queries", "gradients of keys and values"
-    chosen = plan(q, k, v, Mask(True, None, 0), False, impl, v)
-    return {name: "gluon" if tile is None else "triton" for name, tile in zip(steps, chosen, strict=True)}
+    return found if found[WHOLE] == "reference" else attention_steps(*(tensors[name] for name in "qkv"), impl)
 
 
 def _mixed(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     found = whole("mix", tensors, impl, GLUON)
     if found[WHOLE] == "reference":
         return found
-    return {"what is around the mixers": "triton", "attention and the linear mixer": "as for each by itself"}
+    rows, shared, rates = tensors.values()
+    heads = rows[:1, :1].expand(*shared.shape[:2], len(rates), rows.shape[1] // len(rates))
+    parts = {
+        "attention": attention_steps(heads, heads, heads, impl),
+        "with D, SSD": ssd_steps(heads, heads, impl),
+        "without D, the delta rule": delta_rule_steps(heads, heads, impl),
+    }
+    named = {f"{part}: {step}": form for part, steps in parts.items() for step, form in steps.items()}
+    return {"convolutions, rotation, rates, gate and norm": "triton", **named}
 
 
 register_operation(
@@ -40,5 +42,11 @@ register_operation(
     )
 )
 register_operation(
-    Operation(mix, {"rows": "N E", "shared": "B T C"}, {"B": 8, "T": 4096, "N": 32768, "E": 2048, "C": 6208}, _mixed)
+    Operation(
+        mix,
+        {"rows": "N E", "shared": "B T C", "A_log": "H"},
+        {"B": 8, "T": 4096, "N": 32768, "E": 2048, "C": 6208, "H": 16},
+        _mixed,
+        GLUON,
+    )
 )

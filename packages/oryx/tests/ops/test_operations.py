@@ -1,0 +1,38 @@
+"""What `explain` says of this package's operations, on a device taken for Hopper."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tokenmix_core import tuning
+from tokenmix_core.ops import choice, explain
+from tokenmix_oryx.ops import mix, selected_attention
+
+
+@pytest.fixture
+def hopper_device(monkeypatch):
+    """Every device is taken for a Hopper GPU of 132 multiprocessors."""
+    monkeypatch.setattr(choice, "device_limit", lambda device: None)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
+
+
+def test_a_mixed_call_is_explained_mixer_by_mixer(hopper_device):
+    told = explain(mix, device="meta", impl="gluon")
+    assert told.impl == "gluon" and "K=" not in told.call and "H=16" in told.call
+    assert told.kernels["convolutions, rotation, rates, gate and norm"] == "triton"
+    assert told.kernels["attention: gradients of queries"] == "gluon"
+    assert told.kernels["with D, SSD: outputs"] == "gluon"
+    assert told.kernels["without D, the delta rule: chunks' terms"] == "gluon"
+
+
+@pytest.mark.parametrize("operation", [mix, selected_attention])
+def test_portable_kernels_are_explained_as_asked_for(operation, hopper_device):
+    told = explain(operation, device="meta", impl="triton")
+    assert told.why == "asked for" and {form.split()[0].rstrip(",") for form in told.kernels.values()} == {"triton"}
+
+
+@pytest.mark.parametrize("operation", [mix, selected_attention])
+def test_a_cpu_runs_the_reference(operation):
+    told = explain(operation, device="cpu", dtype=torch.float32)
+    assert (told.impl, told.why) == ("reference", "kernels need a CUDA device")
