@@ -8,12 +8,15 @@ from functools import partial
 import pytest
 import torch
 
+from tokenmix_core.launch.compiling import NotCompiled
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import values_and_gradients
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 from tokenmix_nha.ops.slot_window_attention import hopper, tuning
+from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_kernels
+from tokenmix_nha.ops.slot_window_attention.plan import GLUON
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -121,3 +124,31 @@ def test_packed_sequences_with_carried_windows(carried, own_keys, on_hopper):
     borders = torch.tensor([0, 0, 9, 80, 80, 100], dtype=torch.int32)
     x = inputs(100, 64, 64, 16, own_keys=own_keys) | dict(zip(STATE, state, strict=False))
     check(x, on_hopper, length, window=40, cu_seqlens=borders)
+
+
+def test_portable_gradients_follow_outputs_by_gluon_where_gluons_do_not_compile(on_hopper, monkeypatch):
+    """What the forward pass keeps is the same to both."""
+
+    class Fails:
+        def __getitem__(self, grid):
+            raise NotCompiled("hopper_backward_queries_kernel does not compile", f"{hopper.__name__}.backward_queries")
+
+    module = sys.modules[f"{hopper.__name__}.backward_queries"]
+    monkeypatch.setattr(module, KERNELS["backward_queries"], Fails())
+    monkeypatch.setattr(GluonForm, "limit", lambda *_: None)
+    monkeypatch.setattr(GLUON, "failure", None)
+    monkeypatch.setattr(GLUON, "_warned", False)
+    x = inputs(T=150, K=64, V=64, M=64)
+
+    def run(impl):
+        leaves = [t.clone().requires_grad_() for t in x.values()]
+        o, *_ = slot_window_attention_kernels(*leaves, *[None] * 6, 0, 32, 0.1, impl)
+        return o, *torch.autograd.grad(o.square().sum(), leaves)
+
+    expected = run("triton")
+    assert not on_hopper
+    with pytest.warns(UserWarning, match="slot_window_attention: .*backward_queries_kernel does not compile"):
+        got = run(None)
+    assert on_hopper == {"states", "forward"}
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

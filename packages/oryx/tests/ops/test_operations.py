@@ -19,7 +19,9 @@ def hopper_device(monkeypatch):
 
 def test_a_mixed_call_is_explained_mixer_by_mixer(hopper_device):
     told = explain(mix, device="meta", impl="gluon")
-    assert told.impl == "gluon" and "K=" not in told.call and "H=16" in told.call
+    assert told.impl == "gluon"
+    assert "K=" not in told.call
+    assert "H=16" in told.call
     assert told.kernels["convolutions, rotation, rates, gate and norm"] == "triton"
     assert told.kernels["attention: gradients of queries"] == "gluon"
     assert told.kernels["with D, SSD: outputs"] == "gluon"
@@ -29,7 +31,8 @@ def test_a_mixed_call_is_explained_mixer_by_mixer(hopper_device):
 @pytest.mark.parametrize("operation", [mix, selected_attention])
 def test_portable_kernels_are_explained_as_asked_for(operation, hopper_device):
     told = explain(operation, device="meta", impl="triton")
-    assert told.why == "asked for" and {form.split()[0].rstrip(",") for form in told.kernels.values()} == {"triton"}
+    assert told.why == "asked for"
+    assert {form.split()[0].rstrip(",") for form in told.kernels.values()} == {"triton"}
 
 
 @pytest.mark.parametrize("operation", [mix, selected_attention])
