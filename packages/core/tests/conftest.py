@@ -6,6 +6,7 @@ import torch
 from tokenmix_core.testing.fixtures import (  # noqa: F401
     calls_are_recorded_anew,
     device,
+    kernels_are_interpreted_quickly,
     pytest_collection_modifyitems,
     unwritten_memory_is_nan,
 )

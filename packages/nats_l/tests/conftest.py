@@ -3,6 +3,7 @@
 from tokenmix_core.testing.fixtures import (  # noqa: F401
     calls_are_recorded_anew,
     device,
+    kernels_are_interpreted_quickly,
     pytest_collection_modifyitems,
     unwritten_memory_is_nan,
 )

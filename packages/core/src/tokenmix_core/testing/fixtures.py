@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.testing.interpreter import hurry
 
 if not torch.cuda.is_available():
     # before any test module imports triton
@@ -29,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where tests that run on any device put their tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_interpreted_quickly() -> None:
+    """Spare the interpreter what it does twice."""
+    if not torch.cuda.is_available():
+        hurry()
 
 
 @pytest.fixture(autouse=True)
