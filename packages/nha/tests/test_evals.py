@@ -12,14 +12,15 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_nha.evals import recall_share_suite, share_suite, slot_shares
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
 from tokenmix_nha.shares import observed_shares
-from tokenmix_nha.windows import nha_mixers
+from tokenmix_nha.windows import nha_layers, nha_mixers
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    fields = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 32, "num_heads": 2, "slots": 4}
-    config = NhaConfig(vocab_size=264, **fields, window=[4, "full", 0], initializer_range=0.2)
+    fields = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 32}
+    layers = nha_layers([4, "full", 0], num_heads=2, slots=4)
+    config = NhaConfig(**fields, **layers, initializer_range=0.2)
     return NhaForCausalLM(config).eval()
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tokenmix_core.testing.agreement import RoundedProducts
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
-from tokenmix_nha import NhaConfig, NhaForCausalLM, using_windows
+from tokenmix_nha import NhaConfig, NhaForCausalLM, nha_layers, using_windows
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.evals import slot_shares
 
@@ -28,7 +28,7 @@ FORMS = {
     "heads of 128, 16 slots": {"window": 20, "num_heads": 1, "head_dim": 128, "slots": 16},
     "rotated slots": {"window": 40, "positions": "both"},
     "no positions": {"window": 40, "positions": "none"},
-    "learned positions": {"window": 40, "positions": "learned", "max_position_embeddings": 256},
+    "learned positions": {"window": 40, "positions": "learned", "max_positions": 256},
     "no shift": {"window": 40, "token_shift": False},
     "fixed sum": {"window": 40, "fusion": "fixed"},
     "learned sum": {"window": 40, "fusion": "learned"},
@@ -38,11 +38,11 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 FLOORS = {BFLOAT16: None, FLOAT32: 8 * torch.finfo(FLOAT32).eps}
 
 
-def build(**form):
+def build(window, **options):
     torch.manual_seed(0)
-    fields = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_heads": 2}
-    config = NhaConfig(**fields | {"slots": 64, "initializer_range": 0.05, "pad_token_id": 0} | form)
-    return NhaForCausalLM(config)
+    fields = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256}
+    layers = nha_layers(window, **{"num_heads": 2, "slots": 64} | options)
+    return NhaForCausalLM(NhaConfig(**fields, **layers, initializer_range=0.05, pad_token_id=0))
 
 
 def three(model, dtype):

@@ -1,10 +1,11 @@
 """The model: every form decodes as it reads, is saved, and trains; its windows are set and drawn."""
 
+import json
 from typing import ClassVar
 
 import pytest
 import torch
-from transformers import TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 
 import tokenmix_nha
 from tokenmix_core.testing.closeness import relative_error
@@ -15,6 +16,8 @@ from tokenmix_nha.training import DrawWindows, draw_windows
 from tokenmix_nha.windows import (
     check_windows,
     hybrid_windows,
+    layers_with_windows,
+    nha_layers,
     set_windows,
     using_windows,
     windows_of,
@@ -25,14 +28,14 @@ FIELDS = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
     "intermediate_size": 32,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "slots": 5,
-    "gate_normalizer": 2.0,
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "slots": 5, "gate_normalizer": 2.0}
+
+
+def fields(windows, **options):
+    return FIELDS | nha_layers(windows, **LAYER | options)
 
 
 class _Contract(ModelContract):
@@ -43,16 +46,16 @@ class _Contract(ModelContract):
 
 class TestHybrid(_Contract):
     configs: ClassVar = {
-        "windows": FIELDS | {"window": [4, 7]},
-        "slots alone": FIELDS | {"window": 0},
-        "without slots": FIELDS | {"window": [3, "full"], "slots": 0},
+        "windows": fields([4, 7]),
+        "slots alone": fields(0),
+        "without slots": fields([3, "full"], slots=0),
     }
 
 
 class TestWithAFullLayer(_Contract):
     configs: ClassVar = {
-        "hybrid": FIELDS | {"window": [5, "full"]},
-        "apart": FIELDS | {"window": [5, "full"], "fusion": "fixed"},
+        "hybrid": fields([5, "full"]),
+        "apart": fields([5, "full"], fusion="fixed"),
     }
 
     def test_training_reaches_every_parameter_with_and_without_checkpointing(self, model, ids):
@@ -71,16 +74,16 @@ class TestWithAFullLayer(_Contract):
 
 class TestAblated(_Contract):
     configs: ClassVar = {
-        "no shift": FIELDS | {"window": 4, "token_shift": False},
-        "learned sum": FIELDS | {"window": 4, "fusion": "learned"},
-        "learned positions": FIELDS | {"window": 4, "positions": "learned", "max_position_embeddings": 64},
+        "no shift": fields(4, token_shift=False),
+        "learned sum": fields(4, fusion="learned"),
+        "learned positions": fields(4, positions="learned") | {"max_position_embeddings": 64},
     }
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return NhaForCausalLM(NhaConfig(**FIELDS, window=[4, "full"])).eval()
+    return NhaForCausalLM(NhaConfig(**fields([4, "full"]))).eval()
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def ids():
 @torch.no_grad()
 def test_windows_set_at_inference_are_windows_of_the_configuration(model, ids):
     for windows in (0, "full", [3, 0], ["full", 6]):
-        other = NhaForCausalLM(NhaConfig(**FIELDS, window=windows)).eval()
+        other = NhaForCausalLM(NhaConfig(**fields(windows))).eval()
         other.load_state_dict(model.state_dict())
         before = model(ids).logits
         with using_windows(model, windows):
@@ -151,17 +154,70 @@ def test_no_length_changes_the_bytes_of_a_model_without_full_layers(model):
     assert model.state_bytes(100) < model.state_bytes(200)
 
 
-def test_a_fork_of_the_configuration_keeps_its_windows():
-    config = NhaConfig(**FIELDS, window=[4, "full"], random_windows=[4, "full"])
-    assert NhaConfig.from_dict(config.to_dict()).window == [4, "full"]
-    assert NhaConfig(**FIELDS, window="full").window == ["full", "full"]
+def test_layers_of_other_windows_keep_everything_else():
+    config = NhaConfig(**fields([4, "full"]), random_windows=[4, "full"])
+    assert NhaConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    for windows in ([4, "full"], ["full", 4], [0, 0], [7, 4]):
+        changed = NhaConfig.from_dict(config.to_dict() | layers_with_windows(config, windows))
+        assert [changed.options_of(i) for i in range(2)] == [{**LAYER, "window": window} for window in windows]
+        assert {**changed.to_dict(), **{name: config.to_dict()[name] for name in ("mixers", "mixer_options")}} == {
+            **config.to_dict()
+        }
+    # labels that differ in more than the window stay apart, and other mixers as they are
+    options = {"a": {"type": "nha", "slots": 3, "window": 4}, "a-8": {"type": "nha", "window": 8}}
+    config = NhaConfig(hidden_size=64, num_hidden_layers=3, mixers=["a", "attention", "a-8"], mixer_options=options)
+    changed = NhaConfig.from_dict(config.to_dict() | layers_with_windows(config, [8, 9]))
+    slots_and_windows = [tuple(changed.options_of(i).get(name) for name in ("slots", "window")) for i in range(3)]
+    assert slots_and_windows == [(3, 8), (None, None), (None, 9)]
+
+
+OLD = {
+    "all": {"window": [4, "full"], **LAYER},
+    "one window": {
+        "window": 4,
+        "slots": 3,
+        "num_heads": 4,
+        "mixer_options": {"nha": {"qk_norm": True}},
+    },
+    "the default window": {"num_heads": 4},
+}
+
+
+@pytest.mark.parametrize("form", list(OLD))
+def test_a_checkpoint_whose_configuration_holds_options_as_fields_is_read(form, ids, tmp_path):
+    windows, old = OLD[form].get("window", 32), dict(OLD[form])
+    options = {name: x for name, x in old.items() if name not in ("window", "mixers", "mixer_options")}
+    options |= old.get("mixer_options", {}).get("nha", {})
+    model = NhaForCausalLM(NhaConfig(**FIELDS, **nha_layers(windows, **options))).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({n: x for n, x in content.items() if not n.startswith("mixer")} | old))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {**again.config.to_dict(), "_name_or_path": ""} == {**model.config.to_dict(), "_name_or_path": ""}
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_what_is_no_field_any_more_is_refused_with_its_place():
+    with pytest.raises(ValueError, match=r"unknown key 'slots'.*options of a layer belong in mixer_options"):
+        NhaConfig(**FIELDS, slots=3)
+
+
+@pytest.mark.parametrize(
+    ("windows", "options", "message"),
+    [([], {}, "random_windows"), ([4, -4], {}, "a window must be"), ([0, 4], {"slots": 0}, "needs slots")],
+)
+def test_windows_that_cannot_be_drawn_are_refused(windows, options, message):
+    with pytest.raises(ValueError, match=message):
+        NhaConfig(**fields(4, **options), random_windows=windows)
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        {"window": [4, "full"]},
-        {"window": 0},
+        {"windows": [4, "full"]},
+        {"windows": 0},
         {"positions": "both"},
         {"positions": "learned"},
         {"fusion": "learned"},
@@ -173,7 +229,7 @@ def test_a_fork_of_the_configuration_keeps_its_windows():
 )
 def test_every_form_trains_under_autocast(form):
     torch.manual_seed(0)
-    model = NhaForCausalLM(NhaConfig(**FIELDS | {"window": 4, "max_position_embeddings": 64} | form)).train()
+    model = NhaForCausalLM(NhaConfig(**fields(**{"windows": 4} | form), max_position_embeddings=64)).train()
     ids = torch.randint(3, 61, (1, 40))
     borders = torch.tensor([0, 3, 20, 40], dtype=torch.int32)
     losses = []

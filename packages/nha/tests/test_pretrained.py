@@ -10,6 +10,7 @@ from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_nha import pretrained
 from tokenmix_nha.evals import SUITES
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
+from tokenmix_nha.windows import nha_layers
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -92,8 +93,8 @@ SUBJECTS = ("mmlu_anatomy", "mmlu_virology")
 def run(tmp_path, monkeypatch):
     """Run a suite on local tasks, of which `acc` is 1 and `acc_norm` 0, but for one subject of MMLU the reverse."""
     torch.manual_seed(0)
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "num_heads": 2, "slots": 4}
-    model = NhaForCausalLM(NhaConfig(vocab_size=264, **fields, window=8)).eval()
+    fields = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    model = NhaForCausalLM(NhaConfig(**fields, **nha_layers(8, num_heads=2, slots=4))).eval()
     (tmp_path / "local.py").write_text(LOCAL)
     for name in (*pretrained.UNDERSTANDING, "gpqa_main_zeroshot", "mathqa", *SUBJECTS):
         rows = "long" if name == "mmlu_virology" else "short"

@@ -10,7 +10,7 @@ from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
 from tokenmix_core.training.trainer import METRICS, train
 from tokenmix_nha.recipes import ABLATIONS, BASELINES, RECIPES, drawn, tiny
-from tokenmix_nha.windows import windows_of
+from tokenmix_nha.windows import nha_layers, windows_of
 
 
 def parameters(name: str) -> int:
@@ -54,7 +54,8 @@ def test_slots_hold_as_many_numbers_as_gdn_s_state_and_the_window_more():
                 options = config.mixer_options["gated_delta_net"]
                 held.add(options["num_heads"] * options["head_dim"] ** 2 * options["expand_v"])
             else:
-                held.add(config.num_heads * config.slots * 2 * 128)
+                options = config.options_of(0)
+                held.add(options["num_heads"] * options["slots"] * 2 * 128)
         assert len(held) == 1, (size, held)
     bytes_of = {}
     for name in ("nha", "nha-no-window"):
@@ -79,13 +80,17 @@ def test_a_description_says_how_far_a_model_s_parameters_are_from_nha_s(size):
             assert f"{abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA" in said, recipe
 
 
+def windows(config):
+    return [config.options_of(i)["window"] for i in range(config.num_hidden_layers)]
+
+
 def test_full_layers_stand_where_the_paper_puts_them():
-    assert [i for i, w in enumerate(RECIPES["nha-340m"]().model_config().window) if w == "full"] == [6, 14, 22]
-    assert [i for i, w in enumerate(RECIPES["nha-1.3b"]().model_config().window) if w == "full"] == [0, 8, 16]
-    assert set(RECIPES["gsa-340m"]().model_config().window) == {0}
+    assert [i for i, w in enumerate(windows(RECIPES["nha-340m"]().model_config())) if w == "full"] == [6, 14, 22]
+    assert [i for i, w in enumerate(windows(RECIPES["nha-1.3b"]().model_config())) if w == "full"] == [0, 8, 16]
+    assert set(windows(RECIPES["gsa-340m"]().model_config())) == {0}
     for kind in ("gsa", "gla", "gdn", "mamba2"):
         config = RECIPES[f"{kind}-hybrid-1.3b"]().model_config()
-        layers = config.window if kind == "gsa" else config.mixers
+        layers = windows(config) if kind == "gsa" else config.mixers
         assert [i for i, layer in enumerate(layers) if layer in ("full", "attention")] == [0, 8, 16]
 
 
@@ -95,16 +100,21 @@ def test_settings_are_the_paper_s():
     assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (3e-4, 0.01, 1.0)
     assert (recipe.run.seed, recipe.data.seq_len, optimizer.total_tokens) == (42, 2048, 15 * 10**9)
     assert recipe.data.sources == ["data/slimpajama-transformer-1.3B-100B"]
-    assert (recipe.model["slots"], recipe.model["window"][0]) == (64, 32)
+    options = recipe.model_config().options_of(0)
+    assert (options["slots"], options["window"], options["num_heads"]) == (64, 32, 8)
 
 
 @pytest.mark.parametrize("name", list(ABLATIONS))
-def test_an_ablation_s_recipe_changes_the_fields_it_names_and_nothing_else(name):
+def test_an_ablation_s_recipe_changes_the_options_it_names_and_nothing_else(name):
     paper, ablated = RECIPES["nha-340m"]().model_config(), RECIPES[f"nha-340m-{name}"]().model_config()
-    differ = {key for key, value in paper.to_dict().items() if ablated.to_dict()[key] != value}
-    assert differ == {key for key in ABLATIONS[name] if getattr(paper, key) != ablated.to_dict()[key]}
-    assert differ
-    assert [w for w in ablated.window if w == "full"] == ["full"] * 3
+    fields = {key for key, value in paper.to_dict().items() if ablated.to_dict()[key] != value}
+    assert fields <= {"mixers", "mixer_options"}
+    for layer, window in enumerate(windows(paper)):
+        expected = {**paper.options_of(layer), **ABLATIONS[name]}
+        if window == "full":
+            expected["window"] = "full"
+        assert ablated.options_of(layer) == expected
+    assert fields
 
 
 class StopAt(TrainerCallback):
@@ -127,7 +137,7 @@ def nano():
             "hidden_size": 32,
             "num_hidden_layers": 2,
             "intermediate_size": 48,
-            "window": [4, "full"],
+            **nha_layers([4, "full"], num_heads=2, slots=16),
         },
         data=DataRecipe(sources=["mqar"], seq_len=32, mqar_vocab_size=200, documents="joined"),
         optimizer=OptimizerRecipe(
@@ -153,5 +163,5 @@ def test_a_run_with_drawn_windows_goes_on_under_the_windows_it_would_have_had(tm
     train(replace(recipe, callbacks=()), tmp_path / "fixed", progress=False)
     assert losses(tmp_path / "fixed") != losses(tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts")
-    assert windows_of(model) == model.config.window == [4, "full"]
+    assert windows_of(model) == windows(model.config) == [4, "full"]
     assert model.config.random_windows == [0, 4, "full"]

@@ -10,20 +10,20 @@ from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_nha.cli import main
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
 from tokenmix_nha.search import best_of_each, remembered, score_of, search_windows
-from tokenmix_nha.windows import windows_of
+from tokenmix_nha.windows import nha_layers, windows_of
 
 LAYERS = 12
 
 
-def make(layers=LAYERS, **fields):
-    sizes = {"hidden_size": 16, "num_hidden_layers": layers, "intermediate_size": 16, "num_heads": 2, "slots": 4}
+def make(layers=LAYERS, windows=4, **options):
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_hidden_layers": layers, "intermediate_size": 16}
     torch.manual_seed(0)
-    return NhaForCausalLM(NhaConfig(vocab_size=264, **sizes, **{"window": 4, **fields})).eval()
+    return NhaForCausalLM(NhaConfig(**sizes, **nha_layers(windows, num_heads=2, slots=4, **options))).eval()
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make(window=[4, "full"])
+    return make(windows=[4, "full"])
 
 
 WORTH = {5: 3.0, 10: 2.0, 1: 1.0}
@@ -129,7 +129,7 @@ def test_a_resumed_search_asks_for_nothing_that_was_tried(model, tmp_path):
 
 
 def test_the_command_writes_table_plot_and_a_configuration_that_loads(tmp_path, capsys):
-    model = make(layers=4, window=[4, 4, "full", 4])
+    model = make(layers=4, windows=[4, 4, "full", 4])
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     call = ["search", str(tmp_path / "model"), "--task", "mqar:mqar-64-4", "--lengths", "64", "--limit", "4"]
@@ -141,10 +141,11 @@ def test_the_command_writes_table_plot_and_a_configuration_that_loads(tmp_path, 
     assert [row["pattern"] for row in result["rows"]] == ["pure linear", "1:4", "1:3", "1:2", "1:4 + 1", "all full"]
     config = AutoConfig.from_pretrained(out / "chosen")
     full = json.loads(result["settings"]["chosen"])["full layers"]
-    assert config.window == ["full" if i in full else 4 for i in range(4)]
+    chosen = [config.options_of(i)["window"] for i in range(4)]
+    assert chosen == ["full" if i in full else 4 for i in range(4)]
     assert len(full) <= 1
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", config=config)
-    assert windows_of(again) == config.window
+    assert windows_of(again) == chosen
     assert "chosen: full layers" in capsys.readouterr().out
     for wrong, message in (
         ([*call[:3], "nothing"], "there is no suite 'nothing'"),

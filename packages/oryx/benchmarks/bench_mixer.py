@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.benchmarking import interleaved_medians
-from tokenmix_oryx.config import FAMILIES, OryxConfig
+from tokenmix_oryx.choices import FAMILIES
 from tokenmix_oryx.flops import mixer_flops
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.modes import Modes
@@ -42,9 +42,8 @@ def prepare(
 ):
     """The functions to time, by share, with the leaves to differentiate by; run once, so that they are compiled."""
     head_dim = 128 if device != "cpu" else 16
-    config = OryxConfig(hidden_size=width, num_hidden_layers=1, linear_mixer=family, head_dim=head_dim)
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    mixer = OryxMixer.from_config(config, 0).to(device, dtype)
+    mixer = OryxMixer(width, linear_mixer=family, head_dim=head_dim).to(device, dtype)
     if not projections:
         for name in LARGE:
             setattr(mixer, name, nn.Identity())

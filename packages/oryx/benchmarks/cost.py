@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench_mixer import crossover_of
 
-from tokenmix_oryx.config import FAMILIES
+from tokenmix_oryx.choices import FAMILIES
 from tokenmix_oryx.flops import crossover, mixer_flops
 
 FOLDER = Path(__file__).parent

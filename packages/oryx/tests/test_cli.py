@@ -23,7 +23,8 @@ def saved(model, folder):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     torch.manual_seed(0)
-    config = OryxConfig(**SIZES, head_dim=16, mode_chunk_size=16, initializer_range=0.2)
+    options = {"oryx": {"head_dim": 16}}
+    config = OryxConfig(**SIZES, mixer_options=options, mode_chunk_size=16, initializer_range=0.2)
     return saved(OryxForCausalLM(config), tmp_path_factory.mktemp("oryx"))
 
 

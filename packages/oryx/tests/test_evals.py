@@ -23,7 +23,8 @@ PAIRS = ["linear → linear", "attention → linear", "linear → attention", "a
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 16}
+    sizes = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    sizes["mixer_options"] = {"oryx": {"head_dim": 16}}
     return OryxForCausalLM(OryxConfig(**sizes, mode_chunk_size=16, initializer_range=0.1)).eval()
 
 

@@ -7,14 +7,19 @@ from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_oryx.config import FAMILIES, OryxConfig
+from tokenmix_oryx.choices import FAMILIES
+from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.model import OryxForCausalLM
 from tokenmix_oryx.modes import Modes, draw_modes
 from tokenmix_oryx.projection import project_by_mode, token_order
 
 pytestmark = pytest.mark.gpu
-SIZES = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256, "head_dim": 128}
+SIZES = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
+
+
+def build(family, **fields):
+    return OryxForCausalLM(OryxConfig(**SIZES, mixer_options={"oryx": {"linear_mixer": family}}, **fields))
 
 
 def modes(kind, batch, tokens):
@@ -47,7 +52,7 @@ def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind
     torch.manual_seed(0)
     mixers = {}
     for impl in (None, "reference"):
-        mixers[impl] = OryxMixer.from_config(OryxConfig(**SIZES, linear_mixer=family, impl=impl), 0)
+        mixers[impl] = OryxMixer(256, linear_mixer=family, impl=impl)
     for module in mixers[None].modules():
         init_weights_(module, 0.05)
     weights = mixers[None].state_dict()
@@ -59,7 +64,7 @@ def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind
         ("eager", "reference", torch.bfloat16),
         ("exact", "reference", torch.float64),
     ):
-        mixer = OryxMixer.from_config(OryxConfig(**SIZES, linear_mixer=family, impl=impl), 0).cuda()
+        mixer = OryxMixer(256, linear_mixer=family, impl=impl).cuda()
         mixer.load_state_dict({n: p.bfloat16() if n not in mixer.float32 else p for n, p in weights.items()})
         found[name] = gradients(mixer.to(dtype), x.to(dtype), upstream, mode)
     for name, exact in found["exact"].items():
@@ -103,7 +108,7 @@ def test_a_grouped_projection_takes_any_share_of_tokens_and_waits_for_nothing(sh
 @pytest.mark.parametrize("kind", ["linear", "attention", "tokens"])
 def test_pieces_and_steps_give_what_the_whole_gives(family, kind):
     torch.manual_seed(0)
-    model = OryxForCausalLM(OryxConfig(**SIZES, linear_mixer=family, initializer_range=0.05)).cuda().eval()
+    model = build(family, initializer_range=0.05).cuda().eval()
     ids = torch.randint(0, 61, (2, 300), device="cuda")
     mode = kind if kind != "tokens" else modes("tokens", 2, 300).attention
     whole, cache, outputs, start = model(ids, mode=mode, use_cache=False).logits, model.make_cache(), [], 0
@@ -117,7 +122,7 @@ def test_pieces_and_steps_give_what_the_whole_gives(family, kind):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_training_and_decoding_never_wait_for_the_device(family):
-    model = OryxForCausalLM(OryxConfig(**SIZES, linear_mixer=family)).cuda().bfloat16()
+    model = build(family).cuda().bfloat16()
     ids = torch.randint(0, 61, (2, 512), device="cuda")
     mode = modes("chunks", 2, 512).attention
 
@@ -147,7 +152,7 @@ def test_training_and_decoding_never_wait_for_the_device(family):
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_compiled_training_step_in_mixed_modes_is_one_graph(family):
     torch.manual_seed(0)
-    model = OryxForCausalLM(OryxConfig(**SIZES, linear_mixer=family)).cuda().train()
+    model = build(family).cuda().train()
     ids = torch.randint(0, 61, (2, 256), device="cuda")
     compiled = torch.compile(model, fullgraph=True)
     for seed in (0, 1):
@@ -161,7 +166,7 @@ def test_a_compiled_training_step_in_mixed_modes_is_one_graph(family):
 
 @torch.no_grad()
 def test_a_sequence_in_linear_mode_reads_no_keys():
-    mixer = OryxMixer.from_config(OryxConfig(**SIZES), 0).cuda()
+    mixer = OryxMixer(256).cuda()
     cache = HybridCache([mixer.make_state()])
     table, x = RotaryEmbedding(128, {"rope_theta": 1e4}).cuda(), torch.randn(2, 9, 256, device="cuda")
     for start, stop in ((0, 8), (8, 9)):

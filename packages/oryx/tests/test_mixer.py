@@ -11,16 +11,16 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_mixer
 from tokenmix_oryx.attention import NormedAttention
-from tokenmix_oryx.config import FAMILIES, OryxConfig
+from tokenmix_oryx.choices import FAMILIES
+from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.modes import Modes, resolve
 
 WIDTH, HEADS, K = 32, 2, 8
 
 
-def make(linear_mixer="mamba2", **fields) -> OryxMixer:
-    sizes = {"vocab_size": 50, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_heads": HEADS, "head_dim": K}
-    return OryxMixer.from_config(OryxConfig(**sizes, linear_mixer=linear_mixer, **fields), 0)
+def make(linear_mixer="mamba2", **options) -> OryxMixer:
+    return OryxMixer(WIDTH, linear_mixer=linear_mixer, num_heads=HEADS, head_dim=K, **options)
 
 
 def seeded(*args, **fields) -> OryxMixer:
@@ -176,7 +176,7 @@ def before_norm(mixer: OryxMixer, x: Tensor, mode: str, **rotation) -> Tensor:
     return seen[0]
 
 
-# by switch: the family, the field, what leaves the parameters, and the modes whose mixing changes
+# by switch: the family, the option, what leaves the parameters, and the modes whose mixing changes
 SWITCHES = {
     "shared query": ("mamba2", {"shared_query": True}, {"linear_q_proj.weight"}, {"linear"}),
     "grouped norm": ("mamba2", {"grouped_norm": True}, set(), set()),
@@ -190,15 +190,14 @@ SWITCHES = {
     "plain keys and values": ("gated_delta_net", {"kv_activation": "none"}, set(), {"linear", "attention"}),
     "plain attention query": ("gated_delta_net", {"attention_query_activation": "none"}, set(), {"attention"}),
     "plain linear query": ("gated_delta_net", {"linear_query_activation": "none"}, set(), {"linear"}),
-    "sequence assignment": ("mamba2", {"mode_assignment": "sequence"}, set(), set()),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_changes_what_it_names_and_nothing_else(switch, x):
-    family, field, removed, changed = SWITCHES[switch]
-    plain, other = seeded(family), make(family, **field).double().eval()
+    family, option, removed, changed = SWITCHES[switch]
+    plain, other = seeded(family), make(family, **option).double().eval()
     weights = plain.state_dict()
     assert set(weights) - set(other.state_dict()) == removed
     assert set(other.state_dict()) <= set(weights)
@@ -207,8 +206,7 @@ def test_a_switch_changes_what_it_names_and_nothing_else(switch, x):
         same = torch.equal(before_norm(plain, x, mode), before_norm(other, x, mode))
         assert same is (mode not in changed), mode
     outputs = [run_mixer(m, x, mode=Modes("attention")) for m in (plain, other)]
-    untouched = changed == {"linear"} or switch == "sequence assignment"
-    assert torch.equal(*outputs) is untouched
+    assert torch.equal(*outputs) is (changed == {"linear"})
 
 
 @torch.no_grad()
@@ -321,27 +319,44 @@ def test_the_flops_of_training_follow_the_share_of_attention():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"linear_mixer": "rwkv"}, "linear_mixer must be one of"),
-        ({"rope": "neither"}, "rope must be one of"),
-        ({"head_dim": 7}, "head_dim must be even"),
-        ({"num_heads": None, "head_dim": 24}, "head_dim must divide"),
-        ({"conv_size": 1}, "conv_size must be 0 or"),
         ({"mode": "off"}, "got 'off'"),
         ({"attention_probability": 2.0}, "attention_probability from 0 to 1"),
-        ({"mixers": ["attention"]}, "every layer of an Oryx model"),
+        ({"mode_chunk_size": 0}, "mode_chunk_size must be at least 1"),
         ({"no_such_field": 1}, "no_such_field"),
+        ({"head_dim": 8}, "unknown key 'head_dim'.*options of a layer belong in mixer_options"),
     ],
 )
 def test_wrong_configurations_are_told(fields, message):
     with pytest.raises(ValueError, match=message):
-        OryxConfig(**{"hidden_size": WIDTH, "num_hidden_layers": 1, "num_heads": HEADS, "head_dim": K} | fields)
+        OryxConfig(hidden_size=256, num_hidden_layers=1, **fields)
 
 
-def test_a_family_s_choices_are_written_out():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"linear_mixer": "rwkv"}, "linear_mixer must be one of"),
+        ({"rope": "neither"}, "rope must be one of"),
+        ({"kv_activation": "relu"}, "kv_activation must be one of"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"num_heads": None, "head_dim": 24}, "head_dim must divide"),
+        ({"num_heads": 0}, "num_heads must be at least 1"),
+        ({"conv_size": 1}, "conv_size must be 0 or"),
+    ],
+)
+def test_wrong_layers_are_told_when_the_configuration_is_made(options, message):
+    options = {"num_heads": HEADS, "head_dim": K} | options
+    with pytest.raises(ValueError, match=message):
+        OryxConfig(hidden_size=WIDTH, num_hidden_layers=1, mixer_options={"oryx": options})
+
+
+def test_a_family_s_choices_hold_where_nothing_is_said():
     for family, choices in FAMILIES.items():
-        config = OryxConfig(hidden_size=256, num_hidden_layers=1, linear_mixer=family)
-        assert {name: getattr(config, name) for name in choices} == choices
-        assert config.num_heads == 2
+        plain, told = OryxMixer(256, linear_mixer=family), OryxMixer(256, linear_mixer=family, **choices)
+        for mixer in (plain, told):
+            assert (mixer.num_heads, mixer.head_dim) == (2, 128)
+            assert (mixer.rope_both, mixer.norm.groups == 2) == (choices["rope"] == "both", choices["grouped_norm"])
+            assert mixer.kv_activation == choices["kv_activation"]
+            assert list(mixer.activations.values()) == [choices["kv_activation"]] * 2
 
 
 def test_tokens_of_a_span_have_their_modes():

@@ -1,5 +1,6 @@
 """The model: cached decoding in any schedule equals the full forward, switching in generation, the promise."""
 
+import json
 import random
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_pieces
 from tokenmix_oryx.config import OryxConfig
@@ -18,11 +20,16 @@ FIELDS = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
     "intermediate_size": 32,
-    "head_dim": 8,
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
-FAMILIES = {"tm": FIELDS | {"linear_mixer": "mamba2"}, "tg": FIELDS | {"linear_mixer": "gated_delta_net"}}
+
+
+def fields(linear_mixer, **options):
+    return FIELDS | {"mixer_options": {"oryx": {"linear_mixer": linear_mixer, "head_dim": 8, **options}}}
+
+
+FAMILIES = {"tm": fields("mamba2"), "tg": fields("gated_delta_net")}
 SCHEDULE = [(0, "linear"), (5, "attention"), (11, "linear"), (16, "attention"), (21, "linear")]
 
 
@@ -39,8 +46,8 @@ class TestSwitching(_Contract):
 
 class TestAblated(_Contract):
     configs: ClassVar = {
-        "tm": FAMILIES["tm"] | {"shared_query": True, "grouped_norm": True, "conv_size": 0, "rope": "attention"},
-        "tg": FAMILIES["tg"] | {"output_gate": False, "attention_l2_norm": "key", "kv_activation": "none"},
+        "tm": fields("mamba2", shared_query=True, grouped_norm=True, conv_size=0, rope="attention"),
+        "tg": fields("gated_delta_net", output_gate=False, attention_l2_norm="key", kv_activation="none"),
     }
     inputs: ClassVar = {"mode": SCHEDULE}
 
@@ -54,6 +61,41 @@ def model(request):
 @pytest.fixture
 def ids():
     return torch.randint(1, 61, (3, 19), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_checkpoint_whose_configuration_holds_options_as_fields_is_read(model, ids, tmp_path):
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    old = content.pop("mixer_options")["oryx"]
+    path.write_text(json.dumps(content | old | {"num_heads": 3, "mixer_options": {}}))
+    again = OryxForCausalLM.from_pretrained(tmp_path)
+    assert again.config.mixer_options == {"oryx": {**old, "num_heads": 3}}
+    with torch.no_grad():
+        assert torch.equal(again(ids, mode=SCHEDULE).logits, model(ids, mode=SCHEDULE).logits)
+
+
+@torch.no_grad()
+def test_a_promise_of_linear_mode_frees_what_oryx_layers_keep_and_nothing_else(ids):
+    options = {**fields("mamba2")["mixer_options"], "attention": {"num_heads": 3}}
+    config = OryxConfig(**FIELDS | {"mixers": ["oryx", "attention"], "mixer_options": options})
+    model = OryxForCausalLM(config).eval()
+    kept, freed = model.state_bytes(100), model.state_bytes(100, linear_only=True)
+    assert 0 < kept - freed == model.model.mixers[1].state_bytes(100, 1, torch.float32)
+    outputs = [model.generate(ids, mode="linear", keep_kv=keep, max_new_tokens=5) for keep in (True, False)]
+    assert torch.equal(*outputs)
+
+
+@torch.no_grad()
+def test_any_model_with_the_layer_takes_modes(model, ids):
+    options = {**model.config.mixer_options, "attention": {"num_heads": 3}}
+    plain = HybridForCausalLM(HybridConfig(**FIELDS, mixers=["oryx", "attention"], mixer_options=options)).eval()
+    found = {str(mode): plain(ids, mode=mode, use_cache=False).logits for mode in ("linear", "attention", SCHEDULE)}
+    assert torch.equal(plain(ids, use_cache=False).logits, found["attention"])
+    assert len({x.sum().item() for x in found.values()}) == 3
+    assert relative_error(logits_in_pieces(plain, ids, [4, 1, 14], mode=SCHEDULE), found[str(SCHEDULE)]) < 1e-4
+    with pytest.raises(ValueError, match="unknown input 'modes'; inputs of the mixers are: mode"):
+        plain(ids, modes="linear")
 
 
 MODELS = {}
@@ -327,8 +369,8 @@ def test_padding_compiles_into_one_graph(model, ids):
 def test_only_what_replaces_all_kernels_can_be_requested():
     from transformers import AutoModelForCausalLM
 
-    config = OryxConfig(**FIELDS)
+    config = OryxConfig(**FAMILIES["tm"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     assert {mixer.impl for mixer in model.model.mixers} == {"reference"}
     with pytest.raises(ValueError, match="one of 'eager' for OryxMixer, got 'sdpa'"):
-        AutoModelForCausalLM.from_config(OryxConfig(**FIELDS), attn_implementation="sdpa")
+        AutoModelForCausalLM.from_config(OryxConfig(**FAMILIES["tm"]), attn_implementation="sdpa")

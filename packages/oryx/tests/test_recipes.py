@@ -17,6 +17,7 @@ from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.record import run_record
 from tokenmix_core.training.trainer import build_trainer, train, training_rows
+from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS
 
 NAMED = {"130m": 130e6, "380m": 380e6, "810m": 810e6, "1.4b": 1.4e9}
@@ -30,6 +31,11 @@ def counted(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return config, {n: p.numel() for n, p in model.named_parameters()}
+
+
+def _layer(config):
+    with torch.device("meta"):
+        return OryxMixer.from_config(config, 0, **config.options_of(0))
 
 
 def own(sizes, names):
@@ -77,7 +83,7 @@ def test_settings_are_those_of_appendix_d(family, size):
     assert "fineweb-edu" in recipe.data.sources[0]
     assert recipe.run.precision == "bf16"
     config = recipe.model_config()
-    assert config.head_dim == 128
+    assert _layer(config).head_dim == 128
     assert (config.mode_chunk_size, config.attention_probability, config.mode_assignment) == (128, 0.25, "chunk")
     assert dataclasses.replace(recipe.data) == baseline.data
 
@@ -96,22 +102,25 @@ def test_ablations_are_matched_in_parameters(family):
     for name, changes in ABLATIONS[family].items():
         config, sizes = counted(f"{family}-380m-{name}")
         # a shared query is attention's in name
-        mine = sum(sizes.values()) - (0 if config.shared_query else own(sizes, ATTENTION_OWN))
+        options = config.options_of(0)
+        mine = sum(sizes.values()) - (0 if options.get("shared_query") else own(sizes, ATTENTION_OWN))
         assert mine == pytest.approx(used, rel=0.01), name
-        assert {field: getattr(config, field) for field in changes} == changes
-        assert config.mode_assignment == changes.get("mode_assignment", "sequence")
+        assignment = {"mode_assignment": changes.get("mode_assignment", "sequence")}
+        assert options | assignment == {"linear_mixer": FAMILIES[family], **assignment, **changes}
+        assert config.mode_assignment == assignment["mode_assignment"]
 
 
 def test_ablations_are_of_the_model_whose_perplexity_their_table_states():
     """Table 4 left and Table 6: no gate, and no convolution where it does not say so; Table 7: RoPE in both mixers."""
     for name in ("shared-query", "grouped-norm", "shared-query-grouped-norm", "no-conv-rope-attention"):
-        base, config = (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-conv-no-gate", name))
-        assert (config.conv_size, config.output_gate) == (0, False) == (base.conv_size, base.output_gate)
-        assert config.intermediate_size == base.intermediate_size == 3 * 1024
-    base, config = (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-gate", "rope-attention"))
-    assert (config.conv_size, config.output_gate) == (4, False) == (base.conv_size, base.output_gate)
+        for config in (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-conv-no-gate", name)):
+            assert (_layer(config).k_conv, _layer(config).g_proj) == (None, None)
+            assert config.intermediate_size == 3 * 1024
+    for config in (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-gate", "rope-attention")):
+        assert _layer(config).k_conv.weight.shape[-1] == 4
+        assert _layer(config).g_proj is None
     for name in ("l2-key", "l2-query-key"):
-        assert RECIPES[f"tg-380m-{name}"]().model_config().rope == "both"
+        assert _layer(RECIPES[f"tg-380m-{name}"]().model_config()).rope_both
 
 
 # all parameters; "shared-query" has one query projection less, which a mode does not miss
@@ -174,7 +183,8 @@ def small(tmp_path_factory):
     prepare(str(folder / "texts"), folder / "tokens", held_out=0.1, progress=False)
     flags = "--seq_len 64 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256"
     flags += " --logging_steps 1 --save_steps 3 --save_total_limit 2 --model.mode_chunk_size 16"
-    flags += " --model.hidden_size 32 --model.head_dim 16 --model.num_hidden_layers 2 --model.intermediate_size 32"
+    flags += " --model.hidden_size 32 --model.mixer_options.oryx.head_dim 16"
+    flags += " --model.num_hidden_layers 2 --model.intermediate_size 32"
     return overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(folder / "tokens")])
 
 

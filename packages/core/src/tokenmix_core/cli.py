@@ -226,7 +226,7 @@ def _fields_help() -> str:
         for field in dataclasses.fields(part):
             group.add_argument(f"--{field.name}", metavar="VALUE", help=texts[field.name].replace("%", "%%"))
     group = shown.add_argument_group("fields of the recipe: model")
-    group.add_argument("--model.FIELD", metavar="VALUE", help="of its configuration; `info RECIPE --fields` shows all")
+    group.add_argument("--model.FIELD", metavar="VALUE", help="of its configuration; --model.FIELD.KEY sets one entry")
     return shown.format_help()
 
 

@@ -67,7 +67,6 @@ class SwitchingMixer(Mixer):
 
 class SwitchingConfig(HybridConfig):
     model_type = "tokenmix_test_switching"
-    mixer_inputs = ("mode", "window")
     num_hidden_layers: int = 3
     favourite: str = "attention"
 

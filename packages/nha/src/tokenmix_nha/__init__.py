@@ -16,10 +16,19 @@ if TYPE_CHECKING:
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
     from tokenmix_nha.model import NhaForCausalLM, NhaModel
-    from tokenmix_nha.windows import set_windows, using_windows
+    from tokenmix_nha.windows import nha_layers, set_windows, using_windows
 
 __version__ = "0.1.0"
-__all__ = ["NhaConfig", "NhaForCausalLM", "NhaMixer", "NhaModel", "convert", "set_windows", "using_windows"]
+__all__ = [
+    "NhaConfig",
+    "NhaForCausalLM",
+    "NhaMixer",
+    "NhaModel",
+    "convert",
+    "nha_layers",
+    "set_windows",
+    "using_windows",
+]
 
 # no module is named as what it holds: imported, it would take that place
 _HOMES = {
@@ -28,6 +37,7 @@ _HOMES = {
     "NhaMixer": "mixer",
     "NhaModel": "model",
     "convert": "conversion",
+    "nha_layers": "windows",
     "set_windows": "windows",
     "using_windows": "windows",
 }

@@ -9,8 +9,6 @@ from tokenmix_nha.windows import check_window
 
 Positions = Literal["window", "both", "none", "learned"]
 Fusion = Literal["softmax", "fixed", "learned"]
-# those that all layers of a model share
-CHOICES = ("slots", "positions", "fusion", "token_shift", "long_weight", "gate_normalizer")
 
 
 def check_choices(

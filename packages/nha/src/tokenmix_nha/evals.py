@@ -15,7 +15,7 @@ from tokenmix_core.evaluation.recall import MQAR_HELD_OUT, MQAR_LENGTHS
 from tokenmix_core.synthetic import mqar
 from tokenmix_nha import pretrained
 from tokenmix_nha.shares import observed_shares
-from tokenmix_nha.windows import nha_mixers, windows_of
+from tokenmix_nha.windows import nha_mixers, nha_places, windows_of
 
 # columns of the heatmap by position
 _BINS = 64
@@ -58,7 +58,7 @@ def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
 def _result(
     suite: str, model: Any, sequences: Int[Tensor, "N T"], options: EvalOptions, about: dict[str, Any]
 ) -> SuiteResult:
-    shares = slot_shares(model, sequences, batch_size=options.batch_size or 8)
+    shares, places = slot_shares(model, sequences, batch_size=options.batch_size or 8), nha_places(model)
     length = sequences.shape[1]
     rows = [
         {
@@ -70,17 +70,16 @@ def _result(
             "first tenth": float(share[:, : max(1, length // 10)].mean()),
             "last tenth": float(share[:, -max(1, length // 10) :].mean()),
         }
-        for layer, (window, share) in enumerate(zip(windows_of(model), shares, strict=True))
+        for layer, window, share in zip(places, windows_of(model), shares, strict=True)
     ]
     width = max(1, -(-length // _BINS))
     binned = torch.stack([part.mean((1, 2)) for part in shares.split(width, 2)], 1)
-    layers = [list(range(len(shares))), shares.mean((1, 2)).tolist()]
     plots: list[Plot] = [
         {
             "title": "Share of the slots",
             "x": "layer",
             "y": "mean over heads and positions",
-            "series": {"share": (layers[0], layers[1])},
+            "series": {"share": (list(places), shares.mean((1, 2)).tolist())},
         },
         {
             "title": "Share of the slots by head",

@@ -19,24 +19,13 @@ from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
-from tokenmix_nha.choices import CHOICES, Fusion, Positions, check_choices
+from tokenmix_nha.choices import Fusion, Positions, check_choices
 from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window_attention.prefix import with_zeros
 from tokenmix_nha.shares import share_of_slots
 from tokenmix_nha.state import SlotWindowPart
-from tokenmix_nha.windows import FULL, Window
-
-# fields of the configuration that the layer is made of
-OPTIONS = (
-    *CHOICES,
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "qk_norm",
-    "qkv_bias",
-    "impl",
-)
+from tokenmix_nha.windows import FULL, WINDOW, Window
 
 
 class NhaMixer(Mixer):
@@ -62,7 +51,8 @@ class NhaMixer(Mixer):
         qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
         qkv_bias: biases of the q, k, v and gate projections (Qwen2).
         o_bias: a bias of the output projection.
-        max_positions: vectors that "learned" positions have; positions count modulo their number.
+        max_positions: vectors that "learned" positions have; positions count modulo their number. In a model by default
+            as many as its `max_position_embeddings`.
         norm_eps: of the q/k norms.
         impl: implementation of the operations.
 
@@ -85,7 +75,7 @@ class NhaMixer(Mixer):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         slots: int = 64,
-        window: Window = 32,
+        window: Window = WINDOW,
         positions: Positions = "window",
         fusion: Fusion = "softmax",
         token_shift: bool = True,
@@ -137,9 +127,8 @@ class NhaMixer(Mixer):
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> NhaMixer:
-        fields = {name: getattr(config, name) for name in OPTIONS}
-        fields |= {"window": config.window[layer_idx], "max_positions": config.max_position_embeddings}
-        return cls(config.hidden_size, norm_eps=config.norm_eps, **fields | options)
+        options = {"max_positions": config.max_position_embeddings} | options
+        return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
 
     @property
     def seen(self) -> int | None:

@@ -20,7 +20,7 @@ from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN, MAMBA2, paper_base
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_nha.training import DrawWindows
-from tokenmix_nha.windows import FULL, Window, hybrid_windows
+from tokenmix_nha.windows import FULL, Window, hybrid_windows, nha_layers
 
 MODEL_TYPE, GLA = "tokenmix_nha", "gla"
 # width, layers, the full layer's place in every block of eight, inner width of the MLP beside gates
@@ -40,24 +40,25 @@ def one_in_eight(layers: int, window: Window, place: int) -> list[Window]:
     return hybrid_windows(layers, window, range(place, layers, 8))
 
 
-def paper(size: str, **changes: Any) -> Recipe:
-    """NHA at one of the paper's sizes: 64 slots, windows of 32 and a full layer in every eight; baselines' settings."""
+def paper(size: str, windows: Window | list[Window] | None = None, **changes: Any) -> Recipe:
+    """NHA at one of the paper's sizes: 64 slots, windows of 32 and a full layer in every eight; baselines' settings.
+
+    `windows` are others, and `changes` other options of all layers.
+    """
     base = paper_baseline(f"nha/transformer-{size}")
     width, layers, place, mlp = SIZES[size]
-    model = {
-        **{name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")},
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "intermediate_size": mlp,
-        "num_heads": width // 128,
-        "slots": 64,
-        "window": one_in_eight(layers, 32, place),
-    }
+    windows = one_in_eight(layers, 32, place) if windows is None else windows
     return replace(
         base,
         name=f"nha-{size}",
         description=f"NHA with {size.upper()} parameters, as trained in the paper",
-        model=model | changes,
+        model={
+            **{name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")},
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "intermediate_size": mlp,
+            **nha_layers(windows, **{"num_heads": width // 128, "slots": 64} | changes),
+        },
         model_type=MODEL_TYPE,
         run=replace(base.run, evaluations=["perplexity-by-position", "slot-share"]),
     )
@@ -80,9 +81,9 @@ def baseline(kind: str, size: str) -> Recipe:
     name = f"{kind}-hybrid-{size}" if hybrid else f"{kind}-{size}"
     width, layers, place, _ = SIZES[size]
     if kind == "gsa":
-        window = one_in_eight(layers, 0, place) if hybrid else 0
+        windows = one_in_eight(layers, 0, place) if hybrid else 0
         text = f"gated slot attention{' with full layers' if hybrid else ''}, {size.upper()} parameters"
-        return replace(paper(size, window=window), name=name, description=text)
+        return replace(paper(size, windows), name=name, description=text)
     known = {"transformer": "transformer", "gdn": "gated_delta_net", "mamba2": "mamba2_hybrid", "gla": "transformer"}
     source = f"nha/{known[kind]}{'_hybrid' if kind == 'gdn' and hybrid else ''}-{size}"
     base = paper_baseline(source)
@@ -136,13 +137,12 @@ def ablation(name: str, size: str = "340m") -> Recipe:
     """A row of Tables 6 to 8; layers that are full stay so."""
     changes = dict(ABLATIONS[name])
     _, layers, place, _ = SIZES[size]
-    if "window" in changes:
-        changes["window"] = one_in_eight(layers, changes["window"], place)
+    windows = one_in_eight(layers, changes.pop("window", 32), place)
     text = f"ablation of NHA: {name}{_apart(name, size)}"
-    return replace(paper(size, **changes), name=f"nha-{size}-{name}", description=text)
+    return replace(paper(size, windows, **changes), name=f"nha-{size}-{name}", description=text)
 
 
-# what the recall models differ in: fields of NHA, or a mixer of core
+# what the recall models differ in: options of NHA, or a mixer of core
 _ABLATED = {"nha": {}} | {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
 _NHA_KINDS: dict[str, dict[str, Any]] = {**_ABLATED, "gsa": {"window": 0}}
 _CORE_KINDS = {"transformer": ATTENTION, "gdn": GDN}
@@ -173,9 +173,9 @@ def recall(kind: str, size: str) -> Recipe:
         "max_position_embeddings": length,
     }
     if base in _NHA_KINDS:
-        changes = dict(_NHA_KINDS[base])
-        model |= {"intermediate_size": mlp_beside_gates, "num_heads": heads, "slots": 64}
-        model |= {**changes, "window": hybrid_windows(layers, changes.get("window", 32), full_layers)}
+        changes = {"num_heads": heads, "slots": 64, "window": 32} | _NHA_KINDS[base]
+        windows = hybrid_windows(layers, changes.pop("window"), full_layers)
+        model |= {"intermediate_size": mlp_beside_gates, **nha_layers(windows, **changes)}
     else:
         mixers = [ATTENTION if i in full_layers else _CORE_KINDS[base] for i in range(layers)]
         options = {ATTENTION: {"num_heads": heads}, GDN: {"num_heads": heads, "head_dim": 128, "expand_v": 1.0}}
@@ -231,9 +231,7 @@ def tiny() -> Recipe:
             "hidden_size": 128,
             "num_hidden_layers": 4,
             "intermediate_size": 384,
-            "num_heads": 2,
-            "slots": 16,
-            "window": [16, 16, FULL, 16],
+            **nha_layers([16, 16, FULL, 16], num_heads=2, slots=16),
             "max_position_embeddings": 256,
         },
         model_type=MODEL_TYPE,

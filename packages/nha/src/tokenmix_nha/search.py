@@ -16,7 +16,16 @@ from tokenmix_core.evaluation.report import format_rows, write_result
 from tokenmix_core.evaluation.suites import COMMONSENSE, LONGBENCH, RECALL, RULER, check_suites
 from tokenmix_core.files import write_atomically
 from tokenmix_core.training.callbacks import read_metrics
-from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, nha_mixers, using_windows, windows_of
+from tokenmix_nha.windows import (
+    FULL,
+    Window,
+    check_window,
+    hybrid_windows,
+    layers_with_windows,
+    nha_mixers,
+    using_windows,
+    windows_of,
+)
 
 CHOSEN, TRIED = "chosen", "tried.jsonl"
 # those of Table 5
@@ -248,7 +257,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     result = result_of(args.task, candidates, chosen, settings)
     print(f"\n{format_rows(result['rows'])}")
     files = write_result(result, out)
-    config = model.config.to_dict() | {"window": list(chosen.windows)}
+    config = model.config.to_dict() | layers_with_windows(model.config, chosen.windows)
     text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"
     # where from_pretrained(..., config=...) and AutoConfig find it
     write_atomically(out / CHOSEN / "config.json", text)

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 FULL = "full"
+# of layers that name none
+WINDOW = 32
 # a number of tokens, 0 for slots alone, or "full"
 Window = int | str
 
@@ -55,6 +57,45 @@ def hybrid_windows(layers: int, window: Window, full_layers: Sequence[int]) -> l
     return [FULL if i in full_layers else window for i in range(layers)]
 
 
+def nha_layers(windows: Window | Sequence[Window], **options: Any) -> dict[str, Any]:
+    """The fields `mixers` and `mixer_options` of a configuration whose layers are NHA with these windows.
+
+    Args:
+        windows: of all layers, or a pattern of them.
+        options: of every layer, as for `NhaMixer`.
+
+    Raises:
+        ValueError: a wrong window.
+    """
+    pattern: list[Any] = list(windows) if isinstance(windows, list | tuple) else [windows]
+    check_windows(pattern, len(pattern), options.get("slots", 1))
+    if len(set(pattern)) == 1:
+        return {"mixers": ["nha"], "mixer_options": {"nha": {**options, "window": pattern[0]}}}
+    labels = [f"nha-{window}" for window in pattern]
+    made = {label: {"type": "nha", **options, "window": w} for label, w in zip(labels, pattern, strict=True)}
+    return {"mixers": labels, "mixer_options": made}
+
+
+def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any]:
+    """The fields that give the NHA layers of a configuration other windows, one for each, and change nothing else."""
+    if hasattr(config, "window"):
+        # a converted model's, which has one kind of layer
+        return {"window": list(windows)}
+    labels, made, rest = [], dict(config.mixer_options), iter(windows)
+    for i, label in enumerate(config.labels):
+        if config.mixer_type(i) == "nha":
+            options = made.get(label, {})
+            before, window = options.get("window", WINDOW), next(rest)
+            if window != before:
+                options = {**options, "type": "nha", "window": window}
+                label = f"{label.removesuffix(f'-{before}')}-{window}"
+                # another label's layers may differ in more than the window
+                while made.setdefault(label, options) != options:
+                    label += "'"
+        labels.append(label)
+    return {"mixers": labels, "mixer_options": {label: made[label] for label in dict.fromkeys(labels) if label in made}}
+
+
 def nha_mixers(model: nn.Module) -> list[Any]:
     """The model's Native Hybrid Attention mixers, in the order of its layers.
 
@@ -67,6 +108,13 @@ def nha_mixers(model: nn.Module) -> list[Any]:
     if not mixers:
         raise ValueError(f"{type(model).__name__} has no layer of Native Hybrid Attention whose window could be set")
     return mixers
+
+
+def nha_places(model: nn.Module) -> list[int]:
+    """Which layers of the model these are, counted from 0."""
+    mixers = {id(mixer) for mixer in nha_mixers(model)}
+    names = [name for name, module in model.named_modules() if id(module) in mixers]
+    return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
 
 
 def windows_of(model: nn.Module) -> list[Window]:

@@ -18,7 +18,7 @@ from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv
-from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import (
     attention,
     attention_decode,
@@ -29,28 +29,16 @@ from tokenmix_core.ops import (
 )
 from tokenmix_core.ops.attention.plan import GLUON
 from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
-from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes
+from tokenmix_oryx.choices import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
+from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, resolve
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
 from tokenmix_oryx.state import DroppableKV
 
-# fields of the configuration that the layer is made of
-OPTIONS = (
-    "linear_mixer",
-    "num_heads",
-    "head_dim",
-    "conv_size",
-    "output_gate",
-    "shared_query",
-    "grouped_norm",
-    "rope",
-    "attention_l2_norm",
-    "kv_activation",
-    "attention_query_activation",
-    "linear_query_activation",
-    "attention_probability",
-    "impl",
-)
+# of a call that names no mode
+ALL_ATTEND = Modes(ATTENTION)
+# so many tokens make up for putting them in order
+GROUPED_TOKENS = 512
 
 
 class OryxMixer(Mixer):
@@ -66,7 +54,28 @@ class OryxMixer(Mixer):
         S_t = exp(−Δ_t A) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t / √K,   β = sigmoid(W_β x)
 
     The norm acts after the gate for Mamba-2 and before it for the delta rule. Whatever the mode, every token enters the
-    KV cache, the convolution's inputs and S. Arguments are the fields of `OryxConfig` of the same names.
+    KV cache, the convolution's inputs and S. A call that names no mode attends.
+
+    Args:
+        hidden_size: D.
+        linear_mixer: "mamba2" (ORYX-TM) or "gated_delta_net" (ORYX-TG).
+        head_dim: K = V, of both mixers; even.
+        num_heads: heads H of queries, keys and values; None for D / K.
+        conv_size: width of the short convolution on keys and values, from 2 to 8; 0 for none.
+        output_gate: multiply with silu(W_g x); without it outputs are only normalised.
+        shared_query: one query projection for both mixers.
+        grouped_norm: normalise each head on its own rather than the whole width; None for the family's choice.
+        rope: rotate the queries and keys of "both" mixers or of "attention" only; None for the family's choice.
+        attention_l2_norm: unit length for "none" of attention's inputs, its "key", or "query_key".
+        kv_activation: of keys and values after the convolution, "silu" or "none"; None for the family's choice.
+        attention_query_activation, linear_query_activation: of the queries; None for the family's choice.
+        attention_probability: share of tokens in attention mode that floating-point operations are counted for; in an
+            Oryx model by default its own.
+        norm_eps: of the norm.
+        impl: implementation of the operations, None, "gluon", "triton" or "reference".
+
+    Raises:
+        ValueError: an unknown choice, or sizes that do not fit.
     """
 
     inputs = ("mode",)
@@ -78,27 +87,48 @@ class OryxMixer(Mixer):
         self,
         hidden_size: int,
         *,
-        linear_mixer: str,
-        num_heads: int,
-        head_dim: int,
-        conv_size: int,
-        output_gate: bool,
-        shared_query: bool,
-        grouped_norm: bool,
-        rope: str,
-        attention_l2_norm: str,
-        kv_activation: str,
-        attention_query_activation: str,
-        linear_query_activation: str,
+        linear_mixer: LinearMixer = MAMBA2,
+        head_dim: int = 128,
+        num_heads: int | None = None,
+        conv_size: int = 4,
+        output_gate: bool = True,
+        shared_query: bool = False,
+        grouped_norm: bool | None = None,
+        rope: Rotated | None = None,
+        attention_l2_norm: Normalised = "none",
+        kv_activation: Activation | None = None,
+        attention_query_activation: Activation | None = None,
+        linear_query_activation: Activation | None = None,
         attention_probability: float = 0.25,
         norm_eps: float = 1e-6,
         impl: Impl | None = None,
     ):
         super().__init__()
+        if linear_mixer not in FAMILIES:
+            raise ValueError(f"linear_mixer must be one of {', '.join(map(repr, FAMILIES))}, got {linear_mixer!r}")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim must be even and positive, for rotary positions, got {head_dim!r}")
+        if num_heads is None:
+            if hidden_size % head_dim:
+                raise ValueError(
+                    f"without num_heads, head_dim must divide hidden_size, got {head_dim} and {hidden_size}"
+                )
+            num_heads = hidden_size // head_dim
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads!r}")
+        if conv_size != 0 and not 2 <= conv_size <= 8:
+            raise ValueError(f"conv_size must be 0 or lie from 2 to 8, got {conv_size!r}")
+        family = FAMILIES[linear_mixer]
+        grouped_norm = family["grouped_norm"] if grouped_norm is None else grouped_norm
         self.num_heads, self.head_dim, self.rotary_dim = num_heads, head_dim, head_dim
-        self.is_mamba2, self.rope_both = linear_mixer == "mamba2", rope == "both"
-        self.attention_l2_norm, self.kv_activation = attention_l2_norm, kv_activation
-        self.activations = {ATTENTION: attention_query_activation, LINEAR: linear_query_activation}
+        self.is_mamba2 = linear_mixer == MAMBA2
+        self.rope_both = (rope or family["rope"]) == "both"
+        self.attention_l2_norm = attention_l2_norm
+        self.kv_activation = kv_activation or family["kv_activation"]
+        self.activations = {
+            ATTENTION: attention_query_activation or family["attention_query_activation"],
+            LINEAR: linear_query_activation or family["linear_query_activation"],
+        }
         self.attention_probability = attention_probability
         self.impl: Impl | None = impl
         inner = num_heads * head_dim
@@ -108,7 +138,7 @@ class OryxMixer(Mixer):
         self.v_proj = nn.Linear(hidden_size, inner, bias=False)
         self.g_proj = nn.Linear(hidden_size, inner, bias=False) if output_gate else None
         self.o_proj = nn.Linear(inner, hidden_size, bias=False)
-        activation = "silu" if kv_activation == "silu" else None
+        activation = "silu" if self.kv_activation == "silu" else None
         self.k_conv = ShortConv(inner, conv_size, activation=activation, impl=unless_gluon(impl)) if conv_size else None
         self.v_conv = ShortConv(inner, conv_size, activation=activation, impl=unless_gluon(impl)) if conv_size else None
         self.dt_proj = nn.Linear(hidden_size, num_heads, bias=False)
@@ -123,8 +153,17 @@ class OryxMixer(Mixer):
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> OryxMixer:
-        fields = {name: getattr(config, name) for name in OPTIONS}
-        return cls(config.hidden_size, norm_eps=config.norm_eps, **fields | options)
+        if hasattr(config, "attention_probability"):
+            options = {"attention_probability": config.attention_probability} | options
+        return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
+
+    @classmethod
+    def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Modes:
+        """The modes of a call's tokens, of a mode in any form that `resolve` takes."""
+        modes = resolve(value, span, cu_seqlens)
+        attention = modes.attention
+        grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
+        return modes.ordered() if grouped else modes
 
     def init_weights_(self) -> None:
         init_decay_(self.A_log)
@@ -146,7 +185,7 @@ class OryxMixer(Mixer):
         state: LayerState | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         rotary: Rotation | None = None,
-        mode: Modes,
+        mode: Modes = ALL_ATTEND,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
         if state is None and mode.attention is not None and self._fuses(hidden_states):

@@ -11,11 +11,8 @@ from torch import Tensor
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
-from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, resolve, said
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, said
 from tokenmix_oryx.state import OryxCache
-
-# so many tokens make up for putting them in order
-GROUPED_TOKENS = 512
 
 
 class OryxModel(HybridModel):
@@ -47,15 +44,13 @@ class OryxModel(HybridModel):
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
-        mode = inputs.get("mode")
-        # of a default that is a function of a prompt's tokens, `resolve` says what a call takes instead
-        default: Any = self.default_mode
-        modes = resolve(default if mode is None else mode, span, cu_seqlens)
-        if isinstance(cache, OryxCache) and cache.linear_only:
-            modes = _kept_promise(modes)
-        attention = modes.attention
-        grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
-        return {"mode": modes.ordered() if grouped else modes}
+        if inputs.get("mode") is None:
+            # of a default that is a function of a prompt's tokens, `resolve` says what a call takes instead
+            inputs = {**inputs, "mode": self.default_mode}
+        prepared = super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)
+        if "mode" in prepared and isinstance(cache, OryxCache) and cache.linear_only:
+            prepared["mode"] = _kept_promise(prepared["mode"])
+        return prepared
 
 
 def _kept_promise(modes: Modes) -> Modes:

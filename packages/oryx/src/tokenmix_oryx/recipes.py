@@ -20,7 +20,7 @@ from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, paper_baseline
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.data import RowInputs
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
-from tokenmix_oryx.config import GDN, MAMBA2
+from tokenmix_oryx.choices import GDN, MAMBA2
 from tokenmix_oryx.modes import draw_modes
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
@@ -55,16 +55,16 @@ def _modes_of_row(seq_len: int, seed: int, chunk_size: int, probability: float, 
     return {"mode": modes}
 
 
-def model_fields(family: str, width: int, layers: int, *, output_gate: bool = True) -> dict[str, Any]:
-    """The fields of a model: heads of 128, an MLP of 8 D² weights, or of 9 D² beside a mixer without a gate."""
-    ratio = 8 if output_gate else 9
+def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[str, Any]:
+    """The fields of a model whose layers have these options: an MLP of 8 D² weights, of 9 D² if they have no gate."""
+    ratio = 8 if options.get("output_gate", True) else 9
     return {
-        "linear_mixer": FAMILIES[family],
         "hidden_size": width,
         "num_hidden_layers": layers,
         # 3 D F weights; the nearest multiple of 64
         "intermediate_size": round(ratio * width / 3 / 64) * 64,
-        "output_gate": output_gate,
+        "mixers": ["oryx"],
+        "mixer_options": {"oryx": {"linear_mixer": FAMILIES[family], **options}},
     }
 
 
@@ -149,15 +149,15 @@ def ablation(family: str, name: str, size: str = "380m") -> Recipe:
     The assignment is that of chunks where the name says so. Models without a gate have a wider MLP, so that all of a
     size have as many parameters in a mode.
     """
-    changes = ABLATIONS[family][name]
+    changes = {"mode_assignment": "sequence", **ABLATIONS[family][name]}
     base, tokens = paper(family, size), 20 * _MILLIONS[size] * 10**6
-    gate = changes.get("output_gate", True)
-    fields = model_fields(family, *WIDTHS[size], output_gate=gate)
+    assignment = changes.pop("mode_assignment")
+    fields = model_fields(family, *WIDTHS[size], **changes)
     return replace(
         base,
         name=f"{family}-{size}-{name}",
         description=f"ablation of ORYX-{family.upper()} at {size.upper()}: {name}",
-        model={**base.model, **fields, "mode_assignment": "sequence", **changes},
+        model={**base.model, **fields, "mode_assignment": assignment},
         optimizer=replace(base.optimizer, total_tokens=Tokens(tokens), warmup_tokens=Tokens(tokens // 10)),
     )
 
@@ -213,7 +213,7 @@ def demo(family: str, assignment: str) -> Recipe:
 def tiny(family: str = "tm") -> Recipe:
     """Two heads, four layers, on Python's standard library: minutes on a laptop, in core's tiny setting."""
     base = tiny_hybrid()
-    fields = {**model_fields(family, 128, 4), "head_dim": 64, "mode_chunk_size": 32}
+    fields = {**model_fields(family, 128, 4, head_dim=64), "mode_chunk_size": 32}
     return replace(
         base,
         name="tiny" if family == "tm" else f"tiny-{family}",
@@ -235,9 +235,7 @@ def recall() -> Recipe:
         description="ORYX-TM on associative recall, 16 pairs in 96 tokens; some minutes on a laptop",
         model={
             **base.model,
-            "hidden_size": 64,
-            "head_dim": 16,
-            "num_hidden_layers": 2,
+            **model_fields("tm", 64, 2, head_dim=16),
             "intermediate_size": 0,
             "mode_chunk_size": 16,
             "attention_probability": 0.5,

@@ -31,17 +31,19 @@ class DroppableKV(KVState):
 class OryxCache(HybridCache):
     """The cache of an Oryx model: for each layer keys and values, the linear state and the convolutions' last inputs.
 
-    After `promise_linear` only the constant-size parts remain and grow no more.
+    After `promise_linear` only the constant-size parts remain of Oryx layers and grow no more; other mixers keep what
+    they keep.
     """
 
     # the model refuses attention where no keys are kept
     linear_only = False
 
     def promise_linear(self) -> None:
-        """Take the caller's word that all further tokens are in linear mode: keys and values are freed and not kept.
+        """Take the caller's word that all further tokens are in linear mode: Oryx' keys and values are freed for good.
 
         It holds as long as the cache exists; asking for attention later is a ValueError of the model.
         """
         self.linear_only = True
-        for layer in self.layers:
-            layer.kv.drop()
+        for part in self._parts():
+            if isinstance(part, DroppableKV):
+                part.drop()

@@ -40,14 +40,15 @@ class HybridOutput(ModelOutput):
         last_hidden_state: `[B, T, D]`, normalised; zero at padding.
         past_key_values: the cache, when one is kept.
         hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
-        auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it.
+        auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it; a tuple of
+            them where the layers' shapes differ.
         cu_seqlens: the borders of packed documents, in whichever form the call gave them.
     """
 
     last_hidden_state: Tensor | None = None
     past_key_values: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    auxiliary: dict[str, Tensor] | None = None
+    auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None = None
     cu_seqlens: Tensor | None = None
 
 
@@ -100,6 +101,8 @@ class HybridModel(HybridPreTrainedModel):
             for i in range(config.num_hidden_layers)
         ]
         choose_attention(mixers, config._attn_implementation)
+        # by name, the mixer that knows the forms of an extra input
+        self.input_takers = _input_takers(mixers)
         self.layers = nn.ModuleList(HybridBlock(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         # one table of angles for each head size, used by all layers that have it
@@ -164,8 +167,7 @@ class HybridModel(HybridPreTrainedModel):
             use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode,
                 for packed documents, and in a traced graph with an attention_mask.
             output_hidden_states: return all layers' outputs.
-            mixer_inputs: the inputs that the configuration's `mixer_inputs` names. A tensor `[B, T, ...]` is taken as
-                one value a token and is packed with the tokens.
+            mixer_inputs: the extra inputs that some of the mixers take, by their names; None is as not given.
 
         Raises:
             ValueError: inputs that do not fit together, with what was got and what was expected.
@@ -216,7 +218,7 @@ class HybridModel(HybridPreTrainedModel):
             last_hidden_state=hidden,
             past_key_values=cache,
             hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
-            auxiliary={name: torch.stack(values) for name, values in auxiliary.items()} or None,
+            auxiliary={name: _stacked(values) for name, values in auxiliary.items()} or None,
             cu_seqlens=cu_seqlens,
         )
 
@@ -244,8 +246,8 @@ class HybridModel(HybridPreTrainedModel):
         return self.embed_tokens(x) if inputs_embeds is None else x
 
     def _check_inputs(self, mixer_inputs: dict[str, Any]) -> None:
-        if unknown := sorted(set(mixer_inputs) - set(self.config.mixer_inputs)):
-            known = ", ".join(self.config.mixer_inputs) or "none"
+        if unknown := sorted(set(mixer_inputs) - set(self.input_takers)):
+            known = ", ".join(self.input_takers) or "none"
             raise ValueError(
                 f"{type(self).__name__}.forward: unknown input {', '.join(map(repr, unknown))}; "
                 f"inputs of the mixers are: {known}"
@@ -273,17 +275,32 @@ class HybridModel(HybridPreTrainedModel):
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
-        """The mixers' inputs as the layers take them, packed as the tokens are; a paper overrides it for other forms.
+        """The extra inputs as the layers take them; a paper overrides it for what depends on the model or the cache.
 
         Args:
-            inputs: those of the configuration's `mixer_inputs` that the caller gave.
+            inputs: those that the caller gave.
             span: where the call's tokens lie.
             cu_seqlens: borders of packed sequences.
             cache: what this call reads and updates; None without one.
         """
-        return {name: self._per_token(x, span) for name, x in inputs.items()}
+        takers = self.input_takers
+        given = {name: x for name, x in inputs.items() if name in takers and x is not None}
+        return {name: takers[name].prepare_input(name, x, span, cu_seqlens) for name, x in given.items()}
 
-    @staticmethod
-    def _per_token(x: Any, span: Span) -> Any:
-        per_token = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (span.batch, span.tokens)
-        return span.pack(x) if per_token else x
+
+def _input_takers(mixers: list[Mixer]) -> dict[str, type[Mixer]]:
+    takers: dict[str, type[Mixer]] = {}
+    for kind in dict.fromkeys(map(type, mixers)):
+        for name in kind.inputs:
+            first = takers.setdefault(name, kind)
+            if first.prepare_input.__func__ is not kind.prepare_input.__func__:
+                raise ValueError(
+                    f"{first.__name__} and {kind.__name__} take an input {name!r} in different forms; they cannot "
+                    "stand in one model"
+                )
+    return takers
+
+
+def _stacked(values: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """One tensor of those of several layers, where they have one shape."""
+    return torch.stack(values) if len({x.shape for x in values}) == 1 else tuple(values)

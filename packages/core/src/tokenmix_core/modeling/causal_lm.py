@@ -34,7 +34,7 @@ class HybridCausalLMOutput(ModelOutput):
     logits: Tensor | None = None
     past_key_values: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    auxiliary: dict[str, Tensor] | None = None
+    auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None = None
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
@@ -153,7 +153,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
         num_items: Tensor | int | None,
-        auxiliary: dict[str, Tensor] | None,
+        auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None,
     ) -> Float[Tensor, ""]:
         if labels.shape != hidden.shape[:2]:
             raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
@@ -169,7 +169,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         )
         for name, values in (auxiliary or {}).items():
             if name.endswith("_loss"):
-                total = total + values.sum()
+                total = total + sum(x.sum() for x in values)
         if num_items is None:
             num_items = (targets != IGNORE).sum()
         return total / at_least_one(num_items)
@@ -186,8 +186,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         )
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        own = self.config.mixer_inputs
-        others = {name: x for name, x in model_kwargs.items() if name not in own}
+        others = {name: x for name, x in model_kwargs.items() if name not in self.model.input_takers}
         super()._validate_model_kwargs(others)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]

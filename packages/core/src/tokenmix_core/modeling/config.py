@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 
 from tokenmix_core import fields
@@ -67,13 +68,11 @@ class HybridConfig(PreTrainedConfig):
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
 
     Raises:
-        ValueError: an unknown key, label, type or option, or sizes that do not fit.
+        ValueError: an unknown key, label, type or option, or sizes that do not fit, those of the mixers included.
     """
 
     model_type = "tokenmix_hybrid"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "auxiliary"]
-    # names of extra inputs of the model's forward, handed to the mixers that take them
-    mixer_inputs: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -162,7 +161,7 @@ class HybridConfig(PreTrainedConfig):
         if unknown := sorted(set(kwargs) - known - _OF_TRANSFORMERS):
             raise ValueError(
                 f"{type(self).__name__}: unknown key {', '.join(map(repr, unknown))}; "
-                f"known are {', '.join(sorted(known))}"
+                f"known are {', '.join(sorted(known))}; options of a layer belong in mixer_options"
             )
 
     def _check_sizes(self) -> None:
@@ -184,6 +183,12 @@ class HybridConfig(PreTrainedConfig):
     def _check_mixers(self) -> None:
         if unused := sorted(set(self.mixer_options or {}) - set(self.labels)):
             raise ValueError(f"mixer_options: no layer has the label {', '.join(map(repr, unused))}")
-        for layer_idx in {label: i for i, label in enumerate(self.labels)}.values():
-            mixer = find_mixer(self.mixer_type(layer_idx))
-            mixer.check_options(self.labels[layer_idx], self.options_of(layer_idx))
+        for label, layer_idx in {label: i for i, label in enumerate(self.labels)}.items():
+            mixer, options = find_mixer(self.mixer_type(layer_idx)), self.options_of(layer_idx)
+            mixer.check_options(label, options)
+            # a mixer alone knows which sizes go together; without memory for its weights it takes no time to ask it
+            try:
+                with torch.device("meta"):
+                    mixer.from_config(self, layer_idx, **options)
+            except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(f"layers {label!r}: {error}") from error

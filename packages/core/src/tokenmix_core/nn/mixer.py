@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.fields import check_arguments
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.nn.state import Bounds, LayerState
+from tokenmix_core.nn.state import Bounds, LayerState, Span
 
 MixerOutput = tuple[Tensor, dict[str, Tensor] | None]
 
@@ -26,7 +26,7 @@ class Mixer(KeepsFloat32):
     or, in a graph that torch.compile traces, with padding where no real token sees it.
 
     Attributes:
-        inputs: names of the extra inputs of the model's `forward` that this mixer takes.
+        inputs: names of the extra inputs of the model's `forward` that this mixer takes, where they are given.
         rotary_dim: rotated channels of a head; None when it needs no `rotary`.
         attention_impls: by transformers' name of an implementation of attention, the value of the mixer's `impl`; empty
             where the mixer does not attend.
@@ -52,6 +52,19 @@ class Mixer(KeepsFloat32):
                 f"{cls.__name__} has {', '.join(known)}"
             )
         check_arguments(cls.__init__, options, f"mixer_options[{label!r}]: ")
+
+    @classmethod
+    def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Any:
+        """One of the extra inputs as the layers take it, made once a call; override it for other forms.
+
+        Args:
+            name: one of `inputs`.
+            value: what the caller gave. A tensor `[B, T, ...]` is taken as one value a token, and packed as they are.
+            span: where the call's tokens lie.
+            cu_seqlens: borders of packed sequences.
+        """
+        per_token = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (span.batch, span.tokens)
+        return span.pack(value) if per_token else value
 
     def forward(
         self,

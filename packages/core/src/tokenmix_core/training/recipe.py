@@ -291,7 +291,8 @@ def overridden(
 
     Args:
         recipe: the recipe to begin with.
-        flags: `--field value ...`; `--model.field value` sets a field of the model's config.
+        flags: `--field value ...`; `--model.field value` sets a field of the model's config, and
+            `--model.mixer_options.label.option value` one entry of a field that has entries.
         config: a YAML file with `field: value` lines and, under `model:`, fields of the model's config; or a mapping
             of them, such as `Recipe.values` gives.
 
@@ -317,7 +318,9 @@ def overridden(
                 raise ValueError(f"{flag} needs a value")
             value = flags[position]
             position += 1
-        model[_known_name(flag, flag.removeprefix("--model."), _model_fields(recipe))] = _yaml_value(flag, value)
+        name, *inside = flag.removeprefix("--model.").split(".")
+        name = _known_name(flag, name, _model_fields(recipe))
+        model[name] = _with(model.get(name), inside, _yaml_value(flag, value), flag)
     _scale_warmup(recipe.optimizer, parser, rest)
     *groups, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True, look_for_args_file=False)
     for text in unknown:
@@ -362,6 +365,15 @@ def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"the nearest is {near[0]!r}" if near else "`info RECIPE --fields` shows all"
     raise ValueError(f"unknown field {shown}; {hint}")
+
+
+def _with(old: Any, inside: Sequence[str], value: Any, flag: str) -> Any:
+    """The value, or a copy of `old` with it as the entry that the keys `inside` lead to."""
+    if not inside:
+        return value
+    if not isinstance(old, Mapping | None):
+        raise ValueError(f"{flag}: there is no {inside[0]!r} inside {old!r}")
+    return {**(old or {}), inside[0]: _with((old or {}).get(inside[0]), inside[1:], value, flag)}
 
 
 def _parser(recipe: Recipe) -> Any:

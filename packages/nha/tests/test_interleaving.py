@@ -1,0 +1,15 @@
+"""NHA and GLA layers stand in one model with each other and with core's."""
+
+from typing import ClassVar
+
+# registers the baseline
+import tokenmix_nha.gla  # noqa: F401
+from tokenmix_core.testing.interleaving import InterleavingContract
+from tokenmix_nha.model import NhaConfig, NhaForCausalLM
+
+MIXERS = {"nha": {"num_heads": 4, "num_kv_heads": 2, "slots": 5, "window": 6}, "gla": {"num_heads": 2}}
+
+
+class TestNha(InterleavingContract):
+    mixers: ClassVar = MIXERS
+    configs: ClassVar = {"all": (NhaConfig, NhaForCausalLM)}
