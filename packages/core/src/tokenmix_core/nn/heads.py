@@ -60,6 +60,17 @@ class HeadFit:
         x = x if self.parts == 1 else x.unflatten(-2, (heads, self.parts)).flatten(-2)
         return x if x.shape[-1] == self.value_size else x[..., : self.value_size]
 
+    def states(self, x: Float[Tensor, "N HV K V"]) -> Tensor:
+        """A recurrent state in `state_shape`."""
+        if x.shape[-2] != self.kernel_key_size:
+            x = F.pad(x, (0, 0, 0, self.kernel_key_size - x.shape[-2]))
+        return self.values(x.transpose(1, 2)).transpose(1, 2).contiguous()
+
+    def whole_states(self, x: Float[Tensor, "N parts_HV K V"], heads: int) -> Float[Tensor, "N HV K V"]:
+        """The recurrent state of `heads` value heads, put together again."""
+        x = x if x.shape[-2] == self.key_size else x[..., : self.key_size, :]
+        return self.outputs(x.transpose(1, 2), heads).transpose(1, 2)
+
 
 def _pad(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

@@ -1,0 +1,261 @@
+"""Our kernels under flash-linear-attention's names and signatures, so that code written for it changes one import.
+
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from tokenmix_core.integrations.fla import chunk_gated_delta_rule
+
+Signatures are those of fla-core 0.6, with `head_first` of older versions and our `impl` at the end. What only steers
+FLA's own kernels is taken and changes nothing; what our kernels do not compute is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core import ops
+from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.ops.common import Impl, ScanOutput, bind_shapes, resolve_impl, unless_gluon
+from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
+from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+
+Result = tuple[Tensor, Tensor | None]
+# what chooses how FLA's kernels run, and changes no result
+_STEERING = {"chunk_size"}
+
+
+def chunk_gated_delta_rule(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Float[Tensor, "HV"] | None = None,
+    dt_bias: Float[Tensor, "HV"] | None = None,
+    head_first: bool = False,
+    impl: Impl | None = None,
+    **more: Any,
+) -> Result:
+    """FLA's `chunk_gated_delta_rule`, by `tokenmix_core.ops.chunk_gated_delta_rule`.
+
+    Heads of K up to 256 and of any V are fitted to the kernels.
+
+    Args:
+        q, k, v, g, beta, scale, cu_seqlens, impl: as there.
+        initial_state: of any float dtype.
+        output_final_state: return the state after each sequence, in float32; None is returned in its place otherwise.
+        use_qk_l2norm_in_kernel: q and k are brought to length 1.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: write by sigmoid(beta), with the latter by twice that.
+        state_v_first: states are `[N, HV, V, K]`.
+        use_gate_in_kernel: decay by −exp(A_log) · softplus(g + dt_bias).
+        head_first: q, k, v, g, beta and o have their heads before T.
+        cu_seqlens_cpu, chunk_indices, and `chunk_size` by its name: taken, and not needed.
+
+    Returns:
+        `(o, final_state)`.
+
+    Raises:
+        ValueError: `cp_context`, an option that is not known, or arguments that do not fit.
+    """
+    op = "chunk_gated_delta_rule"
+    if cp_context is not None:
+        raise ValueError(f"{op}: cp_context is not available, as a sequence lies on one device here")
+    return _gated_delta_rule(
+        op, ops.chunk_gated_delta_rule, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, cu_seqlens, head_first, impl, more,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"] | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Float[Tensor, "B T HV"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Float[Tensor, "HV"] | None = None,
+    dt_bias: Float[Tensor, "HV"] | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    head_first: bool = False,
+    impl: Impl | None = None,
+    **more: Any,
+) -> Result:
+    """FLA's `fused_recurrent_gated_delta_rule`, by `tokenmix_core.ops.recurrent_gated_delta_rule`; it has gradients.
+
+    Args:
+        g: None is no decay.
+        gk, gv: refused, as a state decays by one gate a head.
+        beta: None is 1.
+
+    Other arguments, results and errors are those of `chunk_gated_delta_rule`.
+    """
+    op = "fused_recurrent_gated_delta_rule"
+    if gk is not None or gv is not None:
+        name = "gk" if gk is not None else "gv"
+        raise ValueError(f"{op}: {name} is not available: a state decays by one gate a head, g (and beta has its name)")
+    return _gated_delta_rule(
+        op, ops.recurrent_gated_delta_rule, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, cu_seqlens, head_first, impl, more,
+    )  # fmt: skip
+
+
+def chunk_simple_gla(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"] | None = None,
+    g_gamma: Float[Tensor, "HV"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    head_first: bool = False,
+    impl: Impl | None = None,
+    **more: Any,
+) -> Result:
+    """FLA's `chunk_simple_gla`, by `tokenmix_core.ops.chunk_ssd`.
+
+    Heads of K up to 256 and of any V are fitted to the kernels.
+
+    Args:
+        q, k, v, cu_seqlens, impl: as there; heads of v may be a multiple of those of q and k.
+        g, g_gamma: logs of the decay, of every token or one for each head; without both a state keeps everything.
+        scale: factor of the outputs; None is K ** −0.5.
+        initial_state, output_final_state, state_v_first, head_first: as for `chunk_gated_delta_rule`.
+        cu_seqlens_cpu, and `chunk_size` by its name: taken, and not needed.
+
+    Returns:
+        `(o, final_state)`.
+
+    Raises:
+        ValueError: both kinds of decay, an option that is not known, or arguments that do not fit.
+    """
+    op = "chunk_simple_gla"
+    refuse_unknown(op, more)
+    q, k, v, g = tokens_first(head_first, q, k, v, g)
+    dims = bind_shapes(op, {}, q=(q, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV?"), g_gamma=(g_gamma, "HV?"))
+    if g is not None and g_gamma is not None:
+        raise ValueError(f"{op}: g and g_gamma exclude each other: a decay of every token, or one for each head")
+    if g is None:
+        g = _constant(v, 0.0) if g_gamma is None else at_least_float32(g_gamma).expand(v.shape[:3])
+    before = as_float32(initial_state, q, v_first=state_v_first)
+    factor = dims["K"] ** -0.5 if scale is None else scale
+    fit = _fit(op, q, v, SSD_SIZES, impl)
+    if fit is None:
+        out = ops.chunk_ssd(q, k, v, g, scale=factor, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
+    else:
+        before = None if before is None else fit.states(before)
+        q, k, v, g = fit.keys(q), fit.keys(k), fit.values(v), fit.gates(g)
+        out = ops.chunk_ssd(q, k, v, g, scale=factor, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
+        out = ScanOutput(fit.outputs(out.o, dims["HV"]), fit.whole_states(out.final_state, dims["HV"]))
+    return _result(out, output_final_state, state_v_first, head_first)
+
+
+def tokens_first(head_first: bool, *tensors: Tensor | None) -> list[Any]:
+    """The tensors with T before their heads."""
+    return [x.transpose(1, 2) if head_first and isinstance(x, Tensor) and x.dim() > 2 else x for x in tensors]
+
+
+def refuse_unknown(op: str, more: dict[str, Any]) -> None:
+    """Raise a ValueError for options by names that mean nothing here; FLA passes over them without a word."""
+    if unknown := sorted(set(more) - _STEERING):
+        raise ValueError(f"{op}: there is no option {', '.join(map(repr, unknown))}")
+
+
+def as_float32(state: Any, q: Tensor, *, v_first: bool = False) -> Any:
+    """An initial state as the operations take it beside q: float64 beside float64, else float32."""
+    if not isinstance(state, Tensor) or not isinstance(q, Tensor):
+        return state
+    return (state.mT if v_first else state).to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _gated_delta_rule(
+    op, run, q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, gate, A_log, dt_bias, sigmoid, doubled,
+    state_v_first, cu_seqlens, head_first, impl, more,
+) -> Result:  # fmt: skip
+    refuse_unknown(op, more)
+    q, k, v, g, beta = tokens_first(head_first, q, k, v, g, beta)
+    dims = bind_shapes(
+        op, {}, q=(q, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV?"), beta=(beta, "B T HV?"), A_log=(A_log, "HV?"),
+        dt_bias=(dt_bias, "HV?"),
+    )  # fmt: skip
+    if gate:
+        g = _gate(op, g, A_log, dt_bias)
+    elif A_log is not None or dt_bias is not None:
+        raise ValueError(f"{op}: A_log and dt_bias go with use_gate_in_kernel=True")
+    if sigmoid:
+        if beta is None:
+            raise ValueError(f"{op}: use_beta_sigmoid_in_kernel=True needs beta")
+        beta = (2.0 if doubled else 1.0) * at_least_float32(beta).sigmoid()
+    elif doubled:
+        raise ValueError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
+    g = _constant(v, 0.0) if g is None else g
+    beta = _constant(v, 1.0) if beta is None else beta
+    before = as_float32(initial_state, q, v_first=state_v_first)
+    options: Any = {"scale": scale, "cu_seqlens": cu_seqlens, "qk_l2norm": l2norm, "impl": impl}
+    fit = _fit(op, q, v, DELTA_SIZES, impl)
+    if fit is None:
+        out = run(q, k, v, g, beta, initial_state=before, **options)
+    else:
+        options["scale"] = dims["K"] ** -0.5 if scale is None else scale
+        before = None if before is None else fit.states(before)
+        fitted = fit.keys(q), fit.keys(k), fit.values(v), fit.gates(g), fit.gates(beta)
+        out = run(*fitted, initial_state=before, **options)
+        out = ScanOutput(fit.outputs(out.o, dims["HV"]), fit.whole_states(out.final_state, dims["HV"]))
+    return _result(out, output_final_state, state_v_first, head_first)
+
+
+def _gate(op: str, g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None) -> Float[Tensor, "B T HV"]:
+    if g is None or A_log is None:
+        raise ValueError(f"{op}: use_gate_in_kernel=True needs g and A_log")
+    g = at_least_float32(g)
+    return -at_least_float32(A_log).exp() * F.softplus(g if dt_bias is None else g + dt_bias)
+
+
+def _constant(v: Tensor, value: float) -> Float[Tensor, "B T HV"]:
+    return v.new_full(v.shape[:3], value, dtype=torch.promote_types(v.dtype, torch.float32))
+
+
+def _fit(op: str, q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> HeadFit | None:
+    """How the heads fit the kernels; None where they do as they are, or no kernel runs."""
+    K, V = q.shape[-1], v.shape[-1]
+    if (K in sizes and V in sizes) or resolve_impl(op, unless_gluon(impl), q) == "reference":
+        return None
+    return HeadFit(K, V, sizes)
+
+
+def _result(out: ScanOutput, output_final_state: bool, v_first: bool, head_first: bool) -> Result:
+    state = out.final_state.mT if v_first else out.final_state
+    return out.o.transpose(1, 2) if head_first else out.o, state if output_final_state else None
