@@ -17,11 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core import ops
-from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.integrations import fitting
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.ops.common import Impl, ScanOutput, bind_shapes, resolve_impl, unless_gluon
-from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
-from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+from tokenmix_core.ops.common import Impl, ScanOutput, bind_shapes
 
 Result = tuple[Tensor, Tensor | None]
 # what chooses how FLA's kernels run, and changes no result
@@ -172,14 +170,7 @@ def chunk_simple_gla(
         g = _constant(v, 0.0) if g_gamma is None else at_least_float32(g_gamma).expand(v.shape[:3])
     before = as_float32(initial_state, q, v_first=state_v_first)
     factor = dims["K"] ** -0.5 if scale is None else scale
-    fit = _fit(op, q, v, SSD_SIZES, impl)
-    if fit is None:
-        out = ops.chunk_ssd(q, k, v, g, scale=factor, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
-    else:
-        before = None if before is None else fit.states(before)
-        q, k, v, g = fit.keys(q), fit.keys(k), fit.values(v), fit.gates(g)
-        out = ops.chunk_ssd(q, k, v, g, scale=factor, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
-        out = ScanOutput(fit.outputs(out.o, dims["HV"]), fit.whole_states(out.final_state, dims["HV"]))
+    out = fitting.ssd(ops.chunk_ssd, q, k, v, g, scale=factor, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
     return _result(out, output_final_state, state_v_first, head_first)
 
 
@@ -207,7 +198,7 @@ def _gated_delta_rule(
 ) -> Result:  # fmt: skip
     refuse_unknown(op, more)
     q, k, v, g, beta = tokens_first(head_first, q, k, v, g, beta)
-    dims = bind_shapes(
+    bind_shapes(
         op, {}, q=(q, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV?"), beta=(beta, "B T HV?"), A_log=(A_log, "HV?"),
         dt_bias=(dt_bias, "HV?"),
     )  # fmt: skip
@@ -224,16 +215,9 @@ def _gated_delta_rule(
     g = _constant(v, 0.0) if g is None else g
     beta = _constant(v, 1.0) if beta is None else beta
     before = as_float32(initial_state, q, v_first=state_v_first)
-    options: Any = {"scale": scale, "cu_seqlens": cu_seqlens, "qk_l2norm": l2norm, "impl": impl}
-    fit = _fit(op, q, v, DELTA_SIZES, impl)
-    if fit is None:
-        out = run(q, k, v, g, beta, initial_state=before, **options)
-    else:
-        options["scale"] = dims["K"] ** -0.5 if scale is None else scale
-        before = None if before is None else fit.states(before)
-        fitted = fit.keys(q), fit.keys(k), fit.values(v), fit.gates(g), fit.gates(beta)
-        out = run(*fitted, initial_state=before, **options)
-        out = ScanOutput(fit.outputs(out.o, dims["HV"]), fit.whole_states(out.final_state, dims["HV"]))
+    out = fitting.delta_rule(
+        run, q, k, v, g, beta, scale=scale, initial_state=before, cu_seqlens=cu_seqlens, qk_l2norm=l2norm, impl=impl
+    )
     return _result(out, output_final_state, state_v_first, head_first)
 
 
@@ -246,14 +230,6 @@ def _gate(op: str, g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | Non
 
 def _constant(v: Tensor, value: float) -> Float[Tensor, "B T HV"]:
     return v.new_full(v.shape[:3], value, dtype=torch.promote_types(v.dtype, torch.float32))
-
-
-def _fit(op: str, q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> HeadFit | None:
-    """How the heads fit the kernels; None where they do as they are, or no kernel runs."""
-    K, V = q.shape[-1], v.shape[-1]
-    if (K in sizes and V in sizes) or resolve_impl(op, unless_gluon(impl), q) == "reference":
-        return None
-    return HeadFit(K, V, sizes)
 
 
 def _result(out: ScanOutput, output_final_state: bool, v_first: bool, head_first: bool) -> Result:

@@ -73,12 +73,12 @@ def document_borders(
             raise ValueError(f"seq_idx goes with one row (B = 1), without a cache and attention_mask, got B = {batch}")
         if index.shape != (batch, tokens):
             raise ValueError(f"seq_idx must have shape [B, T] = {[batch, tokens]}, got {list(index.shape)}")
-        return _borders(index[0, 1:] != index[0, :-1], tokens)
+        return borders_where(index[0, 1:] != index[0, :-1], tokens)
     if position_ids is None or batch != 1 or cached or tokens == 1 or position_ids.shape != (1, tokens):
         return None
     if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
         return None
-    return _borders(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
+    return borders_where(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
 
 
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
@@ -142,7 +142,8 @@ def refuse_recomputing(cache: HybridCache | None) -> None:
         raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
 
 
-def _borders(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
+def borders_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
+    """The borders of documents that begin at these tokens after the first; None for one. It waits for the device."""
     starts = begins.nonzero().squeeze(1) + 1
     if not len(starts):
         return None

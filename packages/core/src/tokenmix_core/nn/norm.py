@@ -59,7 +59,8 @@ class GatedRMSNorm(nn.Module):
         if groups < 1 or size % groups:
             raise ValueError(f"GatedRMSNorm: groups must divide the size, got groups={groups} and size={size}")
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps, self.gate, self.groups = eps, gate, groups
+        self.gate: GatePlace = gate
+        self.eps, self.groups = eps, groups
         self.init_weights_()
 
     def init_weights_(self) -> None:
@@ -69,16 +70,29 @@ class GatedRMSNorm(nn.Module):
         self, x: Float[Tensor, "*rows size"], z: Float[Tensor, "*rows size"] | None
     ) -> Float[Tensor, "*rows size"]:
         """Normalise; z is the gate before its SiLU, None for a gate of one."""
-        gate = None if z is None else F.silu(z)
-        if gate is not None and self.gate == "before":
-            x = x * gate
-        weight = self.weight.to(x.dtype)
-        if self.groups == 1:
-            y = F.rms_norm(x, weight.shape, weight, self.eps)
-        else:
-            parts = x.unflatten(-1, (self.groups, -1))
-            y = F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * weight
-        return y * gate if gate is not None and self.gate == "after" else y
+        return gated_rms_norm(x, z, self.weight, self.eps, gate=self.gate, groups=self.groups)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, gate={self.gate!r}, groups={self.groups}"
+
+
+def gated_rms_norm(
+    x: Float[Tensor, "*rows size"],
+    z: Float[Tensor, "*rows size"] | None,
+    weight: Float[Tensor, "size"],
+    eps: float,
+    *,
+    gate: GatePlace = "after",
+    groups: int = 1,
+) -> Float[Tensor, "*rows size"]:
+    """What `GatedRMSNorm` computes."""
+    gates = None if z is None else F.silu(z)
+    if gates is not None and gate == "before":
+        x = x * gates
+    weight = weight.to(x.dtype)
+    if groups == 1:
+        y = F.rms_norm(x, weight.shape, weight, eps)
+    else:
+        parts = x.unflatten(-1, (groups, -1))
+        y = F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(-2) * weight
+    return y * gates if gates is not None and gate == "after" else y

@@ -1,0 +1,289 @@
+"""Our operations with the arguments of the functions that transformers' hybrid layers call.
+
+The originals are in each `modeling_*.py` of the families, under the same names. Keyword arguments of a call that mean
+nothing to a function are passed over, as transformers does; those that tell borders of packed documents are read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core import ops
+from tokenmix_core.integrations import fitting
+from tokenmix_core.modeling.packing import borders_where
+from tokenmix_core.nn.norm import gated_rms_norm
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
+from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+
+_SILU = ("silu", "swish")
+
+
+def causal_conv1d_fn(
+    hidden_states: Float[Tensor, "B D T"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None = None,
+    activation: str | None = None,
+    *,
+    impl: Impl | None = None,
+    **call: Any,
+) -> Float[Tensor, "B D T"]:
+    """The convolution over whole sequences; layers hand on T + W tokens where they have a state."""
+    x = hidden_states.transpose(1, 2)
+    rows, borders = _packed(x, call)
+    y = ops.short_conv(
+        rows, weight, bias, activation=_fused(activation), cu_seqlens=borders, impl=unless_gluon(impl)
+    ).o.reshape(x.shape)
+    return _activated(y, activation).transpose(1, 2)
+
+
+def causal_conv1d_update(
+    hidden_states: Float[Tensor, "B D 1"],
+    conv_state: Float[Tensor, "B D S"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None = None,
+    activation: str | None = None,
+    *,
+    impl: Impl | None = None,
+    **call: Any,
+) -> Float[Tensor, "B D 1"]:
+    """One token; `conv_state`, the last S ≥ W − 1 inputs, is updated in place."""
+    x = hidden_states.transpose(1, 2)
+    before = conv_state[..., 1 - weight.shape[1] :]
+    y = ops.short_conv(
+        x, weight, bias, activation=_fused(activation), initial_state=before.to(x.dtype), impl=unless_gluon(impl)
+    ).o
+    conv_state.copy_(torch.cat((conv_state[..., 1:], hidden_states), -1))
+    return _activated(y, activation).transpose(1, 2)
+
+
+def chunk_gated_delta_rule(
+    query: Float[Tensor, "B T H K"],
+    key: Float[Tensor, "B T H K"],
+    value: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    chunk_size: int = 64,
+    initial_state: Float[Tensor, "B HV K V"] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    impl: Impl | None = None,
+    **call: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over whole sequences, and the states after them."""
+    shape = value.shape
+    query, borders = _packed(query, call, cu_seqlens)
+    key, value, g, beta = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value, g, beta))
+    _refuse_cache(borders, initial_state, output_final_state)
+    o, final = fitting.delta_rule(
+        ops.chunk_gated_delta_rule, query, key, value, g, beta, scale=None, initial_state=_wide(initial_state, query),
+        cu_seqlens=borders, qk_l2norm=use_qk_l2norm_in_kernel, impl=impl,
+    )  # fmt: skip
+    return o.reshape(shape), final if output_final_state else None
+
+
+def recurrent_gated_delta_rule(
+    query: Float[Tensor, "B T H K"],
+    key: Float[Tensor, "B T H K"],
+    value: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    initial_state: Float[Tensor, "B HV K V"] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    impl: Impl | None = None,
+    **call: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule token by token; one token without gradients updates the layer's state in place."""
+    if (
+        initial_state is not None
+        and query.shape[1] == 1
+        and not torch.is_grad_enabled()
+        and initial_state.dtype == torch.float32
+        and initial_state.is_contiguous()
+        and fitting.fits(query, value, DELTA_SIZES, impl)
+    ):
+        q, k, v, g, beta = (x.squeeze(1) for x in (query, key, value, g, beta))
+        o = ops.gated_delta_rule_step(
+            q, k, v, g, beta, initial_state, qk_l2norm=use_qk_l2norm_in_kernel, impl=unless_gluon(impl)
+        )
+        return o.unsqueeze(1), initial_state
+    o, final = fitting.delta_rule(
+        ops.recurrent_gated_delta_rule, query, key, value, g, beta, scale=None,
+        initial_state=_wide(initial_state, query), qk_l2norm=use_qk_l2norm_in_kernel, impl=unless_gluon(impl),
+    )  # fmt: skip
+    return o, final if output_final_state else None
+
+
+def mamba_chunk_scan(
+    hidden_states: Float[Tensor, "B T HV P"],
+    dt: Float[Tensor, "B T HV"],
+    A: Float[Tensor, "HV"],
+    B: Float[Tensor, "B T G N"],
+    C: Float[Tensor, "B T G N"],
+    chunk_size: int,
+    D: Float[Tensor, "HV"] | None = None,
+    dt_bias: Float[Tensor, "HV"] | None = None,
+    initial_states: Float[Tensor, "B HV P N"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Float[Tensor, "B T HV P"] | None = None,
+    *,
+    impl: Impl | None = None,
+    **call: Any,
+) -> Any:
+    """SSD over whole sequences: the outputs, with `return_final_states` beside the states after them.
+
+    States are `[B, HV, P, N]`, transposed views of ours, in which a step updates ours in place.
+    """
+    shape = hidden_states.shape
+    C, borders = _packed(C, call)
+    B, x, dt = (t.reshape(*C.shape[:2], *t.shape[2:]) for t in (B, hidden_states, dt))
+    _refuse_cache(borders, initial_states, return_final_states)
+    dt = _time_step(dt, dt_bias, dt_softplus)
+    if tuple(dt_limit) != (0.0, float("inf")):
+        dt = dt.clamp(*dt_limit)
+    before = _wide(initial_states, C)
+    y, final = fitting.ssd(
+        ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
+        initial_state=None if before is None else before.mT, cu_seqlens=borders, impl=impl,
+    )  # fmt: skip
+    # whose views layers take
+    y = y.reshape(shape).contiguous()
+    y = y if z is None else y * F.silu(z)
+    return (y, final.mT) if return_final_states else y
+
+
+def selective_state_update(
+    state: Float[Tensor, "B HV P N"],
+    hidden_states: Float[Tensor, "B HV P"],
+    dt: Float[Tensor, "B HV P"],
+    A: Float[Tensor, "HV P N"],
+    B: Float[Tensor, "B G N"],
+    C: Float[Tensor, "B G N"],
+    D: Float[Tensor, "HV P"] | None = None,
+    dt_bias: Float[Tensor, "HV P"] | None = None,
+    dt_softplus: bool = False,
+    z: Float[Tensor, "B HV P"] | None = None,
+    *,
+    impl: Impl | None = None,
+    **call: Any,
+) -> Float[Tensor, "B HV P"]:
+    """One token of SSD; `state` is updated in place. What is given for every channel of a head is one number a head."""
+    for name, per_head, axes in (("dt", dt, 1), ("A", A, 2), ("D", D, 1), ("dt_bias", dt_bias, 1)):
+        if per_head is not None and any(per_head.stride(-i) and per_head.shape[-i] > 1 for i in range(1, axes + 1)):
+            raise ValueError(f"selective_state_update: {name} must be one number a head, expanded, as in Mamba-2")
+    x, b, c = hidden_states, B.to(hidden_states.dtype), C.to(hidden_states.dtype)
+    dt = _time_step(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
+    gates = {"dt": dt, "D": None if D is None else D[:, 0]}
+    g, ours, impl = dt * at_least_float32(A[:, 0, 0]), state.mT, unless_gluon(impl)
+    in_place = ours.is_contiguous() and ours.dtype == torch.float32 and not torch.is_grad_enabled()
+    if in_place and fitting.fits(c, x, SSD_SIZES, impl):
+        y = ops.ssd_step(c, b, x, g, ours, **gates, impl=impl)
+    else:
+        # as a sequence of one token
+        token, gates["dt"] = [t.unsqueeze(1) for t in (c, b, x, g)], dt.unsqueeze(1)
+        out = fitting.ssd(ops.recurrent_ssd, *token, **gates, initial_state=_wide(ours, x), impl=impl)
+        y = out.o.squeeze(1)
+        state.copy_(out.final_state.mT)
+    return y if z is None else y * F.silu(z)
+
+
+def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:
+    """Nothing, which tells a layer to convolve and scan one after the other."""
+
+
+def gated_norm(self: nn.Module, hidden_states: Float[Tensor, "*rows V"], gate: Float[Tensor, "*rows V"]) -> Tensor:
+    """Forward of the norms that gate after normalising."""
+    weight, eps = self.weight, self.variance_epsilon
+    return gated_rms_norm(hidden_states, gate, weight, eps)  # pyright: ignore[reportArgumentType]
+
+
+def _packed(
+    x: Float[Tensor, "B T ..."], call: dict[str, Any], borders: Tensor | None = None
+) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
+    """x as one row, and the borders in it, where the call tells of packed documents; else x itself."""
+    if borders is None:
+        borders = call.get("cu_seq_lens_q")
+    if borders is not None:
+        return x, borders
+    index = call.get("seq_idx")
+    if index is None or index.shape != x.shape[:2]:
+        return x, None
+    borders = _borders_of(index)
+    return (x, None) if borders is None else (x.reshape(1, -1, *x.shape[2:]), borders)
+
+
+class _Last:
+    """The borders that the last `seq_idx` told: a model's layers ask for the same, and each would wait for it."""
+
+    def __init__(self) -> None:
+        self.index, self.version, self.borders = None, -1, None
+
+    def __call__(self, index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
+        if torch.compiler.is_compiling():
+            return _borders(index)
+        if self.index is None or self.index() is not index or self.version != index._version:
+            self.index, self.version, self.borders = weakref.ref(index), index._version, _borders(index)
+        return self.borders
+
+
+_borders_of = _Last()
+
+
+def _borders(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
+    rows, tokens = index.shape
+    begins = F.pad(index[:, 1:] != index[:, :-1], (1, 0), value=True)
+    # rows that are one document each are left as they are
+    return borders_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
+
+
+def _refuse_cache(borders: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:
+    if borders is not None and (state is not None or output_final_state):
+        raise ValueError("packed documents go without a cache: pass use_cache=False")
+
+
+def _wide(state: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if state is None else state.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = at_least_float32(dt)
+    dt = dt if bias is None else dt + bias
+    return F.softplus(dt) if softplus else dt
+
+
+def _fused(activation: str | None) -> Any:
+    return "silu" if activation in _SILU else None
+
+
+def _activated(x: Tensor, activation: str | None) -> Tensor:
+    """x, activated where the convolution has not done so."""
+    if activation is None or activation in _SILU:
+        return x
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[activation](x)
+
+
+# by the names that layers call
+FUNCTIONS = {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": recurrent_gated_delta_rule,
+    "mamba2_chunk_scan": mamba_chunk_scan,
+    "mamba2_selective_state_update": selective_state_update,
+    "mamba2_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+}

@@ -1,0 +1,50 @@
+"""Heads of any size through kernels that have a few: fitted on the way in, and put together on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
+from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
+from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+
+
+def fits(q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> bool:
+    """Whether heads of these sizes can be computed as they are: kernels have them, or none runs."""
+    return {q.shape[-1], v.shape[-1]} <= set(sizes) or resolve_impl("heads", unless_gluon(impl), q) == "reference"
+
+
+def delta_rule(
+    run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None,
+    initial_state: Tensor | None, impl: Impl | None, **options: Any,
+) -> ScanOutput:  # fmt: skip
+    """A form of the gated delta rule, `run`, on heads of K up to 256 and of any V; arguments and results are its."""
+    options |= {"scale": scale, "impl": impl}
+    if fits(q, v, DELTA_SIZES, impl):
+        return run(q, k, v, g, beta, initial_state=initial_state, **options)
+    fit, heads = HeadFit(q.shape[-1], v.shape[-1], DELTA_SIZES), v.shape[2]
+    options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
+    before = None if initial_state is None else fit.states(initial_state)
+    o, after = run(
+        fit.keys(q), fit.keys(k), fit.values(v), fit.gates(g), fit.gates(beta), initial_state=before, **options
+    )
+    return ScanOutput(fit.outputs(o, heads), fit.whole_states(after, heads))
+
+
+def ssd(
+    run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, dt: Tensor | None = None,
+    D: Tensor | None = None, initial_state: Tensor | None, impl: Impl | None, **options: Any,
+) -> ScanOutput:  # fmt: skip
+    """The same of a form of SSD."""
+    options |= {"impl": impl}
+    if fits(q, v, SSD_SIZES, impl):
+        return run(q, k, v, g, dt=dt, D=D, initial_state=initial_state, **options)
+    fit, heads = HeadFit(q.shape[-1], v.shape[-1], SSD_SIZES), v.shape[2]
+    before = None if initial_state is None else fit.states(initial_state)
+    dt, D = (None if gate is None else fit.gates(gate) for gate in (dt, D))
+    o, after = run(fit.keys(q), fit.keys(k), fit.values(v), fit.gates(g), dt=dt, D=D, initial_state=before, **options)
+    return ScanOutput(fit.outputs(o, heads), fit.whole_states(after, heads))

@@ -1,0 +1,240 @@
+"""Other people's models on our kernels: transformers' own hybrid models, layer by layer.
+
+    with use_kernels(model):
+        model.generate(...)
+
+transformers names the functions that a kernel may take the place of (`use_kernelized_func`, `hub_kernels.py`): the
+scans and convolutions that a layer's forward calls. With `kernels` installed they are exchanged for the whole process;
+here a layer's forward is made anew with ours under these names, for one model or for a family, and nothing else of the
+layer changes. The gated norm that its `RMSNormGated` hook names is exchanged as well. On a CPU our operations are their
+references, so that what changes is the rounding alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any, get_args
+
+from torch import nn
+
+from tokenmix_core.integrations.adapters import FUNCTIONS, gated_norm
+from tokenmix_core.ops.common import Impl
+
+_DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_SSD = ("mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined")
+_CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
+# a module's forward, and where accelerate's hooks keep the one that they call
+_PLACES = ("forward", "_old_forward")
+# functions made here bear it
+_MARK = "_runs_tokenmix_kernels"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family of models keeps what is exchanged.
+
+    Attributes:
+        layer: the class whose forward calls the functions.
+        norm: the class of its gated norm, where ours takes its place.
+    """
+
+    layer: str
+    norm: str | None = None
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The functions that the layer calls."""
+        return (*_CONVOLUTION, *(_SSD if self.norm is None else _DELTA))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes whose forward is exchanged."""
+        return (self.layer,) if self.norm is None else (self.layer, self.norm)
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated"),
+    "qwen3_5": Family("Qwen3_5GatedDeltaNet", "Qwen3_5RMSNormGated"),
+    "qwen3_5_moe": Family("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeRMSNormGated"),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", "OlmoHybridRMSNormGated"),
+    "mamba2": Family("Mamba2Mixer"),
+    "bamba": Family("BambaMixer"),
+    "zamba2": Family("Zamba2MambaMixer"),
+    "nemotron_h": Family("NemotronHMamba2Mixer"),
+    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer"),
+    "falcon_h1": Family("FalconH1Mixer"),
+}
+
+
+def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
+    """Let a model of transformers, or all models of a family, run our kernels, in training, prefill and decoding.
+
+    Gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD and convolution
+    of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1. Weights, caches and all else stay
+    transformers'. Documents packed into rows are kept apart where a call tells their borders, as `cu_seq_lens_q` or
+    `seq_idx`. A compiled model keeps what it was traced with: exchange first, then compile.
+
+    Args:
+        model_or_family: a model, with whatever is around it, or a key of `FAMILIES`, for models made before and after.
+        impl: implementation of the operations, as for `tokenmix_core.ops`; Gluon's is that of whole sequences, beside
+            which single tokens and convolutions take the fastest kernels.
+
+    Returns:
+        What undoes it: by `undo()`, or at the end of a `with`.
+
+    Raises:
+        ValueError: a family that is not known, a model without such layers, one whose layers another library has
+            changed, or a version of transformers whose layers call other functions.
+    """
+    if impl is not None and impl not in get_args(Impl):
+        raise ValueError(f"use_kernels: impl must be None or one of {', '.join(get_args(Impl))}, got {impl!r}")
+    if isinstance(model_or_family, str):
+        if model_or_family not in FAMILIES:
+            raise ValueError(f"use_kernels: expected a model, or one of {', '.join(FAMILIES)}, got {model_or_family!r}")
+        family = importlib.import_module(_home(model_or_family))
+        classes = [getattr(family, name) for name in FAMILIES[model_or_family].classes]
+        return KernelUse([_Exchange(cls, "forward", _ours(cls, impl)) for cls in classes])
+    if not isinstance(model_or_family, nn.Module):
+        raise ValueError(f"use_kernels: expected a model or a family, got {type(model_or_family).__name__}")
+    exchanges = []
+    for name, module in model_or_family.named_modules():
+        if (cls := _known(type(module))) is not None:
+            exchanges.append(_Exchange(module, _place(name, module), MethodType(_ours(cls, impl), module)))
+    if not exchanges:
+        raise ValueError(
+            f"use_kernels: {type(model_or_family).__name__} has no layers that could run our kernels; "
+            f"families that have are {', '.join(FAMILIES)}"
+        )
+    return KernelUse(exchanges)
+
+
+class _Exchange:
+    """The forward of a class or of a module that is ours for a while."""
+
+    def __init__(self, owner: Any, place: str, ours: Any) -> None:
+        self.owner, self.ours = owner, ours
+        # None where there was none of its own
+        self.before = vars(owner).get(place)
+        setattr(owner, place, ours)
+
+    def undo(self) -> bool:
+        """Put back what was there; False where something else is there by now."""
+        for place in _PLACES:
+            if vars(self.owner).get(place) is self.ours:
+                if self.before is not None:
+                    setattr(self.owner, place, self.before)
+                elif place == "forward":
+                    delattr(self.owner, place)
+                else:
+                    setattr(self.owner, place, MethodType(type(self.owner).forward, self.owner))
+                return True
+        return False
+
+
+class KernelUse:
+    """Our kernels in use: undone by `undo`, or at the end of a `with`.
+
+    Attributes:
+        layers: how many modules, or classes of a family, run ours.
+    """
+
+    def __init__(self, exchanges: list[_Exchange]) -> None:
+        self._exchanges = exchanges
+        self.layers = len(exchanges)
+
+    def undo(self) -> None:
+        """Put back what was there before; a second time there is nothing to do.
+
+        Raises:
+            ValueError: something else was exchanged since: undo that first.
+        """
+        left = [exchange for exchange in reversed(self._exchanges) if not exchange.undo()]
+        self._exchanges = left
+        if left:
+            raise ValueError(
+                f"undo: {len(left)} of {self.layers} layers have been given another forward since; undo that first"
+            )
+
+    def __enter__(self) -> KernelUse:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"KernelUse(layers={self.layers}, undone={not self._exchanges})"
+
+
+def _home(family: str) -> str:
+    return f"transformers.models.{family}.modeling_{family}"
+
+
+def _known(cls: type) -> type | None:
+    """The class of transformers, of those that are exchanged, which this is or which it was made of."""
+    for base in cls.__mro__:
+        if _family(base) is not None:
+            return base
+    return None
+
+
+def _family(cls: type) -> Family | None:
+    for name, family in FAMILIES.items():
+        if cls.__module__ == _home(name) and cls.__name__ in family.classes:
+            return family
+    return None
+
+
+def _place(name: str, module: nn.Module) -> str:
+    """Where a module's forward is to be exchanged."""
+    own = vars(module).get("forward")
+    if own is None or getattr(own, _MARK, False):
+        return "forward"
+    if _PLACES[1] in vars(module):
+        return _PLACES[1]
+    raise ValueError(f"use_kernels: another library has changed the forward of {name!r}; use our kernels before that")
+
+
+def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
+    """The forward of a class of transformers, calling our functions."""
+    family = _family(cls)
+    assert family is not None
+    if cls.__name__ == family.norm:
+        return gated_norm
+    functions = {name: functools.partial(FUNCTIONS[name], impl=impl) for name in family.functions}
+    return _made_anew(cls, vars(cls)["forward"], functions)
+
+
+def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable]) -> FunctionType:
+    """The function, inside of its decorators, made of the same code that finds others under these names.
+
+    Raises:
+        ValueError: the code does not call them all.
+    """
+    closure, scope, attributes = forward.__closure__, forward.__globals__, dict(vars(forward))
+    inner = attributes.get("__wrapped__")
+    if inner is not None:
+        attributes["__wrapped__"] = _made_anew(cls, inner, functions)
+        cells = (attributes["__wrapped__"] if c.cell_contents is inner else c.cell_contents for c in closure or ())
+        closure = tuple(map(CellType, cells))
+    else:
+        if missing := sorted(set(functions) - set(forward.__code__.co_names)):
+            import transformers
+
+            raise ValueError(
+                f"use_kernels: {cls.__name__} of transformers {transformers.__version__} does not call "
+                f"{', '.join(missing)}, as it does in 5.17 to 5.23"
+            )
+        # by this name torch.compile would find the module, and the originals in it
+        scope = {name: value for name, value in scope.items() if name != "__name__"} | functions
+    made = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
+    made.__kwdefaults__, made.__doc__, made.__module__ = forward.__kwdefaults__, forward.__doc__, forward.__module__
+    made.__annotations__, made.__qualname__ = forward.__annotations__, forward.__qualname__
+    vars(made).update(attributes | {_MARK: True})
+    return made
+
+
+setattr(gated_norm, _MARK, True)

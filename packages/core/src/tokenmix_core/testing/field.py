@@ -1,0 +1,103 @@
+"""Random models of transformers' hybrid families, small ones for tests and larger ones for benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+# the class of each family's configuration and of its language model
+_CLASSES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM"),
+    "bamba": ("BambaConfig", "BambaForCausalLM"),
+    "zamba2": ("Zamba2Config", "Zamba2ForCausalLM"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM"),
+}
+DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+
+
+def field_config(
+    family: str, *, width: int = 32, head: int = 8, state: int = 8, layers: int = 2, vocab: int = 64
+) -> Any:
+    """A family's configuration: its last layer attends, where the family can, and the others do not.
+
+    Args:
+        family: a key of `tokenmix_core.integrations.transformers.FAMILIES`.
+        width: of the model.
+        head: size of the heads of attention and of values.
+        state: size of the heads of keys, which is SSD's state size.
+        layers: how many.
+        vocab: how many words.
+    """
+    attention = {"num_attention_heads": width // head, "num_key_value_heads": width // head // 2, "head_dim": head}
+    common = {
+        "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    mlp = {"intermediate_size": 2 * width}
+    experts = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+    }  # fmt: skip
+    kinds = ["linear_attention"] * (layers - 1) + ["full_attention"]
+    delta = {
+        "linear_num_key_heads": width // head // 2, "linear_num_value_heads": width // head,
+        "linear_key_head_dim": state, "linear_value_head_dim": head, "layer_types": kinds,
+    }  # fmt: skip
+    bamba = {
+        "mamba_n_heads": 2 * width // head, "mamba_d_head": head, "mamba_n_groups": 2, "mamba_d_state": state,
+        "mamba_chunk_size": 16,
+    }  # fmt: skip
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_next": {**attention, **mlp, **delta, **experts},
+        "qwen3_5": {**attention, **mlp, **delta},
+        "qwen3_5_moe": {**attention, **delta, **experts},
+        "olmo_hybrid": {**attention, **mlp, **delta},
+        "mamba2": {
+            "num_heads": 2 * width // head, "head_dim": head, "state_size": state, "n_groups": 2, "chunk_size": 16,
+        },
+        "bamba": {**attention, **mlp, **bamba, "attn_layer_indices": [layers - 1]},
+        "zamba2": {
+            **mlp, "mamba_d_state": state, "mamba_ngroups": 2, "n_mamba_heads": 2 * width // head, "chunk_size": 16,
+            "num_attention_heads": width // head, "layers_block_type": ["mamba"] * (layers - 1) + ["hybrid"],
+            "adapter_rank": 4,
+        },
+        "nemotron_h": {
+            **attention, **mlp, "layers_block_type": ["mamba"] * (layers - 1) + ["attention"], "ssm_state_size": state,
+            "mamba_num_heads": 2 * width // head, "mamba_head_dim": head, "n_groups": 2, "chunk_size": 16,
+        },
+        "granitemoehybrid": {
+            **attention, **mlp, **bamba, "layer_types": ["mamba"] * (layers - 1) + ["attention"],
+            "num_local_experts": 4, "shared_intermediate_size": width,
+        },
+        "falcon_h1": {**attention, **mlp, **bamba, "mamba_d_ssm": 2 * width, "mamba_rms_norm": False},
+    }  # fmt: skip
+    if family in ("nemotron_h",):
+        common.pop("num_hidden_layers")
+    if family in ("bamba", "granitemoehybrid", "olmo_hybrid"):
+        own[family].pop("head_dim")
+    home = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    return getattr(home, _CLASSES[family][0])(**common, **own[family])
+
+
+def field_model(family: str, *, seed: int = 0, **sizes: int) -> torch.nn.Module:
+    """A random language model of a family, in evaluation mode; sizes as `field_config`'s."""
+    torch.manual_seed(seed)
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    model = getattr(home, _CLASSES[family][1])(field_config(family, **sizes)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # far from what they begin with, so that nothing cancels and every path is seen
+            if name.endswith(("conv1d.weight", "conv1d.bias", "dt_bias")):
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+            elif parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    return model

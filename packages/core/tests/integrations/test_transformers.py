@@ -1,0 +1,272 @@
+"""transformers' own models compute the same on our operations, and are themselves again when that is undone."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from types import MethodType
+
+import pytest
+import torch
+
+from tokenmix_core.integrations.transformers import FAMILIES, use_kernels
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.field import DELTA_RULE, field_model
+
+# a sum of float32 in another order
+BAR = 2e-5
+EACH = pytest.mark.parametrize("family", FAMILIES)
+
+
+def prompt(rows=2, tokens=37):
+    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.eval()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@EACH
+def test_logits_and_gradients_are_those_of_the_model_without_us(family):
+    model, ids = field_model(family), prompt()
+    theirs, expected = gradients(model, ids), model(ids, use_cache=False).logits
+    with use_kernels(model):
+        ours, got = gradients(model, ids), model(ids, use_cache=False).logits
+    # what is equal to the last bit has not been computed anew
+    assert 0 < relative_error(got, expected) < BAR
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert relative_error(ours[name], theirs[name]) < 10 * BAR, name
+
+
+@EACH
+def test_in_bfloat16_it_errs_no_more_than_the_model_without_us(family):
+    model, ids = field_model(family), prompt()
+    exact = model(ids, use_cache=False).logits
+    model = model.bfloat16()
+    theirs = model(ids, use_cache=False).logits
+    with use_kernels(model), torch.no_grad():
+        ours = model(ids, use_cache=False).logits
+    assert ours.dtype == theirs.dtype
+    assert relative_error(ours, exact) < 2 * relative_error(theirs, exact)
+
+
+@EACH
+def test_generation_is_the_same_for_padded_prompts_and_beams(family):
+    model, ids = field_model(family), prompt()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for beams in (1, 2):
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "num_beams": beams}
+        expected = model.generate(ids, attention_mask=mask, **options)
+        with use_kernels(model):
+            assert torch.equal(model.generate(ids, attention_mask=mask, **options), expected)
+
+
+def in_pieces(model, ids, change=None):
+    """Logits of 20, 16 and one token after another, through the cache."""
+    name, cache, logits = "cache_params" if model.config.model_type == "mamba2" else "past_key_values", None, []
+    with torch.no_grad():
+        for begin, end in ((0, 20), (20, 36), (36, 37)):
+            if change is not None and begin:
+                change()
+            out = model(ids[:, begin:end], use_cache=True, **({} if cache is None else {name: cache}))
+            cache = out[name]
+            logits.append(out.logits)
+    return torch.cat(logits, 1), cache
+
+
+@EACH
+def test_a_cache_goes_from_call_to_call_and_from_their_kernels_to_ours_and_back(family):
+    model, ids = field_model(family), prompt()
+    expected, theirs = in_pieces(model, ids)
+    with use_kernels(model):
+        got, cache = in_pieces(model, ids)
+    assert relative_error(got, expected) < BAR
+    assert cache.layers[0].recurrent_states[0].shape == theirs.layers[0].recurrent_states[0].shape
+    used = []
+    begin_and_end = lambda: used.pop().undo() if used else used.append(use_kernels(model))  # noqa: E731
+    assert relative_error(in_pieces(model, ids, begin_and_end)[0], expected) < BAR
+    used.append(use_kernels(model))
+    assert relative_error(in_pieces(model, ids, begin_and_end)[0], expected) < BAR
+    used.pop().undo()
+
+
+@EACH
+def test_decoding_updates_the_state_in_place(family, monkeypatch):
+    model, ids = field_model(family), prompt()
+    steps = []
+    for name in ("gated_delta_rule_step", "ssd_step"):
+        step = getattr(importlib.import_module("tokenmix_core.ops"), name)
+        monkeypatch.setattr(f"tokenmix_core.ops.{name}", lambda *x, step=step, **o: steps.append(1) or step(*x, **o))
+    with use_kernels(model):
+        in_pieces(model, ids)
+    assert len(steps) == sum(type(m).__name__ == FAMILIES[family].layer for m in model.modules())
+
+
+@EACH
+@pytest.mark.parametrize("form", ["cu_seq_lens_q", "seq_idx"])
+def test_packed_documents_are_as_each_alone(family, form):
+    model, row = field_model(family), prompt(1)
+    lengths = (11, 19, 7)
+    borders = torch.tensor([0, 11, 30, 37], dtype=torch.int32)
+    index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    call = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0), "use_cache": False}
+    if family == "granitemoehybrid":
+        # its attention masks know no positions
+        full = torch.full((37, 37), -torch.inf).masked_fill((index[0] == index[0].unsqueeze(1)).tril(), 0.0)
+        call["attention_mask"] = {"full_attention": full[None, None], "linear_attention": None}
+    # its language model hands nothing on
+    body = model.backbone if family == "mamba2" else model
+    with torch.no_grad(), use_kernels(model):
+        alone = torch.cat([body(part, use_cache=False)[0] for part in row.split(lengths, 1)], 1)
+        packed = body(row, **call, **{form: borders if form == "cu_seq_lens_q" else index.int()})[0]
+    assert relative_error(packed, alone) < BAR
+
+
+def test_documents_in_several_rows_are_kept_apart_by_seq_idx():
+    model, ids = field_model("mamba2").backbone, prompt()
+    index = torch.zeros_like(ids).int()
+    index[0, 9:], index[1, 30:] = 1, 4
+    with torch.no_grad(), use_kernels(model):
+        got = model(ids, seq_idx=index, use_cache=False)[0]
+        alone = [torch.cat([model(p, use_cache=False)[0] for p in (r[:, :n], r[:, n:])], 1) for r, n in
+                 ((ids[:1], 9), (ids[1:], 30))]  # fmt: skip
+    assert relative_error(got, torch.cat(alone)) < BAR
+
+
+def test_packed_documents_and_a_cache_exclude_each_other():
+    model, row = field_model("qwen3_5"), prompt(1)
+    borders = torch.tensor([0, 11, 37], dtype=torch.int32)
+    with use_kernels(model), pytest.raises(ValueError, match="use_cache=False"):
+        model(row, cu_seq_lens_q=borders, use_cache=True)
+
+
+@EACH
+def test_a_family_is_exchanged_for_models_made_before_and_after(family):
+    before, ids = field_model(family), prompt(1)
+    expected = before(ids, use_cache=False).logits
+    with use_kernels(family) as use:
+        assert use.layers == len(FAMILIES[family].classes)
+        for model in (before, field_model(family)):
+            assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < BAR
+    assert torch.equal(before(ids, use_cache=False).logits, expected)
+
+
+def test_undoing_restores_every_layer_and_can_be_done_twice():
+    model, ids = field_model("qwen3_5"), prompt(1)
+    expected, attributes = model(ids, use_cache=False).logits, [set(vars(m)) for m in model.modules()]
+    use = use_kernels(model)
+    inner = use_kernels(model, impl="reference")
+    with pytest.raises(ValueError, match="undo that first"):
+        use.undo()
+    inner.undo()
+    use.undo()
+    use.undo()
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_other_models_of_the_class_and_copies_keep_what_they_have():
+    model, other, ids = field_model("bamba"), field_model("bamba"), prompt(1)
+    expected = other(ids, use_cache=False).logits
+    with use_kernels(model):
+        clone = copy.deepcopy(model)
+        assert torch.equal(other(ids, use_cache=False).logits, expected)
+    layer = next(m for m in clone.modules() if type(m).__name__ == "BambaMixer")
+    assert layer.forward.__self__ is layer
+    assert 0 < relative_error(clone(ids, use_cache=False).logits, expected) < BAR
+
+
+def test_hooks_of_accelerate_go_on_whether_they_came_before_or_after():
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Counts(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            Counts.calls += 1
+            return args, kwargs
+
+    ids = prompt(1)
+    for first in (True, False):
+        model = field_model("mamba2")
+        expected = model(ids, use_cache=False).logits
+        layer = next(m for m in model.modules() if type(m).__name__ == "Mamba2Mixer")
+        hook = lambda layer=layer: add_hook_to_module(layer, Counts())  # noqa: E731
+        if first:
+            hook()
+        use = use_kernels(model)
+        if not first:
+            hook()
+        calls = Counts.calls
+        assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < BAR
+        assert Counts.calls == calls + 1
+        use.undo()
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+        assert Counts.calls == calls + 2
+        remove_hook_from_module(layer)
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_compiled_layers_run_ours_in_one_graph():
+    model = field_model("mamba2")
+    layer, x = model.backbone.layers[0].mixer, torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = layer(x)
+        with use_kernels(layer):
+            ours = layer(x)
+            torch._dynamo.reset()
+            assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), ours)
+    torch._dynamo.reset()
+    assert 0 < relative_error(ours, theirs) < BAR
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    model, ids = field_model("qwen3_next"), prompt()
+    expected = gradients(model, ids)
+    # the name from 5.23 on, and the one before
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    with use_kernels(model):
+        got = gradients(model, ids)
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < 10 * BAR, name
+
+
+def test_the_implementation_is_the_one_asked_for():
+    model = field_model("mamba2")
+    with use_kernels(model, impl="gluon"), pytest.raises(ValueError, match="impl='gluon'"):
+        model(prompt(1), use_cache=False)
+
+
+def test_what_cannot_be_exchanged_is_refused_with_the_reason(monkeypatch):
+    model = field_model("mamba2")
+    for wrong, message in (
+        ("llama", "expected a model, or one of qwen3_next"),
+        (torch.nn.Linear(2, 2), "Linear has no layers"),
+        (3, "got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use_kernels(wrong)
+    with pytest.raises(ValueError, match="impl must be"):
+        use_kernels(model, impl="fla")
+    layer = next(m for m in model.modules() if type(m).__name__ == "Mamba2Mixer")
+    layer.forward = MethodType(type(layer).forward, layer)
+    with pytest.raises(ValueError, match=r"another library has changed the forward of 'backbone\.layers\.0\.mixer'"):
+        use_kernels(model)
+    assert "_runs_tokenmix_kernels" not in str(vars(model.backbone.layers[1].mixer))
+    del layer.forward
+    monkeypatch.setattr(type(layer), "forward", lambda self, x: x)
+    with pytest.raises(ValueError, match=r"Mamba2Mixer of transformers .* does not call causal_conv1d_fn"):
+        use_kernels(model)
+
+
+def test_no_family_is_without_its_norm_or_its_scan():
+    for family, what in FAMILIES.items():
+        home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        assert all(hasattr(home, name) for name in (*what.classes, *what.functions))
+        assert (what.norm is not None) == (family in DELTA_RULE)
