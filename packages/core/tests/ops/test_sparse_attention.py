@@ -9,7 +9,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.common import AttentionOutput, interpreting
 from tokenmix_core.ops.sparse_attention import kept_attention_reference
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
 from tokenmix_core.ops.sparse_attention.reference import units_of_tokens
@@ -267,14 +267,14 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
     # a multiple of the block, and not
     for U in (48, 41):
         keep = torch.rand(2, U, 3, generator=torch.Generator().manual_seed(U)).to(device)
-        ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((2, 3, U + 1), (2, 2, 3, U)))
+        ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((2, 3, U + 1), (2, 3, U)))
         mask.list_units(keep, ranks, lists)
         for b, m in itertools.product(range(2), range(3)):
             kept = keep[b, :, m] > 0.5
             count = int(kept.sum())
             assert ranks[b, m].tolist() == [0, *kept.cumsum(0).tolist()]
-            assert lists[0, b, m, :count].tolist() == kept.nonzero()[:, 0].tolist()
-            assert lists[1, b, m, : U - count].tolist() == (~kept).nonzero()[:, 0].tolist()
+            assert lists[b, m, :count].tolist() == kept.nonzero()[:, 0].tolist()
+            assert lists[b, m, count:].tolist() == (~kept).nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
@@ -285,7 +285,7 @@ def test_pieces_cover_all_tiles_of_queries_once_and_share_the_work(programs, dev
     monkeypatch.setattr(plan, "_LEAST", 1)
     T, H, BM, BN, window = 150, 2, 16, 32, 20
     keep = unequal(1, T, H).to(device)
-    ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (2, 1, H, T)))
+    ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (1, H, T)))
     mask.list_units(keep, ranks, lists)
     strides = dict.fromkeys(("s_ub", "s_ut", "s_uh"), 0)
     made = plan.plan_pieces(
@@ -331,8 +331,12 @@ def test_compiles_into_one_graph():
         torch.testing.assert_close(a, b)
 
 
-def test_operators_keep_torchs_rules(device):
-    impl = "triton" if device == "cuda" else "reference"
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_operators_keep_torchs_rules(impl, device, monkeypatch):
+    if impl == "triton" and device == "cpu" and not interpreting():
+        pytest.skip("kernels run on a GPU or in Triton's interpreter")
+    # torch would fill what nobody writes, in some calls and not in others
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     tensors, _ = inputs(TQ=6, dtype=torch.float32, device=device)
     until = torch.full((1, 6, 1), 5, device=device)
     options = (1, 2, 0.5, impl)

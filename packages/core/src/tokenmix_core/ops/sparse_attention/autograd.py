@@ -106,10 +106,10 @@ kept_attention = differentiable(kept_attention_op, _forward, _save, _gradients, 
 
 
 def _outputs(q: Tensor, v: Tensor, keep: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for o, lse, the ranks of units `[B, HM, U + 1]` and their lists `[2, B, HM, U]` (none for the reference)."""
+    """Room for o, lse, the ranks of units `[B, HM, U + 1]` and their lists `[B, HM, U]` (none for the reference)."""
     (B, TQ, HQ, _), (_, U, HM) = q.shape, keep.shape
     o = q.new_empty(B, TQ, HQ, v.shape[3])
     lse = q.new_empty(B, HQ, TQ, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     B = 0 if impl == "reference" else B
-    ranks, lists = (q.new_empty(shape, dtype=torch.int32) for shape in ((B, HM, U + 1), (2, B, HM, U)))
+    ranks, lists = (q.new_empty(shape, dtype=torch.int32) for shape in ((B, HM, U + 1), (B, HM, U)))
     return o, lse, ranks, lists

@@ -97,7 +97,7 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN: tl.constexpr, UN
     i_h = (i_x % H).to(tl.int64)
     p_fact = facts + i_x
     kept = tl.load(p_fact + KEPT * tiles) != 0
-    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), B, U, HM, kept)
+    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
     o_k = listed_columns(
         p_list, tl.load(p_fact + BEGIN * tiles), tl.load(p_fact + COLUMN * tiles), tl.load(p_fact + COLUMNS * tiles),
         BN, UNIT,

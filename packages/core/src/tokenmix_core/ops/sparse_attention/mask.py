@@ -71,23 +71,27 @@ def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
 
 @cached_launch
 @triton.jit
-def _list_units(keep, counts, ranks, lists, B, U, HM, blocks, BU: tl.constexpr):
+def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
     """A block of units, each written to the list that it belongs to."""
     i_b, i_m, i_u = _row_and_block(blocks, HM)
-    before = 0
-    for i in range(0, i_u, BU):
-        o_c = i + tl.arange(0, BU)
-        before += tl.sum(tl.load(counts + tl.program_id(0) - i_u + o_c, mask=o_c < i_u, other=0), 0)
     o_u = i_u * BU + tl.arange(0, BU)
     b_kept = _load_kept(keep, i_b, i_m, o_u, U, HM)
+    before = 0
+    count = tl.sum(b_kept, 0)
+    if blocks > 1:
+        count = 0
+        for i in range(0, blocks, BU):
+            o_c = i + tl.arange(0, BU)
+            b_count = tl.load(counts + tl.program_id(0) - i_u + o_c, mask=o_c < blocks, other=0)
+            before += tl.sum(tl.where(o_c < i_u, b_count, 0), 0)
+            count += tl.sum(b_count, 0)
     b_rank = before + tl.cumsum(b_kept, 0) - b_kept
     o_row = i_b * HM + i_m
     # the one beyond the last unit counts them all
     tl.store(ranks + o_row * (U + 1) + o_u, b_rank, mask=o_u <= U)
     if (i_u + 1) * BU == U:
         tl.store(ranks + o_row * (U + 1) + U, before + tl.sum(b_kept, 0))
-    place = o_row * U + tl.where(b_kept != 0, b_rank, o_u - b_rank + tl.cast(B, tl.int64) * HM * U)
-    tl.store(lists + place, o_u, mask=o_u < U)
+    tl.store(lists + o_row * U + tl.where(b_kept != 0, b_rank, count + o_u - b_rank), o_u, mask=o_u < U)
 
 
 @cached_launch
@@ -116,12 +120,12 @@ def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl
 
 
 def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ranks `[B, 1, T + 1]` at the borders of sequences and the list `[1, B, 1, T]` of their first `count` tokens.
+    """Ranks `[B, 1, T + 1]` at the borders of sequences and the list `[B, 1, T]` of their first `count` tokens.
 
     `tokens` is `[B, T, ...]`.
     """
     B, T = tokens.shape[:2]
-    ranks, lists = (tokens.new_empty(shape, dtype=torch.int32) for shape in ((B, 1, T + 1), (1, B, 1, T)))
+    ranks, lists = (tokens.new_empty(shape, dtype=torch.int32) for shape in ((B, 1, T + 1), (B, 1, T)))
     _list_first[(num_sequences(tokens, cu_seqlens),)](
         ranks, lists, cu_seqlens, T=T, count=count, PACKED=cu_seqlens is not None, BT=256
     )
@@ -129,9 +133,9 @@ def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[T
 
 
 def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
-    """Write how many units before each are kept, `ranks [B, HM, U + 1]`, and `lists [2, B, HM, U]`: kept, and others.
+    """Write how many units before each are kept, `ranks [B, HM, U + 1]`, and `lists [B, HM, U]`: the kept, then others.
 
-    Both lists rise and begin at their row's start; in a packed batch they run through all its sequences.
+    Both lists of a row rise; in a packed batch they run through all its sequences.
     """
     keep = keep.contiguous()
     B, U, HM = keep.shape
@@ -139,4 +143,4 @@ def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
     counts = ranks.new_empty(B * HM * blocks)
     if blocks > 1:
         _count_units[(B * HM * blocks,)](keep, counts, U=U, HM=HM, blocks=blocks, BU=_BLOCK)
-    _list_units[(B * HM * blocks,)](keep, counts, ranks, lists, B=B, U=U, HM=HM, blocks=blocks, BU=_BLOCK)
+    _list_units[(B * HM * blocks,)](keep, counts, ranks, lists, U=U, HM=HM, blocks=blocks, BU=_BLOCK)

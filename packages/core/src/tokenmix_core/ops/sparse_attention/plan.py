@@ -59,10 +59,11 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def list_of(ranks, lists, i_b, i_m, B, U, HM, kept):
+def list_of(ranks, lists, i_b, i_m, U, HM, kept):
     """A row's list, of kept units or of the others, and the ranks of kept ones."""
     o_row = i_b * HM + i_m
-    return lists + o_row * U + tl.where(kept, 0, tl.cast(B, tl.int64) * HM * U), ranks + o_row * (U + 1)
+    p_rank = ranks + o_row * (U + 1)
+    return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
 
 
 @triton.jit
@@ -120,14 +121,14 @@ def _find_queries(
     i_b = (i_x // H % B).to(tl.int64)
     i_h = i_x % H
     kept = i_s >= 0
-    _, p_rank = list_of(ranks, lists, i_b, i_h // (H // HM), B, U, HM, kept)
+    _, p_rank = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
     start, length, begin, column, columns = _locate_columns(p_rank, i_s, TK, U, N, cu_seqlens, kept, BN, UNIT, PACKED)
     if OTHERS and column >= columns:
         kept = i_s < 0
         start, length, begin, column, columns = _locate_columns(
             p_rank, slots - 1 - i_s, TK, U, N, cu_seqlens, kept, BN, UNIT, PACKED
         )
-    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), B, U, HM, kept)
+    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
     o_k = listed_columns(p_list, begin, column, columns, BN, UNIT)
     m_k = o_k < length
     shift = 0 if PACKED else TK - TQ
