@@ -154,6 +154,23 @@ def test_a_call_with_other_work_is_run(add, other):
     assert function.runs == 3
 
 
+def test_a_call_that_launches_what_nobody_sees_is_run(add):
+    def run(a, b):
+        out, seen = torch.empty_like(a), torch.zeros_like(a)
+        add[(1,)](a, b, out, len(a))
+        replay.launches_unseen()
+        # another library reads what was launched before, and no operation of torch tells of it
+        seen.numpy()[:] = out.numpy()
+        return seen
+
+    function, replayed = counted(run)
+    for _ in range(3):
+        a, b = torch.randn(6), torch.randn(6)
+        torch.testing.assert_close(replayed(a, b), a + b)
+    assert function.runs == 3
+    replay.launches_unseen()
+
+
 def test_memory_of_somebody_else_is_not_replayed(add):
     kept = torch.randn(6)
 

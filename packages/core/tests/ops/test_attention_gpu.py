@@ -9,7 +9,7 @@ from tokenmix_core import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.attention import attention_reference, choose_impl
 from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
-from tokenmix_core.ops.attention.backends import Call, Mask, cudnn_heads, limit
+from tokenmix_core.ops.attention.backends import Call, Mask, cudnn_heads, flash_attention, limit, on_hopper
 from tokenmix_core.ops.attention.plan import GLUON
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
@@ -122,6 +122,12 @@ def libraries_limit(case: dict, impl: str) -> str | None:
     return limit(impl, call)
 
 
+def need(impl: str, version: int | None = None) -> None:
+    """Skip a test of "flash_attn" where no FlashAttention is there, or another one than the `version`."""
+    if impl == "flash_attn" and flash_attention() not in ((2, 4) if version is None else (version,)):
+        pytest.skip(f"FlashAttention-{version or '2 or 4'} is not what runs here")
+
+
 # what FlashAttention-2 is for: no sinks beside a window, and keys for all queries
 LIBRARIES = {name: case for name, case in CASES.items() if libraries_limit(case, "sdpa") is None}
 LIBRARIES["fewer queries, no sinks"] = dict(TQ=70, window=300)
@@ -131,9 +137,31 @@ LIBRARIES["fewer queries, no sinks"] = dict(TQ=70, window=300)
 @pytest.mark.parametrize("case", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("impl", ["sdpa", "flash_attn"])
 def test_libraries_answer_to_float64(impl, case, through_lse):
-    if impl == "flash_attn":
-        pytest.importorskip("flash_attn.flash_attn_interface")
+    need(impl)
     answers_to_float64(case, torch.bfloat16, impl, 128, through_lse=through_lse)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "one order"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("K", [64, 96, 128, 256])
+@pytest.mark.parametrize("case", LIBRARIES.values(), ids=LIBRARIES)
+def test_flash_attention_4_answers_to_float64(case, K, dtype, deterministic):
+    need("flash_attn", 4)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    answers_to_float64(case | dict(HQ=8, H=2), dtype, "flash_attn", K)
+
+
+def test_flash_attention_4_is_run_every_time_and_follows_its_inputs():
+    need("flash_attn", 4)
+    for seed in range(3):
+        x = inputs(TQ=300, K=64, seed=seed)
+        up = torch.ones_like(x[0])
+        results = []
+        for impl in ("flash_attn", "triton"):
+            o = attention(*x, window=100, impl=impl).o
+            results.append((o, *torch.autograd.grad(o, x, up)))
+        for got, wanted in zip(*results, strict=True):
+            assert relative_error(got, wanted) < 8e-3
 
 
 LAYOUTS = {
@@ -148,8 +176,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("impl", ["sdpa", "flash_attn"])
 def test_libraries_read_any_layout(impl, window, layout):
-    if impl == "flash_attn":
-        pytest.importorskip("flash_attn.flash_attn_interface")
+    need(impl)
     *x, up = (layout(t.detach()) for t in (*inputs(TQ=200, K=128), inputs(TQ=200, K=128, seed=1)[0]))
     results = []
     for make in (lambda t: t, lambda t: t.contiguous().clone()):
@@ -341,3 +368,5 @@ def test_compiles_into_one_graph():
 
 def test_plain_causal_runs_on_torchs_kernels():
     assert choose_impl(Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0))) == "sdpa"
+    large = Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0), heads=128, query_heads=128)
+    assert choose_impl(large) == ("flash_attn" if on_hopper() and flash_attention() == 4 else "sdpa")

@@ -48,7 +48,7 @@ def is_plain(x: Tensor) -> bool:
     if not is_real(x):
         return False
     number = private.modes()
-    return not number or (number == 1 and _recorders.active)
+    return not number or (number == 1 and _recorders.active is not None)
 
 
 @functools.cache
@@ -188,11 +188,17 @@ class Checked:
 
 
 class _Recorders(threading.local):
-    # whether one watches this thread
-    active = False
+    # the one that watches this thread
+    active: _Recorder | None = None
 
 
 _recorders = _Recorders()
+
+
+def launches_unseen() -> None:
+    """Say that what comes next launches what is neither torch's nor of `cached_launch`: the call is run every time."""
+    if _recorders.active is not None:
+        _recorders.active.give_up()
 
 
 class _Recorder(private.Mode):
@@ -221,11 +227,16 @@ class _Recorder(private.Mode):
     def watching(self) -> Iterator[None]:
         """See the operations of this thread."""
         with self:
-            _recorders.active = True
+            _recorders.active = self
             try:
                 yield
             finally:
-                _recorders.active = False
+                _recorders.active = None
+
+    def give_up(self) -> None:
+        """Launch what waits, and keep no record of the call."""
+        self.launch()
+        self._possible = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

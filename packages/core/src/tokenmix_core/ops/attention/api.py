@@ -59,8 +59,8 @@ def attention(
         cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
         impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; a step stays portable where that
             is faster), "triton" (our portable ones), "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn"
-            (the package), "reference", or None for the fastest here that covers the call (`choose_impl` has the rule,
-            `tokenmix_core.ops.explain` says what it comes to).
+            (FlashAttention-4, or flash-attn 2 where that is not there), "reference", or None for the fastest here that
+            covers the call (`choose_impl` has the rule, `tokenmix_core.ops.explain` says what it comes to).
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
@@ -163,7 +163,7 @@ def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed:
         ValueError: an unknown name, or one that cannot do what is asked.
     """
     (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
-    call = Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None)
+    call = Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ)
     impl = _resolve(op, impl, call)
     if impl == "gluon" and not torch.compiler.is_compiling():
         GLUON.require(op, q.device, q.dtype, limit_of_gluon(q, k, v))

@@ -22,6 +22,9 @@ IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 _LONG = 128
 # nor with no more blocks of 64 queries than a GPU has multiprocessors, where latency decides
 _FEW_BLOCKS = 128
+# FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
+_MANY_BLOCKS = 8192
+_WIDE = 512
 # a window as a mask on a CPU: up to 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
@@ -57,6 +60,8 @@ class Call(NamedTuple):
     packed: bool = False
     # B · HQ where every query head has keys of its own; None where heads share keys
     heads: int | None = None
+    # B · HQ in any case; 0 where it does not matter
+    query_heads: int = 0
 
 
 @functools.cache
@@ -64,11 +69,34 @@ def cudnn_heads() -> int:
     """The largest head that torch's cuDNN attention takes on every CUDA device; 0 where it is missing or no lead."""
     if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return 0
-    oldest = min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
+    oldest = _oldest()
     if oldest < (9, 0):
         return 0
     # torch's own rule: beyond 128 on Hopper alone
     return 256 if oldest == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
+
+
+@torch.compiler.assume_constant_result
+def flash_attention() -> int:
+    """The FlashAttention that "flash_attn" stands for: 4 where it is installed and every GPU takes it, 2, or 0."""
+    from tokenmix_core.ops.attention.flash4 import is_here
+
+    if (9, 0) <= _oldest() < (12, 0) and is_here():
+        return 4
+    return 2 if is_installed("flash_attn") else 0
+
+
+def _oldest() -> tuple[int, int]:
+    """The lowest compute capability of all CUDA devices; (0, 0) without any."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    return min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
+
+
+@torch.compiler.assume_constant_result
+def on_hopper() -> bool:
+    """Whether every CUDA device is a Hopper GPU."""
+    return (9, 0) <= _oldest() < (10, 0)
 
 
 def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
@@ -85,26 +113,36 @@ def limit(impl: str, call: Call) -> str | None:
 def choose_impl(call: Call) -> str:
     """The fastest implementation that covers the call, by rule.
 
-    On CUDA: "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where
-    cuDNN leads but for calls too small to fill the GPU; K and V that differ are cuDNN's up to its largest head;
-    "triton", our kernels, for everything else they take, those in Gluon where they run; "reference" for what is left
-    (heads beyond 256, float64).
+    On CUDA: "flash_attn" on Hopper where FlashAttention-4 is installed, for large calls without sinks whose heads are
+    of 64 or 128 and whose window, if any, is wide; "sdpa" for plain attention (16-bit, unpacked, no window, at least
+    128 queries aligned with the keys), where cuDNN leads but for calls too small to fill the GPU; K and V that differ
+    are cuDNN's up to its largest head; "triton", our kernels, for everything else they take, those in Gluon where they
+    run; "reference" for what is left (heads beyond 256, float64).
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
-    "flash_attn" runs only when asked for: no call is known on which it is the fastest.
+    FlashAttention-2's own package runs only when asked for: no call is known on which it is the fastest.
     """
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
     if call.device == "cuda":
         order = ("sdpa", "triton") if plain and not small else ("triton",)
+        if _leads(call) and on_hopper() and flash_attention() == 4:
+            order = ("flash_attn", *order)
     else:
         order = ("sdpa",) if call.mask.window is None or call.tq * call.tk <= _MASK_ELEMENTS else ()
     return next((impl for impl in order if limit(impl, call) is None), "reference")
 
 
+def _leads(call: Call) -> bool:
+    """Whether FlashAttention-4 is the fastest for a call like those that it was timed in, on Hopper."""
+    wide = call.mask.window is None or call.mask.window >= _WIDE
+    many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
+    return wide and many and call.head_k == call.head_v and call.head_k in (64, 128)
+
+
 def backward_impl(impl: str | None, x: Tensor, through_lse: bool) -> str | None:
     """Whose backward follows a forward by `impl`: its own, unless a gradient of the log-sum-exp has to be carried."""
-    if through_lse and impl in ("sdpa", "flash_attn"):
+    if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if x.is_cuda else "reference"
     return impl
 
@@ -126,9 +164,10 @@ def load(impl: str | None) -> Backend:
 
         return Backend(sdpa.forward, sdpa.backward)
     if impl == "flash_attn":
-        from tokenmix_core.ops.attention import flash
+        from tokenmix_core.ops.attention import flash, flash4
 
-        return Backend(flash.forward, flash.backward)
+        library = flash4 if flash_attention() == 4 else flash
+        return Backend(library.forward, library.backward)
     return Backend(_reference_forward, _reference_backward)
 
 
@@ -175,13 +214,19 @@ def _sdpa_limit(call: Call) -> str | None:
 def _flash_attn_limit(call: Call) -> str | None:
     if call.device != "cuda":
         return f"needs CUDA tensors, got tensors on {call.device}; pass impl='sdpa' or impl='reference'"
-    if not is_installed("flash_attn"):
-        return "needs the package flash-attn (2), which is not installed; pass impl='triton' or impl='sdpa'"
+    version = flash_attention()
+    if not version:
+        return (
+            "needs the package flash-attn-4 on a GPU of compute capability 9 to 11, or flash-attn (2), neither of "
+            "which is here; pass impl='triton' or impl='sdpa'"
+        )
+    if version == 4 and 128 < call.head_k < 256 and not on_hopper():
+        return f"takes heads up to 128, or of 256, on this device, got K={call.head_k}; pass impl='triton'"
     return _flash_limit(call)
 
 
 def _flash_limit(call: Call) -> str | None:
-    """What FlashAttention-2 cannot do, in torch or in its own package."""
+    """What FlashAttention cannot do, in torch or in its own packages."""
     if call.dtype not in _HALF:
         return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
     if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
