@@ -1,9 +1,10 @@
-"""Attention beside its peers: cuDNN and FlashAttention-2 through torch, flash-attn, FlexAttention."""
+"""Attention beside its peers: cuDNN and FlashAttention-2 through torch, flash-attn 2 or 4, FlexAttention."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.extras import is_installed
 from tokenmix_core.ops import attention, attention_decode
+from tokenmix_core.ops.attention.backends import flash_attention
 from tokenmix_core.testing.benchmarking import (
+    document_borders,
     first_call_seconds,
     measure,
     measure_forms,
@@ -33,6 +36,8 @@ SHAPES = [
     (8, 4096, 32, 8, 128, 128, 1024, False),
     (8, 4096, 32, 32, 64, 64, 1024, False),
     (8, 4096, 16, 16, 128, 128, 128, False),
+    (8, 4096, 32, 8, 64, 64, None, False),
+    (8, 4096, 32, 8, 64, 64, 768, False),
 ]
 CPU_SHAPES = [(2, 256, 4, 2, 32, 32, None, False), (2, 256, 4, 2, 32, 32, 64, False)]
 # what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on, packed
@@ -57,6 +62,15 @@ SWEEP = [
     (1, 16384, 16, 16, 128, 128, 1024, True),
 ]
 CPU_SWEEP = [(1, 64, 2, 1, 16, 32, 16, False), (1, 4096, 1, 1, 16, 16, 64, True)]
+# the same without V, of what FlashAttention-4 leads us in
+OWN = [
+    (8, 4096, 16, 16, 128, 1024, False),
+    (8, 4096, 32, 8, 64, None, False),
+    (8, 4096, 32, 8, 64, 768, False),
+    (1, 65536, 32, 4, 64, 256, False),
+    (1, 152_497, 16, 16, 128, None, True),
+    (1, 152_497, 16, 16, 128, 512, True),
+]
 # batch, places in the cache, query heads, key heads, head size
 DECODE_SHAPES = [(1, 32768, 32, 8, 128), (32, 4096, 32, 8, 128), (32, 4096, 16, 16, 128), (128, 2048, 32, 8, 128)]
 
@@ -83,6 +97,32 @@ def sweep(device: str) -> list[dict]:
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
+def own(device: str) -> Iterator[dict]:
+    """Our own kernels beside FlashAttention-4, which the default may be itself, where it leads them."""
+    shapes = OWN if device != "cpu" else [(1, 128, 2, 1, 16, 32, False), (1, 300, 2, 1, 16, None, True)]
+    for shape in shapes:
+        yield from _own_rows(*shape, device=device)
+
+
+def _own_rows(
+    B: int, T: int, HQ: int, H: int, K: int, window: int | None, packed: bool, *, device: str
+) -> list[dict]:  # fmt: skip
+    q, k, v = (_random(B, T, heads, K, device=device).requires_grad_() for heads in (HQ, H, H))
+    documents = document_borders(device, min(100, T // 64), T) if packed else None
+    lengths = None if documents is None else documents.diff()
+    names = {"gluon": "tokenmix", "triton": "tokenmix, portable"} if device != "cpu" else {"reference": "tokenmix"}
+
+    def forward(impl: str) -> Tensor:
+        return attention(q, k, v, window=window, cu_seqlens=documents, impl=impl).o
+
+    forwards: dict[str, Callable[[], Tensor]] = {name: functools.partial(forward, impl) for impl, name in names.items()}
+    if device != "cpu" and flash_attention() == 4:
+        forwards["FlashAttention-4"] = _flash(q, k, v, window, lengths)
+    mask = "causal" if window is None else f"window {window}"
+    name = _name(B, T, HQ, H, K) + (f", {len(lengths)} documents" if lengths is not None else "")
+    return measure(f"attention, {mask}, own kernels", name, device, forwards, (q, k, v), alike=True)
+
+
 def versions(device: str) -> list[dict]:
     """Both forms of the kernels on the installed Triton."""
     B, T, H, K, window = (8, 4096, 16, 128, 1024) if device != "cpu" else (1, 128, 1, 16, 32)
@@ -107,8 +147,9 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         if window is None and not packed:
             forwards["cuDNN (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.CUDNN_ATTENTION)
             forwards["FlashAttention-2 (SDPA)"] = functools.partial(_sdpa, q, k, v, SDPBackend.FLASH_ATTENTION)
-        if is_installed("flash_attn") and K == V:
-            forwards["flash-attn"] = _flash(q, k, v, window, lengths)
+        if flash_attention() and K == V:
+            name = "FlashAttention-4" if flash_attention() == 4 else "flash-attn"
+            forwards[name] = _flash(q, k, v, window, lengths)
         forwards["FlexAttention, compiled"] = _flex(q, k, v, window, lengths)
     mask = f", window={window}" if window else ""
     call = f"o = attention(x, x, x{mask}).o\ntorch.autograd.grad(o, x, torch.ones_like(o))\ntorch.cuda.synchronize()"
@@ -156,14 +197,18 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, causal: bool = T
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor | None) -> Callable[[], Tensor]:
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    module = importlib.import_module("flash_attn.cute" if flash_attention() == 4 else "flash_attn")
+    anything = None if flash_attention() == 4 else -1
+    options = {"causal": True, "window_size": (anything, anything) if window is None else (window - 1, 0)}
 
-    sides = (-1, -1) if window is None else (window - 1, 0)
+    def output(result: Tensor | tuple) -> Tensor:
+        return result[0] if isinstance(result, tuple) else result
+
     if lengths is None:
-        return lambda: flash_attn_func(q, k, v, causal=True, window_size=sides)
+        return lambda: output(module.flash_attn_func(q, k, v, **options))
     borders, longest = cu_seqlens_from_lengths(lengths).int().to(q.device), int(lengths.max())
-    options = {"causal": True, "window_size": sides}
-    return lambda: flash_attn_varlen_func(q[0], k[0], v[0], borders, borders, longest, longest, **options)[None]
+    options |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda: output(module.flash_attn_varlen_func(q[0], k[0], v[0], **options))[None]
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor | None) -> Callable[[], Tensor]:

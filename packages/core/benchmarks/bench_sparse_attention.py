@@ -1,17 +1,22 @@
-"""Attention over kept keys beside attention to all keys, to the window alone, and FlexAttention with the same mask."""
+"""Attention over kept keys beside attention to all keys and to the window alone, and FlexAttention with the same mask.
+
+Run as a program it prints each row when it is measured: ours alone, or with `--peers` beside the libraries.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.testing.benchmarking import first_call_seconds, measure
+from tokenmix_core.ops.attention.backends import flash_attention
+from tokenmix_core.testing.benchmarking import first_call_seconds, measure, table
 
 
 class Case(NamedTuple):
@@ -72,49 +77,65 @@ torch.cuda.synchronize()
 """
 
 
-def rows(device: str) -> list[dict]:
-    """Measurements on `device`, one row an implementation and case, and of sinks beside a window."""
-    return [row for case in (CASES if device != "cpu" else CPU_CASES) for row in _rows(case, device)] + _sinks(device)
+def rows(device: str) -> Iterator[dict]:
+    """Our own on `device`, each case's rows as soon as they are measured: kept keys, sinks, all keys, the window."""
+    yield from _sinks(device)
+    for case in CASES if device != "cpu" else CPU_CASES:
+        yield from _rows(case, device)
 
 
-def sweep(device: str) -> list[dict]:
-    """The same for `SWEEP`."""
-    return [row for case in (SWEEP if device != "cpu" else CPU_CASES[:1]) for row in _rows(case, device)]
+def peers(device: str) -> Iterator[dict]:
+    """The same cases beside FlashAttention-4, cuDNN and FlexAttention, which takes a minute a case to compile."""
+    for case in CASES if device != "cpu" else CPU_CASES[:1]:
+        yield from _rows(case, device, peers=True)
 
 
-def _rows(case: Case, device: str) -> list[dict]:
+def sweep(device: str) -> Iterator[dict]:
+    """The same as `rows` for `SWEEP`."""
+    for case in SWEEP if device != "cpu" else CPU_CASES[:1]:
+        yield from _rows(case, device)
+
+
+def _rows(case: Case, device: str, peers: bool = False) -> list[dict]:
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (
         torch.randn(case.B, case.T, heads, size, device=device, dtype=dtype).requires_grad_()
         for heads, size in ((case.HQ, case.K), (case.H, case.K), (case.H, case.V))
     )
-    keep = _keep(case).to(device)
+    keep = _keep(case, device)
     if case.unit > 1:
         # what chooses chunks is trained through their marks, what chooses tokens through v
         keep = keep.float().requires_grad_()
+    own = None if device == "cpu" else "triton"
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: kept_attention(q, k, v, keep, unit=case.unit, window=case.window).o,
-        "all keys, tokenmix": lambda: attention(q, k, v).o,
+        "all keys, tokenmix": lambda: attention(q, k, v, impl=own).o,
     }
     if case.window is not None:
-        forwards["the window alone, tokenmix"] = lambda: attention(q, k, v, window=case.window).o
-    if device != "cpu":
-        if (flash := _flash()) is not None:
-            forwards["all keys, FlashAttention-4"] = lambda: flash(q, k, v, causal=True)
-            if case.window is not None:
-                sides = (case.window - 1, 0)
-                forwards["the window alone, FlashAttention-4"] = lambda: flash(q, k, v, causal=True, window_size=sides)
-        if case.T <= 32768:
-            forwards["FlexAttention, compiled"] = _flex(case, q, k, v, keep.detach() > 0.5, forwards["tokenmix"])
+        forwards["the window alone, tokenmix"] = lambda: attention(q, k, v, window=case.window, impl=own).o
+    if peers and device != "cpu":
+        forwards |= _peers(case, q, k, v, keep.detach() > 0.5, forwards["tokenmix"])
     first = None
-    if device != "cpu" and case == CASES[0]:
+    if device != "cpu" and peers and case == CASES[0]:
         first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)}
     return measure("kept_attention", _name(case), device, forwards, (q, k, v), first_calls=first)
 
 
+def _peers(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Callable) -> dict[str, Callable]:
+    forwards = {"all keys, cuDNN": lambda: attention(q, k, v, impl="sdpa").o}
+    if (flash := _flash()) is not None:
+        forwards["all keys, FlashAttention-4"] = lambda: flash(q, k, v, causal=True)
+        if case.window is not None:
+            sides = (case.window - 1, 0)
+            forwards["the window alone, FlashAttention-4"] = lambda: flash(q, k, v, causal=True, window_size=sides)
+    if case.T <= 32768:
+        forwards["FlexAttention, compiled"] = _flex(case, q, k, v, keep, ours)
+    return forwards
+
+
 def _sinks(device: str) -> list[dict]:
-    """A window without sinks and with four."""
+    """A window with four sinks and without."""
     (T, HQ, H, K), window, dtype = (65536, 32, 4, 64), 256, torch.bfloat16
     if device == "cpu":
         (T, HQ, H, K), window, dtype = (512, 4, 2, 16), 64, torch.float32
@@ -127,12 +148,12 @@ def _sinks(device: str) -> list[dict]:
     return measure(f"attention, window {window}", f"B1 T{T} H{HQ}/{H} K{K}", device, forwards, (q, k, v))
 
 
-def _keep(case: Case) -> Tensor:
+def _keep(case: Case, device: str) -> Tensor:
     U = case.T // case.unit
     if isinstance(case.kept, int):
-        places = torch.rand(case.B, U, case.HM).argsort(1).argsort(1)
+        places = torch.rand(case.B, U, case.HM, device=device).argsort(1).argsort(1)
         return places < case.kept
-    keep = torch.zeros(case.B, U, case.HM, dtype=torch.bool)
+    keep = torch.zeros(case.B, U, case.HM, dtype=torch.bool, device=device)
     if case.kept == "all of one head":
         keep[..., -1] = True
     elif case.kept == "the first 64":
@@ -152,10 +173,9 @@ def _name(case: Case) -> str:
 
 def _flash() -> Callable | None:
     """FlashAttention-4's function, of which the output alone is returned; None where it is not installed."""
-    try:
-        function = importlib.import_module("flash_attn.cute").flash_attn_func
-    except (ImportError, AttributeError):
+    if flash_attention() != 4:
         return None
+    function = importlib.import_module("flash_attn.cute").flash_attn_func
 
     def run(*inputs, **options):
         out = function(*inputs, **options)
@@ -193,3 +213,13 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Calla
         return o
 
     return run
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="beside FlashAttention-4, cuDNN and FlexAttention")
+    parser.add_argument("--sweep", action="store_true", help="other lists and heads, ours alone")
+    chosen = parser.parse_args()
+    run = peers if chosen.peers else sweep if chosen.sweep else rows
+    for row in run("cuda" if torch.cuda.is_available() else "cpu"):
+        print(table([row]).splitlines()[1], flush=True)

@@ -7,8 +7,11 @@ import pytest
 from tokenmix_core.testing.results import run_benchmark
 
 BENCHMARKS = sorted(Path(__file__).parent.glob("bench_*.py"))
-# those of kernels with more than one form
-VERSIONED = [path for path in BENCHMARKS if "def versions(" in path.read_text()]
+
+
+def having(function: str) -> list[Path]:
+    """The benchmarks that have a function of this name."""
+    return [path for path in BENCHMARKS if f"def {function}(" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -23,7 +26,19 @@ def test_sweep(path, benchmark, capsys):
     run_benchmark(path, benchmark, capsys, function="sweep")
 
 
-@pytest.mark.parametrize("path", VERSIONED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", having("peers"), ids=lambda path: path.stem)
+@pytest.mark.timeout(3600)
+def test_peers(path, benchmark, capsys):
+    run_benchmark(path, benchmark, capsys, function="peers")
+
+
+@pytest.mark.parametrize("path", having("own"), ids=lambda path: path.stem)
+@pytest.mark.timeout(1800)
+def test_own(path, benchmark, capsys):
+    run_benchmark(path, benchmark, capsys, function="own")
+
+
+@pytest.mark.parametrize("path", having("versions"), ids=lambda path: path.stem)
 @pytest.mark.timeout(1800)
 def test_versions(path, benchmark, capsys):
     run_benchmark(path, benchmark, capsys, function="versions")

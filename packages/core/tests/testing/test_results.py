@@ -87,8 +87,8 @@ def test_a_benchmarks_function_runs_by_its_name(tmp_path, capsys):
         def __init__(self):
             self.extra_info = {}
 
-        def pedantic(self, measure, args, rounds):
-            return measure(*args)
+        def pedantic(self, measure, rounds):
+            return measure()
 
     path = tmp_path / "bench_nothing.py"
     path.write_text(f"def rows(device): return []\ndef sweep(device): return [{ROW!r}]\n")

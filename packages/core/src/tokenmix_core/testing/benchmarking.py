@@ -1,6 +1,6 @@
 """Timing side by side: interleaved medians, peak memory, host time, and the seconds of a first call.
 
-Every benchmark module exposes `rows(device) -> list[dict]`; a row is made by `measure` and holds the keys
+Every benchmark module exposes `rows(device)`, an iterable of rows; a row is made by `measure` and holds the keys
 `op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`.
 """
 

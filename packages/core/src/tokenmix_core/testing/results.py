@@ -72,15 +72,24 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
 def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
     """Run one function of a `bench_*.py` under pytest-benchmark, print its rows, and keep those of a GPU.
 
-    The `rows` of the tables go to `results/`, every other function's to a folder of its name in there.
+    The `rows` of the tables go to `results/`, every other function's to a folder of its name in there. What a function
+    yields is printed and kept at once, so that a run that is cut short leaves what it had measured.
     """
     measure = runpy.run_path(str(path))[function]
-    rows = benchmark.pedantic(measure, args=("cuda" if torch.cuda.is_available() else "cpu",), rounds=1)
+    rows: list[dict] = []
+
+    def run() -> None:
+        with capsys.disabled():
+            for row in measure("cuda" if torch.cuda.is_available() else "cpu"):
+                rows.append(row)
+                print("\n" + table([row]) if len(rows) == 1 else table([row]).splitlines()[1], flush=True)
+                # a CPU's times are for the one who runs it; a GPU's are kept
+                if torch.cuda.is_available():
+                    save([row], path.parent / "results" / ("" if function == "rows" else function))
+
+    benchmark.pedantic(run, rounds=1)
     assert rows, f"{path.name} measured nothing"
     benchmark.extra_info["rows"] = rows
-    # a CPU's times are for the one who runs it; a GPU's are kept
-    if torch.cuda.is_available():
-        save(rows, path.parent / "results" / ("" if function == "rows" else function))
     with capsys.disabled():
         print("\n" + table(rows))
 
