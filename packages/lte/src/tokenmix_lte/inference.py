@@ -45,7 +45,7 @@ def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ
     scores, ages, span = state.scores.value, state.ages.value, state.span
     N, W, cap, H = len(k), layer.window, layer.cap, layer.num_kv_heads
     before = span.before
-    if layer.scorer is not None and span.past and span.past % layer.score_every == 0:
+    if layer.step_form(span):
         _score(layer, state)
     # the token whose place is needed
     place = (before % W).view(N, 1).expand(N, H)

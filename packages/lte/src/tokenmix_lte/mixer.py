@@ -15,7 +15,7 @@ from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
-from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.common import Impl
 from tokenmix_lte.cap import eviction_times
@@ -158,6 +158,10 @@ class Lte(Mixer):
             ages=TensorState(self.num_kv_heads, self.cap, dtype=torch.int32),
             raw=TensorState(self.reach, self.num_kv_heads, self.head_dim),
         )
+
+    def step_form(self, span: Span) -> bool:
+        """Whether it is time to score the newest tokens."""
+        return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
 
     @property
     def reach(self) -> int:

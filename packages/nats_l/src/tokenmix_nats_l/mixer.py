@@ -17,7 +17,7 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv
-from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, kept_attention
 from tokenmix_core.ops.common import Impl
 from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention
@@ -30,7 +30,7 @@ from tokenmix_nats_l.chunks import (
     learned_types,
     real_chunks,
 )
-from tokenmix_nats_l.open_chunk import go_on, step
+from tokenmix_nats_l.open_chunk import go_on, hold_nothing, step
 
 Norms = Literal["each", "sum"]
 Weights = Literal["queries", "inputs", "none"]
@@ -196,6 +196,13 @@ class NatsL(Mixer):
             open_values=TensorState(self.chunk, heads, sizes[1]),
             kept=RaggedKVState(heads, *sizes, unit=self.chunk),
         )
+
+    def prepare_steps(self, state: LayerState) -> None:
+        hold_nothing(state)
+
+    def step_form(self, span: Span) -> bool:
+        """Whether some sequence's chunk ends, and becomes softmax or linear."""
+        return span.ends(self.chunk)
 
     def forward(
         self,

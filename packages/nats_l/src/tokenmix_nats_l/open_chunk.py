@@ -52,14 +52,9 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Te
         seen.append(state.kept.attend(tokens.softmax_q.squeeze(1), impl=layer.impl))
     softmax = merge_attention(seen).o if seen else torch.zeros_like(tokens.softmax_v)
 
-    # rows of one length end their chunks together, which the host knows; others are looked at
-    ending = None
-    if span.lengths is None:
-        ends = (span.past + 1) % layer.chunk == 0
-    else:
-        ending = filled == layer.chunk
-        ends = bool(ending.any())
-    if ends:
+    if layer.step_form(span):
+        # rows of one length end their chunks together
+        ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
         types = layer.types_from(means, (span.before // layer.chunk).unsqueeze(1))
         _close(layer, state, types.softmax.squeeze(1) > 0.5, ending)
@@ -202,11 +197,11 @@ def _close(layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None
     state.kept.append(state.open_keys.value, state.open_values.value, take)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
-    state.recurrent.value = recurrent
     # steps write into the running state, so the other is a copy
-    state.start.value = torch.where(rows[:, None, None, None], recurrent, start)
-    state.decay.value = decay.masked_fill(rows.unsqueeze(-1), 0.0)
-    state.inputs.value = state.inputs.value.masked_fill(rows.unsqueeze(-1), 0.0)
+    state.start.put(torch.where(rows[:, None, None, None], recurrent, start))
+    state.recurrent.put(recurrent)
+    state.decay.put(decay.masked_fill(rows.unsqueeze(-1), 0.0))
+    state.inputs.put(state.inputs.value.masked_fill(rows.unsqueeze(-1), 0.0))
 
 
 _TENSORS = ("recurrent", "start", "decay", "inputs", "open_keys", "open_values")
@@ -216,6 +211,13 @@ def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
     """Make the state's tensors, of zeros, before the first call."""
     for name in _TENSORS:
         getattr(state, name).get(batch, like)
+
+
+def hold_nothing(state: LayerState) -> None:
+    """Make the lists of kept tokens, of no length, where there are none yet."""
+    if not state.kept.places:
+        keys, values = state.open_keys.value[:, :0], state.open_values.value[:, :0]
+        state.kept.append(keys, values, torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
 
 
 def _row(layer: NatsL, state: LayerState, n: int, kept: RaggedKVState) -> LayerState:

@@ -38,6 +38,7 @@ from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_att
 from tokenmix_core.modeling.cache import settle
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import check_depth
+from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.packing import (
     document_borders,
     keeps_cache,
@@ -215,13 +216,17 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         return out
 
 
-class HybridizedForCausalLM(ChoosesAttention, CheckedLoading):
+class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     """Before transformers' language model: a hybridized backbone, and generation with our cache."""
 
     model_class: ClassVar[type]
     # recurrent states cannot be rolled back, which assisted generation would need
     _is_stateful = True
     model: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward = stepping_forward(cls.forward)
 
     def __init__(self, config: Any):
         requested = config._attn_implementation

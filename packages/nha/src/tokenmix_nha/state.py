@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokenmix_core.nn.state import Bounds, StatePart
+from tokenmix_core.nn.state import Bounds, StatePart, copy_all
 from tokenmix_nha.ops import SlotWindowState
 
 
@@ -51,8 +51,16 @@ class SlotWindowPart(StatePart):
 
     def set(self, state: SlotWindowState) -> None:
         """Keep what a call leaves; gradients do not cross calls."""
-        state = SlotWindowState._make(None if x is None else x.detach() for x in state)
-        self.value = state.reserve(self.window)
+        state = SlotWindowState._make(None if x is None else x.detach() for x in state).reserve(self.window)
+        if self.fixed:
+            copy_all([x for x in state if x is not None], self.tensors)
+        else:
+            self.value = state
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Slots, ring and length, where they have been made."""
+        return () if self.value is None else tuple(x for x in self.value if x is not None)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensors by a function of each."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tokenmix_core.nn.state import LayerState, Span
+from tokenmix_core.nn.state import LayerState, Span, copy_all
+
+# the tensors of every part of a cache's states, and the sequences' lengths
+Storage = list[tuple[Tensor, ...]]
 
 
 class HybridCache(Cache):
@@ -19,7 +23,7 @@ class HybridCache(Cache):
     end of the call the cache is broken: what stops the call there, leaves some layers ahead of others. Sequences are
     stored without their padding; the length that transformers asks for counts padding, since it is compared with input
     ids. Room for keys and values grows by half when it is full, or is taken at once when `max_length` says how long the
-    sequences will become.
+    sequences will become. Between `fix` and `loosen` everything stays in the same memory.
 
     Args:
         layers: the state of each layer (`model.make_cache()` builds them).
@@ -41,6 +45,14 @@ class HybridCache(Cache):
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
+        # while everything is fixed: the lengths on the device, the tokens there is room for, the lengths as the host
+        # has read them with `past` at that time, and whether all are alike
+        self._fixed_lengths: Tensor | None = None
+        self.room = 0
+        self._read: tuple[list[int], int] | None = None
+        self._uniform = True
+        # what decodes single tokens in place of the model, if anything does
+        self.steps: Any = None
         # transformers' mark of a cache that came from the caller of generate
         self._is_user_defined = False
         for part in self._parts():
@@ -55,8 +67,13 @@ class HybridCache(Cache):
         self._check_whole()
         if self._batch not in (None, batch):
             raise ValueError(f"the cache holds {self._batch} sequences, got a batch of {batch}")
-        fixed = torch.compiler.is_compiling()
-        self.span = Span(batch, tokens, device, past=self.past, lengths=self.lengths, mask=mask, fixed=fixed)
+        if self.fixed and (tokens > 1 or mask is not None or self.past >= self.room):
+            self.loosen()
+        if self.fixed:
+            self.span = self.next_step()
+        else:
+            fixed = torch.compiler.is_compiling()
+            self.span = Span(batch, tokens, device, past=self.past, lengths=self.lengths, mask=mask, fixed=fixed)
         for layer in self.layers:
             layer.span = self.span
         return self.span
@@ -69,8 +86,11 @@ class HybridCache(Cache):
             _map(self.layers, lambda x: x[: span.batch])
         self._batch = span.batch
         self.length += span.tokens
+        if self._fixed_lengths is not None:
+            self._fixed_lengths.add_(1)
+            self.past += 1
         # padding alone, as at the beginning of a padded prompt in pieces, reaches no state
-        if span.mask is None or len(span.index):
+        elif span.mask is None or len(span.index):
             self.lengths = None if span.uniform else span.after[: span.batch]
             self.past += span.tokens
         self.padding_at_end = False if span.mask is None else ~span.mask[:, -1].all()
@@ -91,6 +111,98 @@ class HybridCache(Cache):
         """Take note that a layer has done its work: its state may leave the device."""
         if self.offload_states:
             _map([self.layers[layer_idx]], lambda x: x.to("cpu"))
+
+    @property
+    def fixed(self) -> bool:
+        """Whether everything stays in the same memory."""
+        return self._fixed_lengths is not None
+
+    def fix(self, room: int, storage: Storage | None = None) -> Storage:
+        """Hold everything in the same memory until `loosen`, with room for sequences of `room` tokens.
+
+        A decoding step, one token of each sequence, then reads and writes nothing else that outlives it, lengths
+        included, and does the same whatever they are: it can be recorded and repeated. Every other call loosens.
+
+        Args:
+            room: tokens that the longest sequence may reach, more than it has.
+            storage: what `fix` returned for a cache of the same model and batch, which nobody uses any more; None for
+                memory of its own.
+
+        Returns:
+            The tensors.
+
+        Raises:
+            ValueError: an empty or broken cache, no room for another token, or storage that does not fit.
+        """
+        self._check_whole()
+        if not self.past or self.ends_in_padding():
+            raise ValueError("only a cache that has seen tokens, real ones at the end, can be fixed")
+        if room <= self.past:
+            raise ValueError(f"room must be above the {self.past} tokens held, got {room}")
+        if self.offload_states:
+            raise ValueError("a cache that is kept in the memory of the CPU cannot be fixed")
+        parts, before = self._parts(), self._counts()
+        held: Storage = []
+        for part, place in zip(parts, [None] * len(parts) if storage is None else storage[:-1], strict=True):
+            held.append(part.fix(room, room - self.past, place))
+        lengths = before.clone() if storage is None else storage[-1][0]
+        copy_all([before], [lengths])
+        self._uniform = self.lengths is None and (not self.fixed or self._uniform)
+        self._fixed_lengths, self.lengths, self.room, self._read = lengths, None, room, None
+        return [*held, (lengths,)]
+
+    def loosen(self) -> None:
+        """End what `fix` began; what is held stays where it is."""
+        if self._fixed_lengths is None:
+            return
+        self.lengths = None if self._uniform else self._fixed_lengths.clone()
+        self._fixed_lengths, self._read = None, None
+        for part in self._parts():
+            part.loosen()
+
+    def leave(self) -> None:
+        """Loosen, and go on with copies: the storage is free for another cache."""
+        self.loosen()
+        _map(self.layers, torch.clone)
+
+    def next_step(self) -> Span:
+        """Where the tokens of the next decoding step lie, while the cache is fixed."""
+        lengths = self._fixed_lengths
+        assert lengths is not None
+        return Span(
+            len(lengths),
+            1,
+            lengths.device,
+            past=self.room - 1,
+            lengths=lengths,
+            count=self.past,
+            known=lambda: self.known_lengths,
+        )
+
+    @property
+    def known_lengths(self) -> list[int]:
+        """The tokens of each sequence of a fixed cache; waits for the device once."""
+        if self._uniform:
+            return [self.past]
+        if self._read is None:
+            assert self._fixed_lengths is not None
+            self._read = self._fixed_lengths.tolist(), self.past
+        lengths, then = self._read
+        return [n + self.past - then for n in lengths]
+
+    def count(self, tokens: int) -> None:
+        """Take note of decoding steps that were repeated on the device, where they have advanced everything."""
+        self.length += tokens
+        self.past += tokens
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within it, a decoding step is recorded and not made: afterwards nothing counts as done, also if it failed."""
+        length, past = self.length, self.past
+        try:
+            yield
+        finally:
+            self.length, self.past, self.span, self.broken = length, past, None, False
 
     def ends_in_padding(self) -> bool:
         """Whether the last token seen by some sequence was padding; waits for the device after a call with padding."""
@@ -166,6 +278,7 @@ class HybridCache(Cache):
 
     def reset(self) -> None:
         """Forget all sequences; this mends a broken cache."""
+        self.loosen()
         for part in self._parts():
             part.clear()
         self.length, self.past, self.lengths, self.padding_at_end, self._batch = 0, 0, None, False, None
@@ -190,6 +303,14 @@ class HybridCache(Cache):
         """
         self.crop(0)
 
+    def _counts(self) -> Tensor:
+        """The tokens of each sequence, on the device."""
+        if self._fixed_lengths is not None or self.lengths is not None:
+            return self._fixed_lengths if self.lengths is None else self.lengths  # type: ignore[return-value]
+        assert self._batch is not None
+        like = next(x for part in self._parts() for x in part.tensors)
+        return torch.full((self._batch,), self.past, dtype=torch.int64, device=like.device)
+
     def _parts(self):
         return [part for layer in self.layers for part in layer.parts.values()]
 
@@ -206,6 +327,13 @@ class HybridCache(Cache):
         if self._batch is None:
             return
         self.ends_in_padding()
+        if self.fixed and batch == self._batch:
+            _map(self.layers, lambda x: x.copy_(fn(x)))
+            assert self._fixed_lengths is not None
+            self._fixed_lengths.copy_(fn(self._fixed_lengths))
+            self._read = None
+            return
+        self.loosen()
         _map(self.layers, fn)
         self.lengths = None if self.lengths is None else fn(self.lengths)
         self._batch = batch

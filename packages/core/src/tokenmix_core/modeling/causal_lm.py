@@ -15,6 +15,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.cache import HybridCache, settle
 from tokenmix_core.modeling.config import HybridConfig
+from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.state import Bounds
 
@@ -37,7 +38,7 @@ class HybridCausalLMOutput(ModelOutput):
     auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None = None
 
 
-class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
+class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin):
     """The backbone with an output layer: every baseline by configuration alone, every paper by its mixers.
 
     A transformers model: `from_pretrained`, `save_pretrained`, `generate`, gradient checkpointing, peft and the Trainer
@@ -58,6 +59,15 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         """An empty cache; arguments as `HybridCache`'s."""
         return self.model.make_cache(max_length, offload=offload)
 
+    @property
+    def step_input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the mixers' inputs."""
+        return tuple(self.config.mixer_inputs)
+
+    def step_output(self, logits: Tensor, cache: HybridCache) -> HybridCausalLMOutput:
+        return HybridCausalLMOutput(logits=logits, past_key_values=cache)
+
+    @stepping_forward
     @can_return_tuple
     def forward(
         self,

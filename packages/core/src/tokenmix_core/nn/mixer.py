@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -93,6 +94,17 @@ class Mixer(KeepsFloat32):
     def make_state(self) -> LayerState:
         """An empty state for the layer."""
         raise NotImplementedError
+
+    def prepare_steps(self, state: LayerState) -> None:
+        """Make what a decoding step might make, before the state is fixed in memory; by default there is nothing."""
+
+    def step_form(self, span: Span) -> Hashable:
+        """Which of several forms a decoding step takes that `state.span` would be of; by default there is one.
+
+        Steps of one form do the same on the device, whatever it holds, so that one of them can be recorded and
+        repeated. `span.count` and `span.ends` may be asked, as what they tell is known to the host.
+        """
+        return None
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Bounds:
         """Between how many bytes the layer keeps of `batch_size` sequences of `seq_len` tokens.

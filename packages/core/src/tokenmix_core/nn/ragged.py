@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.nn.state import Bounds, StatePart
+from tokenmix_core.nn.state import Bounds, StatePart, copy_all
 from tokenmix_core.ops import attention_decode
 from tokenmix_core.ops.common import AttentionOutput, Impl
 
@@ -57,6 +57,11 @@ class RaggedKVState(StatePart):
         """Tokens held by each head, int32."""
         return self._held()[2]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, values and lengths, if there are any."""
+        return self._stored or ()
+
     def append(self, k: Float[Tensor, "N C H K"], v: Float[Tensor, "N C H V"], take: Bool[Tensor, "N C H"]) -> None:
         """Put those of the tokens that a head takes behind what it holds, in their order.
 
@@ -101,8 +106,12 @@ class RaggedKVState(StatePart):
         keep = keep & filled
         order = (~keep).to(torch.int8).argsort(dim=-1, stable=True).unsqueeze(-1)
         keys, values = (x.gather(2, order.expand_as(x)) for x in (self.keys, self.values))
-        self._stored = keys, values, keep.sum(-1, dtype=torch.int32)
-        self._fit(0)
+        kept = keys, values, keep.sum(-1, dtype=torch.int32)
+        if self.fixed:
+            copy_all(kept, self._held())
+        else:
+            self._stored = kept
+            self._fit(0)
 
     def row(self, n: int) -> RaggedKVState:
         """The lists of row n alone, as a state of their own."""
@@ -157,6 +166,12 @@ class RaggedKVState(StatePart):
         """Forget everything."""
         self._stored, self._bound = None, 0
 
+    def loosen(self) -> None:
+        """Be free to move again."""
+        if self.fixed and self.capacity is None:
+            self._bound = self.places
+        super().loosen()
+
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
         """From nothing kept, or all room of a `capacity`, to every token kept."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
@@ -190,7 +205,7 @@ class RaggedKVState(StatePart):
             room = self.capacity or self._room(k.shape[2])
             keys, values = (x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in (k, v))
             self._stored = keys, values, torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
-        if self.capacity is None:
+        if self.capacity is None and not self.fixed:
             self._bound += k.shape[2]
             if self._bound > self.places:
                 self._fit(k.shape[2])
@@ -210,6 +225,30 @@ class RaggedKVState(StatePart):
             y[:, :, :longest] = x[:, :, :longest]
             grown.append(y)
         self._stored = grown[0], grown[1], lengths
+
+    def _widen(self, room: int, more: int) -> None:
+        if self._stored is None or self.capacity is not None:
+            return
+        keys, values, lengths = self._stored
+        # what steps fill by and by is as long as the longest list and all tokens to come
+        needed = self._room(int(lengths.max()) + more)
+        if needed != self.places:
+            pad = (0, 0, 0, needed - self.places)
+            self._stored = torch.nn.functional.pad(keys, pad), torch.nn.functional.pad(values, pad), lengths
+
+    def _move(self, storage: Sequence[Tensor], more: int) -> None:
+        if self._stored is None or self.capacity is not None:
+            super()._move(storage, more)
+            return
+        keys, values, lengths = self._stored
+        longest = int(lengths.max())
+        if longest + more > storage[0].shape[2]:
+            raise ValueError(f"the storage has {storage[0].shape[2]} places for {longest + more} tokens")
+        copy_all(
+            (keys[:, :, :longest], values[:, :, :longest], lengths),
+            (storage[0][:, :, :longest], storage[1][:, :, :longest], storage[2]),
+        )
+        self._stored = storage[0], storage[1], storage[2]
 
     def _room(self, tokens: int) -> int:
         return max(1, cdiv(tokens, self.unit)) * self.unit

@@ -9,7 +9,7 @@ padding, each from its own position 0 on, so that batches of unequal lengths nee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,6 +50,9 @@ class Span:
         past: tokens each sequence holds before the call; an upper bound where `lengths` is given.
         lengths: `[N]` int64, the exact numbers where sequences differ.
         mask: `[N, tokens]`, True for real tokens; None when all are real.
+        count: what `past` is without room to spare: tokens of the calls before, as the host counts them; None for
+            `past`. A decoding step in fixed storage may choose among forms of itself by it (`Mixer.step_form`).
+        known: gives the numbers of `lengths` where the host can tell them; None where it would have to ask.
         fixed: with a mask, give all tensors sizes that do not depend on its values.
         stateless: whether no states are kept of the call.
     """
@@ -63,11 +66,14 @@ class Span:
         past: int = 0,
         lengths: Int[Tensor, "N"] | None = None,
         mask: Bool[Tensor, "N tokens"] | None = None,
+        count: int | None = None,
+        known: Callable[[], Sequence[int]] | None = None,
         fixed: bool = False,
         stateless: bool = False,
     ):
         self.batch, self.tokens, self.device, self.past = batch, tokens, device, past
-        self.lengths, self.mask = lengths, mask
+        self.lengths, self.mask, self.known = lengths, mask, known
+        self.count = past if count is None else count
         # padding is among the call's tokens: behind the real ones of its row, or as a sequence of its own
         self.aligned = fixed and stateless and mask is not None
         self.fixed = fixed and not stateless and mask is not None
@@ -84,6 +90,17 @@ class Span:
     def keeps_padding(self) -> bool:
         """Whether padding is among the call's tokens."""
         return self.aligned or self.fixed
+
+    def ends(self, every: int) -> bool:
+        """Whether some sequence's token, in a call of one, is the last of a run of `every`, counted from its first.
+
+        Waits for the device where the host does not know the lengths.
+        """
+        if self.known is None and self.lengths is None:
+            return (self.past + 1) % every == 0
+        if self.known is None:
+            return bool((self.after % every == 0).any())
+        return any((n + 1) % every == 0 for n in self.known())
 
     @_once
     def before(self) -> Int[Tensor, "N"]:
@@ -123,9 +140,9 @@ class Span:
     @_once
     def rows(self) -> Int[Tensor, "total"]:
         """The sequence of each token, in the order of the call's tensors."""
-        rows = torch.arange(self.batch, device=self.device).repeat_interleave(
-            self.tokens, output_size=self.batch * self.tokens
-        )
+        rows = torch.arange(self.batch, device=self.device)
+        if self.tokens > 1:
+            rows = rows.repeat_interleave(self.tokens, output_size=self.batch * self.tokens)
         if self.mask is None:
             return rows
         return (torch.where(self.mask.flatten(), rows, self.batch) if self.fixed else rows)[self.index]
@@ -201,16 +218,58 @@ class StatePart:
     Attributes:
         window: tokens kept; None where nothing leaves by its age.
         keeps_tokens: whether single tokens are kept, as keys and values are.
+        fixed: whether decoding steps find everything in the same memory; see `fix`.
     """
 
     window: int | None = None
     keeps_tokens: bool = False
+    fixed: bool = False
 
     def reserve(self, max_length: int) -> None:
         """Take note that sequences will reach so many tokens: room may be made at once."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held, each `[N, ...]`: all that a decoding step reads and writes."""
+        raise NotImplementedError
+
+    def fix(self, room: int, more: int, storage: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+        """Stay in the same memory from now on, until `loosen`: decoding steps change numbers there, and nothing else.
+
+        Args:
+            room: tokens that the longest sequence may reach meanwhile.
+            more: tokens that are left until then.
+            storage: what `fix` returned for a state like this one; None for memory of its own.
+
+        Returns:
+            The tensors that hold the state.
+
+        Raises:
+            ValueError: storage of other shapes or dtypes, or too small.
+        """
+        if storage is None:
+            self._widen(room, more)
+            storage = self.tensors
+        else:
+            self._move(storage, more)
+        self.fixed = True
+        return tuple(storage)
+
+    def loosen(self) -> None:
+        """Be free to move again."""
+        self.fixed = False
+
+    def _widen(self, room: int, more: int) -> None:
+        """Make room for sequences of `room` tokens, `more` than there are; nothing to do for a constant size."""
+
+    def _move(self, storage: Sequence[Tensor], more: int) -> None:
+        """Copy what is held to `storage` and hold it there."""
+        copy_all(self.tensors, storage)
+        there = iter(storage)
+        self.map_(lambda _: next(there))
+
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor, `[N, ...]`, by a function of it."""
+        """Replace every tensor, `[N, ...]`, by a function of it, in the order of `tensors`."""
         raise NotImplementedError
 
     def clear(self) -> None:
@@ -252,7 +311,19 @@ class TensorState(StatePart):
 
     def set(self, value: Tensor) -> None:
         """Store a value for the next call; gradients do not cross calls."""
-        self.value = value.detach().contiguous()
+        self.put(value.detach().contiguous())
+
+    def put(self, value: Tensor) -> None:
+        """Go on with a value inside a call, gradients included; fixed storage is overwritten with it."""
+        if self.fixed and self.value is not None:
+            self.value.copy_(value)
+        else:
+            self.value = value
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor, if there is one."""
+        return () if self.value is None else (self.value,)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor by a function of it."""
@@ -328,11 +399,21 @@ class KVState(StatePart):
             return position if position < self.sinks else self.sinks + (position - self.sinks) % self.window
         return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values, if there are any."""
+        return self._stored or ()
+
     def write(self, k: Float[Tensor, "B T H K"], v: Float[Tensor, "B T H V"], span: Span) -> None:
         """Store the call's keys and values, in the layout of the call."""
         k, v = k.detach(), v.detach()
         self._make_room(k, v, span)
-        if not span.uniform:
+        if self.fixed:
+            # one token of each sequence
+            rows, places = span.rows, self.place(span.positions)
+            self.keys.index_put_((rows, places), k.squeeze(1))
+            self.values.index_put_((rows, places), v.squeeze(1))
+        elif not span.uniform:
             kept, rows, positions = span.written(self.window, self.sinks)
             places = self.place(positions)
             self.keys[rows, places] = k.flatten(0, 1)[kept]
@@ -401,6 +482,20 @@ class KVState(StatePart):
         """Forget everything."""
         self._stored = None
 
+    def _widen(self, room: int, more: int) -> None:
+        if self._stored is not None and self.window is None and self.places != room:
+            keys, values = (x[:, : min(room, self.places)] for x in self._stored)
+            self._stored = _grow(keys, keys, len(keys), room), _grow(values, values, len(values), room)
+
+    def _move(self, storage: Sequence[Tensor], more: int) -> None:
+        if self._stored is None or self.window is not None:
+            super()._move(storage, more)
+            return
+        # places behind the tokens held need not be copied
+        places = min(storage[0].shape[1], self.places)
+        copy_all([x[:, :places] for x in self._stored], [x[:, :places] for x in storage])
+        self._stored = storage[0], storage[1]
+
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
         """The bytes of the state of `batch_size` sequences of `seq_len` tokens; a window's from the first token on."""
         places = seq_len if self.window is None else self.sinks + self.window
@@ -436,6 +531,19 @@ class KVState(StatePart):
         room = needed if self._stored is None and not known else needed + needed // 2
         room = cdiv(room, 64) * 64
         return min(room, self._expected) if known else room
+
+
+def copy_all(values: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
+    """Copy each value to its place.
+
+    Raises:
+        ValueError: another number of them, or another shape, dtype or device.
+    """
+    kinds = [[(x.shape, x.dtype, x.device) for x in tensors] for tensors in (values, storage)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"the storage holds {kinds[1]}, which does not fit a state of {kinds[0]}")
+    for value, place in zip(values, storage, strict=True):
+        place.copy_(value)
 
 
 def _grow(old: Tensor | None, x: Tensor, batch: int, room: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Checked
+from tokenmix_core.launch.replay import Checked, is_plain
 from tokenmix_core.ops.attention import autograd
 from tokenmix_core.ops.attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
 from tokenmix_core.ops.attention.plan import GLUON
@@ -180,7 +180,8 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
     )  # fmt: skip
     mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
     check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
-    if not cache_seqlens.is_cuda and not torch.compiler.is_compiling():
+    # where operations are recorded, nothing is looked at either
+    if not cache_seqlens.is_cuda and is_plain(cache_seqlens):
         lengths = cache_seqlens.tolist()
         if any(not 0 <= n <= dims["S"] for n in lengths):
             raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")

@@ -1,0 +1,43 @@
+"""Work on a device that is recorded once and then repeated by a single launch: CUDA graphs, and the switch for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+# records what a function does on the device without doing it; what is returned does it
+Capture = Callable[[Callable[[], object]], Callable[[], object]]
+
+_VARIABLE = "TOKENMIX_DECODING_GRAPH"
+
+
+def wanted() -> bool:
+    """Whether the environment leaves graphs on; a ValueError for what is neither 0 nor 1."""
+    value = os.environ.get(_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{_VARIABLE} must be 0 (launch every kernel) or 1 (repeat recorded steps), got {value!r}")
+    return value == "1"
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What records work on a device; None where nothing can."""
+    return captures_cuda(device) if device.type == "cuda" else None
+
+
+def captures_cuda(device: torch.device) -> Capture:
+    """A recorder of CUDA graphs, which share their memory for what is made and dropped inside of one."""
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], object]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        # other threads may go on allocating
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        return graph.replay
+
+    return capture

@@ -1,0 +1,157 @@
+"""Choosing the next tokens on the device: logits to tokens, written behind the others, until all sequences ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+from tokenmix_core.modeling.steps import Recorded
+
+# processors that ask for nothing but which tokens there have been, and what recorded choices are told apart by
+_ON_DEVICE: dict[type, tuple[str, ...]] = {
+    TemperatureLogitsWarper: ("temperature",),
+    TopKLogitsWarper: ("top_k", "filter_value"),
+    TopPLogitsWarper: ("top_p", "filter_value", "min_tokens_to_keep"),
+    MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
+    RepetitionPenaltyLogitsProcessor: ("penalty",),
+}
+# later than any sequence ends
+_NEVER = 1 << 62
+
+
+def choosing_needs_host(criterion: Any) -> bool:
+    """Whether a stopping criterion has to be asked on the host after every token."""
+    return type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)
+
+
+class Chooser:
+    """Chooses a token of each sequence from logits, as transformers' `_sample` does, and writes it for the next step.
+
+    All its tensors keep their sizes, so that a choice is recorded as a step is. Processors that need to know how many
+    tokens there are, or the host, are called token by token.
+
+    Args:
+        recorded: the storage of the steps, whose `ids` and `positions` are written.
+        processors: of the logits.
+        sample: draw tokens, or take the most likely.
+        eos: tokens that end a sequence; none for none.
+        pad: follows behind them.
+
+    Attributes:
+        tokens: `[N, room + 1]`; places not yet written repeat the row's first token.
+    """
+
+    def __init__(self, recorded: Recorded, processors: LogitsProcessorList, *, sample: bool, eos: tuple, pad: int):
+        self.recorded, self.processors, self.sample, self.eos, self.pad = recorded, processors, sample, eos, pad
+        N, device = len(recorded.ids), recorded.ids.device
+        make = {"dtype": torch.int64, "device": device}
+        board = recorded.extra.get("board")
+        if board is None:
+            board = recorded.extra["board"] = (
+                torch.zeros(N, recorded.room + 1, **make),
+                torch.zeros(N, 1, **make),
+                torch.zeros(N, dtype=torch.bool, device=device),
+                torch.zeros(N, **make),
+            )
+        # tokens; how many there are, in every row; which sequences have ended, and of how many tokens they are then
+        self.tokens, self.length, self.ended, self.ends = board
+        self._host_length = 0
+        signature = _signature(processors)
+        self._kind: Hashable = None if signature is None else ("choice", signature, sample, eos, pad)
+        if ("eos", eos) not in recorded.extra:
+            recorded.extra["eos", eos] = torch.tensor(eos, **make)
+        self._eos: Tensor = recorded.extra["eos", eos]
+
+    def begin(self, prompt: Int[Tensor, "N T"]) -> None:
+        """Start behind a prompt."""
+        T = prompt.shape[1]
+        if T:
+            self.tokens.copy_(prompt[:, :1].expand_as(self.tokens))
+            self.tokens[:, :T] = prompt
+        elif self._kind is not None and any(type(x) is RepetitionPenaltyLogitsProcessor for x in self.processors):
+            # there is no token yet that could stand for none
+            self._kind = None
+        self.length.fill_(T)
+        self.ended.zero_()
+        self.ends.fill_(_NEVER)
+        self._host_length = T
+
+    def moved(self, recorded: Recorded) -> Chooser:
+        """The same in other storage, which has more room."""
+        other = Chooser(recorded, self.processors, sample=self.sample, eos=self.eos, pad=self.pad)
+        other._kind, other._host_length = self._kind if other._kind is not None else None, self._host_length
+        places = self.tokens.shape[1]
+        other.tokens.copy_(self.tokens[:, :1].expand_as(other.tokens))
+        other.tokens[:, :places] = self.tokens[:, : other.tokens.shape[1]]
+        for name in ("length", "ended", "ends"):
+            getattr(other, name).copy_(getattr(self, name))
+        recorded.ids.copy_(self.recorded.ids)
+        recorded.positions.copy_(self.recorded.positions)
+        return other
+
+    def __call__(self, logits: Float[Tensor, "N vocab"]) -> None:
+        """Choose and write."""
+        recorded, kind = self.recorded, self._kind
+        if logits is not recorded.logits or kind is None:
+            self._choose(logits)
+        else:
+            repeat: Callable[[], object] | None = recorded.extra.get(kind)
+            if repeat is None and kind in recorded.extra and recorded.capture is not None:
+                repeat = recorded.extra[kind] = recorded.capture(lambda: self._choose(logits))
+            if repeat is not None:
+                repeat()
+            else:
+                self._choose(logits)
+                recorded.extra.setdefault(kind, None)
+        self._host_length += 1
+
+    def ask(self, first: int, length: int) -> tuple[int | None, list[list[int]]]:
+        """Wait for the device: after how many tokens all sequences had ended, None if they have not; and new tokens.
+
+        Args:
+            first, length: the tokens from and to which are wanted.
+        """
+        new = self.tokens[:, first:length]
+        last, *flat = torch.cat((self.ends.max().unsqueeze(0), new.flatten())).tolist()
+        width = length - first
+        rows = [flat[i * width : (i + 1) * width] for i in range(len(new))]
+        return (None if last == _NEVER else last), rows
+
+    def _choose(self, logits: Tensor) -> None:
+        scores = logits.to(torch.float32, copy=True)
+        seen = self.tokens if self._kind is not None else self.tokens[:, : self._host_length]
+        scores = self.processors(seen, scores)
+        if self.sample:
+            token = torch.multinomial(scores.softmax(-1), 1)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        if self.eos:
+            token = torch.where(self.ended.unsqueeze(1), self.pad, token)
+        self.tokens.scatter_(1, self.length, token)
+        self.length.add_(1)
+        if self.eos:
+            ending = (token == self._eos).any(1) & ~self.ended
+            self.ends.copy_(torch.where(ending, self.length.squeeze(1), self.ends))
+            self.ended.logical_or_(ending)
+        self.recorded.ids.copy_(token)
+        self.recorded.positions.add_(1)
+
+
+def _signature(processors: LogitsProcessorList) -> Hashable | None:
+    """What recorded choices with these processors depend on; None where one of them cannot be recorded."""
+    if any(type(x) not in _ON_DEVICE or getattr(x, "prompt_ignore_length", None) for x in processors):
+        return None
+    return tuple((type(x), *(getattr(x, name) for name in _ON_DEVICE[type(x)])) for x in processors)

@@ -1,0 +1,298 @@
+"""Decoding steps in fixed storage: one token of each sequence, recorded once and repeated by a single launch.
+
+A `Steps` object decodes the single tokens of one cache. It fixes the cache in memory, makes the first step of each form
+as any call is made, records the second, and repeats it from then on; growing keys and values move to a larger room, and
+steps are recorded anew. What was recorded belongs to a model and waits there for the next cache of the same batch size,
+which then moves into the same memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.launch import graphs
+from tokenmix_core.modeling.cache import HybridCache, Storage
+from tokenmix_core.nn.mixer import Mixer
+
+# rooms that are recorded of a model at a time
+_KEPT = 4
+# a cache has room for so many tokens at the least
+_LEAST_ROOM = 256
+
+
+class Recorded:
+    """Fixed storage of one batch size and room, and the steps recorded on it.
+
+    Attributes:
+        kind: what steps depend on beside their form; see `kind_of`.
+        room: tokens that the longest sequence may reach.
+        storage: of the cache.
+        ids, positions: of the step's tokens, `[N, 1]`.
+        logits: of the step, `[N, vocab]`; made by the first one.
+        inputs: tensors of the mixers' inputs, by name.
+        repeats: by form, what repeats a step; None where its first one was made and nothing recorded yet.
+        extra: what users of the storage keep beside it, by key.
+    """
+
+    def __init__(self, kind: Hashable, room: int, storage: Storage, batch: int, device: torch.device):
+        self.kind, self.room, self.storage = kind, room, storage
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.logits: Tensor | None = None
+        self.inputs: dict[str, Tensor] = {}
+        self.repeats: dict[Hashable, Callable[[], object] | None] = {}
+        self.extra: dict[Hashable, Any] = {}
+        self.capture = graphs.capture_on(device)
+
+
+class StepStore:
+    """What was recorded of a model and is not in use; the model holds it, and copies of the model do not."""
+
+    def __init__(self) -> None:
+        self._idle: list[Recorded] = []
+
+    def __deepcopy__(self, memo: dict) -> StepStore:
+        return StepStore()
+
+    def __reduce__(self):
+        return StepStore, ()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def take(self, kind: Hashable, least: int) -> Recorded | None:
+        """The smallest storage of this kind with room for `least` tokens."""
+        fitting = sorted((x for x in self._idle if x.kind == kind and x.room >= least), key=lambda x: x.room)
+        if not fitting:
+            return None
+        self._idle.remove(fitting[0])
+        return fitting[0]
+
+    def give(self, recorded: Recorded) -> None:
+        """Keep it for the next cache; the one that waits longest makes way."""
+        self._idle = [*self._idle, recorded][-_KEPT:]
+
+    def free(self) -> bool:
+        """Drop everything; whether there was anything."""
+        had, self._idle = bool(self._idle), []
+        return had
+
+
+class Steps:
+    """Decodes single tokens of a cache in fixed storage; called in place of the model.
+
+    Args:
+        model: a causal language model of ours.
+        cache: of the sequences.
+    """
+
+    def __init__(self, model: Any, cache: HybridCache):
+        self.model, self.cache = model, cache
+        self.mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+        self.recorded: Recorded | None = None
+        # whether the model itself is at work on a step
+        self._within = False
+
+    def __deepcopy__(self, memo: dict) -> None:
+        # a copy of a cache decodes by itself
+        return None
+
+    def takes(self, args: tuple, given: dict[str, Any]) -> bool:
+        """Whether a call of the model is a step to be made here."""
+        cache, ids = self.cache, given.get("input_ids")
+        if self._within or args or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
+            return False
+        own = self.model.step_input_names
+        others = (name for name, x in given.items() if x is not None and name not in _TAKEN and name not in own)
+        return ids.dim() == 2 and ids.shape[1] == 1 and not any(others) and not cache.ends_in_padding()
+
+    def __call__(
+        self, ids: Int[Tensor, "N 1"], positions: Int[Tensor, "_ 1"] | None = None, inputs: dict[str, Any] | None = None
+    ) -> Float[Tensor, "N vocab"]:
+        """The logits after one more token of each sequence; they are overwritten by the next step.
+
+        Args:
+            ids: the tokens.
+            positions: rotary positions; by default tokens are counted without padding.
+            inputs: the mixers' inputs, as the model's `step_inputs` gives them.
+        """
+        recorded = self.settle()
+        if ids is not recorded.ids:
+            recorded.ids.copy_(ids)
+        if positions is not None and positions is not recorded.positions:
+            recorded.positions.copy_(positions)
+        fixed, form = self._fixed_inputs(recorded, inputs or {})
+        span = self.cache.next_step()
+        form = (positions is not None, form, *(mixer.step_form(span) for mixer in self.mixers))
+        repeat = recorded.repeats.get(form)
+        if repeat is None and form in recorded.repeats and recorded.capture is not None:
+            repeat = self._record(recorded, form, positions is not None, fixed)
+        if repeat is not None:
+            repeat()
+            self.cache.count(1)
+        else:
+            self._step(recorded, positions is not None, fixed)
+            recorded.repeats.setdefault(form, None)
+        assert recorded.logits is not None
+        return recorded.logits
+
+    def settle(self) -> Recorded:
+        """Storage with room for the next token, in which the cache is."""
+        cache, recorded = self.cache, self.recorded
+        if recorded is not None and cache.fixed and cache.past < cache.room:
+            return recorded
+        for mixer, state in zip(self.mixers, cache.layers, strict=True):
+            mixer.prepare_steps(state)
+        batch, device = cache.batch_size, self.model.device
+        kind, wanted = kind_of(self.model, cache), self._room()
+        store: StepStore = self.model.step_store
+        new = store.take(kind, min(wanted, cache.past + _LEAST_ROOM))
+        if new is not None:
+            try:
+                cache.fix(new.room, new.storage)
+            except ValueError:
+                # what data decide does not fit into it
+                new = None
+        if new is None:
+            new = Recorded(kind, wanted, cache.fix(wanted), batch, device)
+        if recorded is not None:
+            # the smaller room is for smaller caches
+            store.give(recorded)
+        self.recorded = new
+        return new
+
+    def release(self, *, keep: bool = True) -> None:
+        """End: the cache is as any other, and what was recorded waits for the next one.
+
+        Args:
+            keep: whether the cache will be used any more; then it leaves with a copy of what it holds.
+        """
+        recorded, self.recorded, self.cache.steps = self.recorded, None, None
+        if recorded is None:
+            return
+        if keep and self.cache.fixed:
+            self.cache.leave()
+        else:
+            self.cache.loosen()
+        self.model.step_store.give(recorded)
+
+    def _room(self) -> int:
+        """Tokens to make room for: twice those held as far as the final length is not known to be less."""
+        past, most = self.cache.past, self.cache.max_length
+        if most > past:
+            return _rounded_up(min(max(_LEAST_ROOM, 2 * past), most))
+        return _rounded_up(past + max(_LEAST_ROOM, past // 2))
+
+    def _fixed_inputs(self, recorded: Recorded, inputs: dict[str, Any]) -> tuple[dict[str, Any], Hashable]:
+        """The mixers' inputs with tensors in storage, and what tells recorded steps apart that others went into."""
+        fixed = dict(inputs)
+        for name, x in inputs.items():
+            if isinstance(x, Tensor):
+                place = recorded.inputs.get(name)
+                if place is None or place.shape != x.shape or place.dtype != x.dtype:
+                    place = recorded.inputs[name] = torch.empty_like(x, device=recorded.ids.device)
+                    # steps that read the old place are of no use any more
+                    recorded.repeats.clear()
+                place.copy_(x)
+                fixed[name] = place
+        return fixed, tuple((name, None if isinstance(x, Tensor) else x) for name, x in sorted(inputs.items()))
+
+    def _step(self, recorded: Recorded, positioned: bool, inputs: dict[str, Any]) -> None:
+        """Make a step by the model itself."""
+        self._within = True
+        try:
+            out = self.model(
+                input_ids=recorded.ids,
+                position_ids=recorded.positions if positioned else None,
+                past_key_values=self.cache,
+                use_cache=True,
+                **inputs,
+            )
+        finally:
+            self._within = False
+        logits = out.logits[:, -1]
+        if recorded.logits is None:
+            recorded.logits = torch.empty_like(logits)
+        recorded.logits.copy_(logits)
+
+    def _record(
+        self, recorded: Recorded, form: Hashable, positioned: bool, inputs: dict[str, Any]
+    ) -> Callable[[], object] | None:
+        """Record a step of a form that has been made before; None where that fails, which is said once."""
+        assert recorded.capture is not None
+        try:
+            with self.cache.rehearsal():
+                recorded.repeats[form] = recorded.capture(lambda: self._step(recorded, positioned, inputs))
+        except torch.OutOfMemoryError:
+            self.model.step_store.free()
+            recorded.repeats, recorded.extra, recorded.capture = {}, {}, None
+            warnings.warn(
+                "memory ran out while a decoding step was recorded: what was recorded is freed, and decoding goes on "
+                "kernel by kernel, which is slower",
+                stacklevel=2,
+            )
+        except (RuntimeError, ValueError) as error:
+            recorded.repeats, recorded.capture = {}, None
+            warnings.warn(
+                f"a decoding step of this model cannot be recorded ({error}); decoding goes on kernel by kernel, which "
+                "is slower; decoding_graph=False says so beforehand",
+                stacklevel=2,
+            )
+        return recorded.repeats.get(form)
+
+
+# arguments of a call that a step knows by itself
+_TAKEN = frozenset(
+    ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
+     "cache_position")
+)  # fmt: skip
+
+
+def why_not(model: Any, cache: Any) -> str | None:
+    """What keeps a model's decoding steps from being recorded on this device; None where nothing does."""
+    if graphs.capture_on(model.device) is None:
+        return f"no graphs on {model.device.type}"
+    if not isinstance(cache, HybridCache) or cache.offload_states:
+        return "no cache that stays in the device's memory"
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    devices = {x.device for x in model.parameters()}
+    if len(devices) > 1 or getattr(model, "hf_device_map", None):
+        return "the model is on several devices"
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return "modules have hooks, which would not be called"
+    mixers = sum(isinstance(module, Mixer) for module in model.modules())
+    return None if mixers == len(cache.layers) else "its layers are not all ours"
+
+
+def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
+    """What a recorded step depends on: weights and where they lie, the cache's make and batch, and torch's modes."""
+    device: Any = next(model.parameters()).device
+    modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))
+    modes = (*modes, torch.get_autocast_dtype(device.type) if modes[1] else None)
+    weights = tuple((x.data_ptr(), x.dtype) for x in itertools.chain(model.parameters(), model.buffers()))
+    mixers = tuple(
+        (type(module), getattr(module, "impl", None), getattr(module, "window", None))
+        for module in model.modules()
+        if isinstance(module, Mixer)
+    )
+    # dropped parts and windows show in the shapes; growing ones are as long as the room
+    parts = tuple(
+        (type(part), tuple((len(x), x.dtype) for x in part.tensors), part.window)
+        for layer in cache.layers
+        for part in layer.parts.values()
+    )
+    return device, modes, model.training, weights, mixers, parts, cache.batch_size
+
+
+def _rounded_up(tokens: int) -> int:
+    """The next of eight sizes between two powers of two, so that caches of like lengths share a room."""
+    unit = max(32, 1 << max(0, (tokens - 1).bit_length() - 4))
+    return -(-tokens // unit) * unit

@@ -1,0 +1,159 @@
+"""A stand-in for CUDA graphs on any device: work recorded operation by operation, and repeated on the same tensors.
+
+As a graph it bakes in every number that Python has at the time of recording, reads and writes the tensors it found, and
+cannot look at the device. What would go wrong in a graph goes wrong, or is refused, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from tokenmix_core.launch import graphs
+
+_aten = torch.ops.aten
+# what the host reads from a device, and what has sizes that depend on it
+_READS = {
+    _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.is_nonzero.default,
+    _aten.equal.default, _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
+}  # fmt: skip
+# copies of numbers that Python has, from memory that a graph would find changed
+_UPLOADS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
+_INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+class HostRead(AssertionError):
+    """Work that is to be recorded asked the device, or gave it numbers of Python's."""
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses what does not come by torch's dispatcher."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise HostRead(f"{func.__name__} of a tensor {list(args[0].shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(TorchDispatchMode):
+    """Runs operations and refuses those that a graph cannot hold.
+
+    Args:
+        seen: called with each operation, its arguments and its outputs.
+    """
+
+    def __init__(self, seen: Callable[[Any, tuple, dict, Any], None] | None = None, before: Callable | None = None):
+        super().__init__()
+        self.seen, self.before = seen, before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        indices = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor)] if func in _INDEXING else []
+        masked = any(x.dtype == torch.bool for x in indices)
+        sized = func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
+        if masked or (func in _READS and not sized):
+            raise HostRead(f"{func} waits for the device")
+        if func in _UPLOADS:
+            raise HostRead(f"{func} copies numbers of Python's to the device")
+        if self.before is not None:
+            self.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.seen is not None:
+            self.seen(func, args, kwargs, out)
+        return out
+
+    def __enter__(self):
+        self._functions = _NoReads()
+        self._functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+
+def record(work: Callable[[], object]) -> Callable[[], object]:
+    """`work` recorded and not done: what it wrote is put back, and the function returned does it."""
+    tape: list[tuple[Any, Callable, Callable, list]] = []
+    # tensors that operations made are kept, so that no other one gets their identity
+    made: dict[int, Tensor] = {}
+    new: dict[int, Any] = {}
+    own: set[int] = set()
+    saved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def before(func, args, kwargs):
+        for argument, x in _with_schema(func, args, kwargs):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for t in [t for t in tree_flatten(x)[0] if isinstance(t, Tensor)]:
+                    storage = t.untyped_storage()
+                    if storage.data_ptr() not in own and storage.data_ptr() not in saved:
+                        whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)  # type: ignore[arg-type]
+                        saved[storage.data_ptr()] = whole, whole.clone()
+
+    def seen(func, args, kwargs, out):
+        given = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+        outputs = _several(out)
+        tape.append((func, _found(args, made, new), _found(kwargs, made, new), [id(t) for t in outputs]))
+        for t in outputs:
+            if isinstance(t, Tensor):
+                made[id(t)] = t
+                if t.untyped_storage().data_ptr() not in given:
+                    own.add(t.untyped_storage().data_ptr())
+
+    generator = torch.get_rng_state()
+    with Watched(seen, before):
+        work()
+    torch.set_rng_state(generator)
+    for whole, copy in saved.values():
+        whole.copy_(copy)
+
+    def repeat() -> None:
+        with torch.no_grad():
+            for func, args, kwargs, outputs in tape:
+                out = func(*args(), **kwargs())
+                for old, x in zip(outputs, _several(out), strict=True):
+                    new[old] = x
+        new.clear()
+
+    return repeat
+
+
+def _several(out: Any) -> list | tuple:
+    """The outputs of an operation; none where it tells a number that does not depend on data, such as a dtype."""
+    return out if isinstance(out, list | tuple) else [out] if isinstance(out, Tensor) else []
+
+
+def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
+    """What finds an argument when the tape runs: a tensor that was made then is the one that is made now."""
+    if isinstance(x, Tensor):
+        key = id(x)
+        return (lambda: new[key]) if key in made else (lambda: x)
+    if isinstance(x, dict):
+        items = {name: _found(y, made, new) for name, y in x.items()}
+        return (lambda: {name: y() for name, y in items.items()}) if items else (lambda: x)
+    if isinstance(x, list | tuple) and any(isinstance(y, Tensor | list | tuple) for y in x):
+        parts = [_found(y, made, new) for y in x]
+        return lambda: [y() for y in parts]
+    return lambda: x
+
+
+def _with_schema(func, args, kwargs):
+    parameters = func._schema.arguments
+    yield from zip(parameters, args, strict=False)
+    yield from ((p, kwargs[p.name]) for p in parameters if p.name in kwargs)
+
+
+@contextmanager
+def recorded_decoding() -> Iterator[None]:
+    """Within it, decoding steps are recorded and repeated on every device, as CUDA does with graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "capture_on", lambda device: record)
+        yield
