@@ -1,5 +1,6 @@
-"""Operations of learned token eviction."""
+"""Operations of learned token eviction and of native sparse attention."""
 
 from tokenmix_lte.ops.scorer.api import retention_logits
+from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
 
-__all__ = ["retention_logits"]
+__all__ = ["block_attention", "retention_logits", "select_blocks"]

@@ -1,0 +1,171 @@
+"""The public functions: attention to the blocks of keys that each query lists, and the choice of blocks."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.launch.replay import Checked
+from tokenmix_core.ops.common import (
+    AttentionOutput,
+    Impl,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    check_scale,
+    resolve_impl,
+)
+from tokenmix_lte.ops.selected_blocks import autograd
+from tokenmix_lte.ops.selected_blocks.plan import limit
+from tokenmix_lte.ops.selected_blocks.reference import block_attention_reference, select_blocks_reference
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def block_attention(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    blocks: Int[Tensor, "B TQ H S"],
+    *,
+    block_size: int = 64,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> AttentionOutput:
+    """Causal softmax attention of each query to the blocks of keys that it lists, a list for each head of keys.
+
+    With i the query's position counted in keys (the last query stands at the last key), S(i) the keys j ≤ i whose block
+    ⌊j / block_size⌋ is in blocks[i], and head h of k, v and `blocks` serving HQ / H query heads from h · HQ / H on:
+
+        lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)        o_i = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
+
+    A block listed n times weighs n times; one that is negative, or lies behind the query, is none. A query that sees no
+    key gets o = 0 and lse = −∞. Time follows the number of listed blocks. Differentiable in q, k and v through both
+    outputs.
+
+    Args:
+        q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
+        blocks: int32 or int64, counted from the start of each query's sequence.
+        block_size: keys of a block.
+        scale: factor of the scores, positive; None is K ** −0.5.
+        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", which costs T² whatever is
+            listed, or None: "triton" on CUDA where it can do the call, "reference" otherwise.
+
+    Returns:
+        o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+    """
+    scale, impl = _check(q, k, v, blocks, block_size, scale, cu_seqlens, impl)
+    if impl == "reference":
+        options = {"block_size": block_size, "scale": scale, "cu_seqlens": cu_seqlens}
+        return block_attention_reference(q, k, v, blocks, **options)
+    o, lse = autograd.block_attention(q, k, v, blocks, cu_seqlens, block_size, scale)
+    return AttentionOutput(o, lse.transpose(1, 2))
+
+
+def select_blocks(
+    q: Float[Tensor, "B TQ HQ K"],
+    pooled: Float[Tensor, "B U H K"],
+    lse: Float[Tensor, "B TQ HQ"],
+    count: int,
+    *,
+    block_size: int = 64,
+    shift: int = 0,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> Int[Tensor, "B TQ H count"]:
+    """Choose `count` blocks for each query: the first, its own, the one before, and those with most attention.
+
+    With c̄ the pooled key of block c and lse the log-sum-exp of the query's attention to pooled keys, block c before the
+    query's own one has the attention Σ exp(scale · q · c̄ − lse), over the query heads of a head of keys; of equal ones
+    the lower goes first. No gradient passes.
+
+    Args:
+        q: bfloat16, float16, float32 or float64. HQ is a multiple of H.
+        pooled: keys of blocks, in the dtype of q; U is at least the number of blocks of all positions up to the last
+            query's. In a packed batch U is ⌊T / block_size⌋ + N, and sequence n's first block is
+            ⌊cu_seqlens[n] / block_size⌋ + n.
+        lse: float32, or float64 for float64.
+        count: blocks of a query, at least 3.
+        shift: the position of the first query, without `cu_seqlens`.
+        block_size, scale, cu_seqlens, impl: as in `block_attention`.
+
+    Returns:
+        Blocks `[B, TQ, H, count]`, int32, rising, with −1 behind them where a query has fewer.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+    """
+    scale, impl = _check_choice(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, impl)
+    q, pooled, lse = q.detach(), pooled.detach(), lse.detach()
+    if impl == "reference":
+        options = {"block_size": block_size, "shift": shift, "scale": scale, "cu_seqlens": cu_seqlens}
+        return select_blocks_reference(q, pooled, lse, count, **options)
+    return autograd.select_blocks(q, pooled, lse, cu_seqlens, count, block_size, shift, scale)
+
+
+@Checked
+def _check(q, k, v, blocks, block_size, scale, cu_seqlens, impl) -> tuple[float, str]:
+    """Validate a call; return the scale and the implementation."""
+    op = "block_attention"
+    dims = bind_shapes(
+        op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"), blocks=(blocks, "B TQ H S"),
+        cu_seqlens=(cu_seqlens, "N_plus_1?"),
+    )  # fmt: skip
+    check_dtype(op, _FLOATS, q=q)
+    check_same_dtype(op, q=q, k=k, v=v)
+    check_dtype(op, (torch.int32, torch.int64), blocks=blocks)
+    if dims["TQ"] > dims["TK"] or (cu_seqlens is not None and dims["TQ"] != dims["TK"]):
+        wanted = "as many queries as keys with cu_seqlens" if cu_seqlens is not None else "at most as many as keys"
+        raise ValueError(f"{op}: expected {wanted}, got TQ={dims['TQ']} and TK={dims['TK']}")
+    return _options(op, dims, q, block_size, scale, cu_seqlens, impl, limit(dims["K"], dims["V"], block_size, q))
+
+
+@Checked
+def _check_choice(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, impl) -> tuple[float, str]:
+    """The same for a choice."""
+    op = "select_blocks"
+    dims = bind_shapes(
+        op, {}, q=(q, "B TQ HQ K"), pooled=(pooled, "B U H K"), lse=(lse, "B TQ HQ"),
+        cu_seqlens=(cu_seqlens, "N_plus_1?"),
+    )  # fmt: skip
+    check_dtype(op, _FLOATS, q=q)
+    check_same_dtype(op, q=q, pooled=pooled)
+    check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), lse=lse)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 3:
+        raise ValueError(f"{op}: count must be an integer of at least 3, got {count!r}")
+    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0 or (shift and cu_seqlens is not None):
+        raise ValueError(f"{op}: shift must be an integer of at least 0, and 0 with cu_seqlens, got {shift!r}")
+    result = _options(op, dims, q, block_size, scale, cu_seqlens, impl, limit(dims["K"], dims["K"], None, q))
+    least = cdiv(dims["TQ"] + shift, block_size)
+    if cu_seqlens is not None:
+        least = dims["TQ"] // block_size + len(cu_seqlens) - 1
+    if dims["U"] < least:
+        raise ValueError(f"{op}: pooled must have at least U = {least} blocks, got {dims['U']}")
+    return result
+
+
+def _options(op, dims, q, block_size, scale, cu_seqlens, impl, why: str | None) -> tuple[float, str]:
+    """Check what both functions share; `why` says what kernels cannot do of the call."""
+    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"{op}: block_size must be an integer of at least 1, got {block_size!r}")
+    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    if not factor > 0:
+        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
+    chosen = resolve_impl(op, impl, q)
+    if chosen is None:
+        return factor, "triton" if why is None else "reference"
+    if chosen == "triton" and why is not None:
+        raise ValueError(f"{op}: impl='triton' {why}")
+    return factor, chosen

@@ -1,0 +1,219 @@
+"""The backward kernels: a block of keys meets its queries again, for its own gradients and its share in theirs.
+
+Scores are recomputed once for all three gradients. Pieces of one list leave partial sums for keys and values, blocks
+leave theirs for queries; both are added in order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.attention.forward import block_size as width
+from tokenmix_core.ops.attention.forward import dense_rows
+from tokenmix_core.ops.attention.tiles import add_product, load_tile, store_tile
+from tokenmix_core.ops.sparse_attention.forward import strides
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, rows_of, sizes
+from tokenmix_lte.ops.selected_blocks.lists import block_of, masked_pairs, owner
+from tokenmix_lte.ops.selected_blocks.plan import slices
+
+
+@cached_launch
+@triton.jit
+def _sum_outputs(
+    o, do, dlse, delta, s_db, s_dt, s_dh, T, HQ, tiles, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    """delta = o · do − dlse of a tile of queries of a head."""
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_bh // HQ
+    i_h = i_bh % HQ
+    first = tl.program_id(0) % tiles * BM
+    b_o = load_tile(o + (i_b * T * HQ + i_h) * V, first, T, HQ * V, V, BM, BV, True)
+    b_do = load_tile(do + i_b * s_db + i_h * s_dh, first, T, s_dt, V, BM, BV, True)
+    o_t = first + tl.arange(0, BM)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    if dlse is not None:
+        b_delta -= tl.load(dlse + i_bh * T + o_t, mask=o_t < T, other=0.0)
+    tl.store(delta + i_bh * T + o_t, b_delta, mask=o_t < T)
+
+
+@triton.jit
+def meet_gradients(
+    b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, listed, low, high, i, row, s_qt, s_qh, s_dt, s_dh, s_lh,
+    S, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what a tile of rows gives to dk and dv, and write what the block gives to dq of each of them."""
+    b_pair, b_t, b_g, m_r = rows_of(listed, low, high, i, S, G, BM, MASKED)
+    b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
+    b_do = load_heads(p_do, b_t, b_g, s_dt, s_dh, V, BV)
+    o_l = b_g.to(tl.int64) * s_lh + b_t
+    b_lse = tl.load(p_lse + o_l) * LOG2_E
+    b_delta = tl.load(p_delta + o_l)
+    # keys by rows, as no operand is then the transpose of a result
+    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
+    if MASKED:
+        o_k = tl.arange(0, b_k.shape[0])
+        b_pt = tl.where((o_k[:, None] <= (b_t - row)[None, :]) & m_r[None, :], b_pt, 0.0)
+    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
+    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_dst = (b_pt * (b_dpt - b_delta[None, :])).to(b_q.dtype)
+    b_dk = add_product(b_dst, b_q, b_dk, PRECISION)
+    b_dqt = tl.dot(tl.trans(b_k), b_dst, input_precision=PRECISION)
+    o_d = tl.arange(0, BK)
+    p_dq = part_q + (b_pair.to(tl.int64) * G + b_g)[None, :] * K + o_d[:, None]
+    if MASKED:
+        tl.store(p_dq, b_dqt.to(part_q.dtype.element_ty), mask=m_r[None, :] & (o_d < K)[:, None])
+    elif K == BK:
+        tl.store(p_dq, b_dqt.to(part_q.dtype.element_ty))
+    else:
+        tl.store(p_dq, b_dqt.to(part_q.dtype.element_ty), mask=(o_d < K)[:, None])
+    return b_dk, b_dv
+
+
+@cached_launch
+@triton.jit
+def _meet_blocks_backward(
+    q, k, v, do, lse, delta, part_q, part_k, part_v, listed, ends, owners, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_lb, s_lh,
+    T, TQ, TK, first, B, H, S, U, N, runs, scale,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A piece of a block's list a program."""
+    i_x = tl.program_id(0)
+    blocks = B * H * U
+    if i_x >= tl.load(ends + tl.cast(blocks, tl.int64) * runs - 1) // P + blocks:
+        return
+    i_b, i_h, i_u, i_r, p_list, low, high, begin = owner(owners, ends, listed, i_x, B, H, U, S, T, runs, P)
+    if low >= high:
+        return
+    start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
+    masked = masked_pairs(ends, begin, i_r, row, T, S, runs, BLOCK, RUN)
+    b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
+    b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
+    p_q = q + i_b * s_qb + i_h * G * s_qh
+    p_do = do + i_b * s_db + i_h * G * s_dh
+    p_lse = lse + i_b * s_lb + i_h * G * s_lh
+    p_delta = delta + i_b * s_lb + i_h * G * s_lh
+    part_q += (i_b * H + i_h) * T * S * G * K
+    b_dk = tl.zeros([BLOCK, BK], tl.float32)
+    b_dv = tl.zeros([BLOCK, BV], tl.float32)
+    clear = tl.cdiv(tl.minimum(tl.maximum(masked - low, 0), high - low) * G, BM)
+    full = tl.maximum((high - low) * G // BM, clear)
+    for i in range(clear, full):
+        b_dk, b_dv = meet_gradients(
+            b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, p_list, low, high, i, row, s_qt, s_qh, s_dt, s_dh,
+            s_lh, S, scale, G, K, V, BM, BK, BV, False, PRECISION,
+        )  # fmt: skip
+    for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
+        b_dk, b_dv = meet_gradients(
+            b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, p_list, low, high,
+            tl.where(i < clear, i, full + i - clear), row, s_qt, s_qh, s_dt, s_dh, s_lh, S, scale,
+            G, K, V, BM, BK, BV, True, PRECISION,
+        )  # fmt: skip
+    store_tile(part_k + tl.cast(i_x, tl.int64) * BLOCK * BK, b_dk, 0, BLOCK, BK, BK, BLOCK, BK)
+    store_tile(part_v + tl.cast(i_x, tl.int64) * BLOCK * BV, b_dv, 0, BLOCK, BV, BV, BLOCK, BV)
+
+
+@cached_launch
+@triton.jit
+def _join_keys(
+    part_k, part_v, dk, dv, ends, cu_seqlens, TK, H, U, N, runs, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    PACKED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a block's pieces, to what earlier queries gave where `ADD` is set."""
+    i_r = tl.program_id(0)
+    i_b = (i_r // U // H).to(tl.int64)
+    i_h = i_r // U % H
+    start, keys, key, _ = block_of(i_r % U, TK, TK, 0, N, cu_seqlens, BLOCK, PACKED)
+    begin = tl.load(ends + i_r.to(tl.int64) * runs - 1, mask=i_r > 0, other=0)
+    count = tl.load(ends + (i_r.to(tl.int64) + 1) * runs - 1) - begin
+    i_first = begin // P + i_r
+    b_dk = tl.zeros([BLOCK, BK], tl.float32)
+    b_dv = tl.zeros([BLOCK, BV], tl.float32)
+    for i in range(i_first, i_first + tl.cdiv(count, P)):
+        b_dk += load_tile(part_k, i * BLOCK, 0, BK, BK, BLOCK, BK, False)
+        b_dv += load_tile(part_v, i * BLOCK, 0, BV, BV, BLOCK, BV, False)
+    b_dk *= scale
+    # a block between sequences has no key
+    keys = tl.where(key < keys, keys, 0)
+    p_dk = dk + ((i_b * TK + start) * H + i_h) * K
+    p_dv = dv + ((i_b * TK + start) * H + i_h) * V
+    if ADD:
+        b_dk += load_tile(p_dk, key, keys, H * K, K, BLOCK, BK, True)
+        b_dv += load_tile(p_dv, key, keys, H * V, V, BLOCK, BV, True)
+    store_tile(p_dk, b_dk, key, keys, H * K, K, BLOCK, BK)
+    store_tile(p_dv, b_dv, key, keys, H * V, V, BLOCK, BV)
+
+
+@cached_launch
+@triton.jit
+def _join_queries(
+    part_q, slots, dq, s_b, s_t, T, H, S, tiles, scale, G: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Add what its blocks gave to each row of a tile."""
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    o_r = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    m_r = o_r < T * G
+    o_t = o_r // G
+    o_d = tl.arange(0, BK)
+    p_slot = slots + (i_bh * T + o_t) * S
+    o_row = (i_bh * T + o_t) * S * G + o_r % G
+    b_dq = tl.zeros([BM, BK], tl.float32)
+    for s in tl.range(0, S, loop_unroll_factor=4):
+        m_s = tl.load(p_slot + s, mask=m_r, other=-1) >= 0
+        p_dq = part_q + (o_row + s * G)[:, None] * K + o_d[None, :]
+        b_dq += tl.load(p_dq, mask=m_s[:, None] & (o_d < K)[None, :], other=0.0).to(tl.float32)
+    p_dq = dq + i_bh // H * s_b + o_t.to(tl.int64) * s_t + (i_bh % H * G + o_r % G) * K
+    b_dq = (b_dq * scale).to(dq.dtype.element_ty)
+    tl.store(p_dq[:, None] + o_d[None, :], b_dq, mask=m_r[:, None] & (o_d < K)[None, :])
+
+
+def block_attention_backward(
+    q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *, block_size, scale
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
+    (B, TQ, HQ, K), (TK, H, V), S = q.shape, v.shape[1:], blocks.shape[3]
+    G, delta, dq = HQ // H, torch.empty_like(lse), q.new_empty(q.shape)
+    tiles = triton.cdiv(TQ, 64)
+    _sum_outputs[(B * HQ * tiles,)](
+        o, do, None if dlse is None else dlse.contiguous(), delta, **strides(d=do), T=TQ, HQ=HQ, tiles=tiles,
+        V=V, BM=64, BV=width(V),
+    )  # fmt: skip
+    runs = list(slices(q, V, S))
+    # sums over several runs of queries are rounded once
+    dk, dv = (x.new_empty(x.shape, dtype=x.dtype if len(runs) == 1 else torch.float32) for x in (k, v))
+    for i, run in enumerate(runs):
+        b_q, b_do, b_dq, b_lse, b_delta = q[:, run], do[:, run], dq[:, run], lse[:, :, run], delta[:, :, run]
+        lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
+        shape = sizes(q, k, blocks, run, cu_seqlens, block_size)
+        options = constants("backward", q, v, lists, block_size, cu_seqlens)
+        part_q = q.new_empty(lists.listed.numel() * G * K)
+        part_k, part_v = (lse.new_empty(len(lists.owners), block_size, size) for size in (options["BK"], options["BV"]))
+        _meet_blocks_backward[(len(lists.owners),)](
+            b_q, k, v, b_do, b_lse, b_delta, part_q, part_k, part_v, lists.listed, lists.ends, lists.owners,
+            cu_seqlens, **strides(q=b_q, k=k, v=v, d=b_do), s_lb=lse.stride(0), s_lh=lse.stride(1), **shape,
+            runs=lists.runs, scale=scale * math.log2(math.e), **options,
+        )  # fmt: skip
+        _join_keys[(B * H * shape["U"],)](
+            part_k, part_v, dk, dv, lists.ends, cu_seqlens, TK=TK, H=H, U=shape["U"], N=shape["N"], runs=lists.runs,
+            scale=scale, **{name: options[name] for name in ("K", "V", "BLOCK", "BK", "BV", "P", "PACKED")}, ADD=i > 0,
+            num_warps=8,
+        )  # fmt: skip
+        T, BM = shape["T"], 32
+        tiles = triton.cdiv(T * G, BM)
+        _join_queries[(B * H * tiles,)](
+            part_q, lists.slots, b_dq, *dq.stride()[:2], T=T, H=H, S=S, tiles=tiles, scale=scale, G=G, K=K, BM=BM,
+            BK=width(K), num_warps=4,
+        )  # fmt: skip
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,218 @@
+"""The forward kernels: each block of keys meets the queries that named it, and each query's partial results are joined.
+
+A program holds a block's keys and values and walks along its list; rows are pairs of a query and a head of the group,
+so that any number of heads fills a tile. What a block gives to a query is a softmax of its own, joined by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.attention.forward import block_size as width
+from tokenmix_core.ops.attention.forward import dense_rows, precision
+from tokenmix_core.ops.attention.tiles import load_tile
+from tokenmix_core.ops.sparse_attention.forward import strides
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, make_lists, masked_pairs, owner
+from tokenmix_lte.ops.selected_blocks.plan import RANKED, piece, slices, tile
+
+
+@triton.jit
+def rows_of(listed, low, high, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexpr):
+    """The i-th tile of rows of the pairs `low` … `high − 1` of a list: pairs, their queries and heads, which exist.
+
+    Rows that do not exist repeat the last pair where `CHECK` is set.
+    """
+    o_r = i * BM + tl.arange(0, BM)
+    o_p = low + o_r // G
+    m_r = o_p < high
+    if CHECK:
+        o_p = tl.minimum(o_p, high - 1)
+    b_pair = tl.load(listed + o_p)
+    return b_pair, b_pair // S, o_r % G, m_r
+
+
+@triton.jit
+def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of a query and a head each, `[BM, BD]`; columns beyond D are 0."""
+    o_d = tl.arange(0, BD)
+    p_x += (o_t.to(tl.int64) * s_t + o_g * s_h)[:, None] + o_d[None, :]
+    if D == BD:
+        return tl.load(p_x)
+    else:
+        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def meet_rows(
+    p_q, part_o, part_lse, b_k, b_v, listed, low, high, i, row, s_qt, s_qh, S, scale,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a block gives to a tile of rows: its softmax over the block, and the log-sum-exp in base 2."""
+    b_pair, b_t, b_g, m_r = rows_of(listed, low, high, i, S, G, BM, MASKED)
+    b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    if MASKED:
+        o_k = tl.arange(0, b_k.shape[0])
+        b_s = tl.where(o_k[None, :] <= (b_t - row)[:, None], b_s, float("-inf"))
+    b_top = tl.max(b_s, 1)
+    b_p = tl.exp2(b_s - b_top[:, None])
+    b_sum = tl.sum(b_p, 1)
+    b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION) / b_sum[:, None]
+    o_row = b_pair.to(tl.int64) * G + b_g
+    o_v = tl.arange(0, BV)
+    p_o = part_o + o_row[:, None] * V + o_v[None, :]
+    b_lse = b_top + tl.log2(b_sum)
+    if MASKED:
+        tl.store(p_o, b_o.to(part_o.dtype.element_ty), mask=m_r[:, None] & (o_v < V)[None, :])
+        tl.store(part_lse + o_row, b_lse, mask=m_r)
+    elif V == BV:
+        tl.store(p_o, b_o.to(part_o.dtype.element_ty))
+        tl.store(part_lse + o_row, b_lse)
+    else:
+        tl.store(p_o, b_o.to(part_o.dtype.element_ty), mask=(o_v < V)[None, :])
+        tl.store(part_lse + o_row, b_lse)
+
+
+@cached_launch
+@triton.jit
+def _meet_blocks(
+    q, k, v, part_o, part_lse, listed, ends, owners, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T, TQ, TK, first, B, H, S, U, N, runs, scale,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A piece of a block's list a program."""
+    i_x = tl.program_id(0)
+    blocks = B * H * U
+    if i_x >= tl.load(ends + tl.cast(blocks, tl.int64) * runs - 1) // P + blocks:
+        return
+    i_b, i_h, i_u, i_r, p_list, low, high, begin = owner(owners, ends, listed, i_x, B, H, U, S, T, runs, P)
+    if low >= high:
+        return
+    start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
+    masked = masked_pairs(ends, begin, i_r, row, T, S, runs, BLOCK, RUN)
+    b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
+    b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
+    p_q = q + i_b * s_qb + i_h * G * s_qh
+    part_o += (i_b * H + i_h) * T * S * G * V
+    part_lse += (i_b * H + i_h) * T * S * G
+    # tiles whose rows all exist and see the whole block
+    clear = tl.cdiv(tl.minimum(tl.maximum(masked - low, 0), high - low) * G, BM)
+    full = tl.maximum((high - low) * G // BM, clear)
+    for i in range(clear, full):
+        meet_rows(
+            p_q, part_o, part_lse, b_k, b_v, p_list, low, high, i, row, s_qt, s_qh, S, scale,
+            G, K, V, BM, BK, BV, False, PRECISION,
+        )  # fmt: skip
+    for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
+        meet_rows(
+            p_q, part_o, part_lse, b_k, b_v, p_list, low, high, tl.where(i < clear, i, full + i - clear), row,
+            s_qt, s_qh, S, scale, G, K, V, BM, BK, BV, True, PRECISION,
+        )  # fmt: skip
+
+
+@cached_launch
+@triton.jit
+def _join_outputs(
+    part_o, part_lse, slots, o, lse, s_ob, s_ot, s_lb, s_lh, T, H, S, tiles,
+    G: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Join what its blocks gave to each row of a tile; 0 and −∞ for a query without any."""
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_bh // H
+    i_h = i_bh % H
+    o_r = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    m_r = o_r < T * G
+    o_t = o_r // G
+    o_v = tl.arange(0, BV)
+    p_slot = slots + (i_bh * T + o_t) * S
+    o_row = (i_bh * T + o_t) * S * G + o_r % G
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+    for s in range(0, S):
+        m_s = tl.load(p_slot + s, mask=m_r, other=-1) >= 0
+        b_top = tl.maximum(b_top, tl.load(part_lse + o_row + s * G, mask=m_s, other=float("-inf")))
+    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_sum = tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, BV], tl.float32)
+    for s in tl.range(0, S, loop_unroll_factor=4):
+        m_s = tl.load(p_slot + s, mask=m_r, other=-1) >= 0
+        b_weight = tl.exp2(tl.load(part_lse + o_row + s * G, mask=m_s, other=float("-inf")) - b_base)
+        p_o = part_o + (o_row + s * G)[:, None] * V + o_v[None, :]
+        b_part = tl.load(p_o, mask=m_s[:, None] & (o_v < V)[None, :], other=0.0)
+        b_o += b_weight[:, None] * b_part.to(tl.float32)
+        b_sum += b_weight
+    m_sum = b_sum > 0
+    b_sum = tl.where(m_sum, b_sum, 1.0)
+    b_lse = tl.where(m_sum, (b_base + tl.log2(b_sum)) / LOG2_E, float("-inf"))
+    i_hq = i_h * G + o_r % G
+    p_o = o + i_b * s_ob + o_t.to(tl.int64) * s_ot + i_hq * V
+    tl.store(p_o[:, None] + o_v[None, :], (b_o / b_sum[:, None]).to(o.dtype.element_ty), m_r[:, None] & (o_v < V))
+    tl.store(lse + i_b * s_lb + i_hq * s_lh + o_t, b_lse, mask=m_r)
+
+
+def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, scale) -> None:
+    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    q, k, v = (dense_rows(x) for x in (q, k, v))
+    G, V, S = q.shape[2] // k.shape[2], v.shape[3], blocks.shape[3]
+    for run in slices(q, V, S):
+        b_q, b_o, b_lse = q[:, run], o[:, run], lse[:, :, run]
+        lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
+        part_o, part_lse = (x.new_empty(lists.listed.numel() * G * size) for x, size in ((o, V), (lse, 1)))
+        _meet_blocks[(len(lists.owners),)](
+            b_q, k, v, part_o, part_lse, lists.listed, lists.ends, lists.owners, cu_seqlens,
+            **strides(q=b_q, k=k, v=v), **sizes(q, k, blocks, run, cu_seqlens, block_size), runs=lists.runs,
+            scale=scale * math.log2(math.e), **constants("forward", q, v, lists, block_size, cu_seqlens),
+        )  # fmt: skip
+        join_outputs(part_o, part_lse, lists, b_o, b_lse, S=S, G=G)
+
+
+def join_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: int, G: int) -> None:
+    """Write o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, which may be views, from what the blocks gave."""
+    (B, T, HQ, V), BM = o.shape, 32
+    tiles = triton.cdiv(T * G, BM)
+    _join_outputs[(B * HQ // G * tiles,)](
+        part_o, part_lse, lists.slots, o, lse, *o.stride()[:2], *lse.stride()[:2], T=T, H=HQ // G, S=S, tiles=tiles,
+        G=G, V=V, BM=BM, BV=width(V), num_warps=4,
+    )  # fmt: skip
+
+
+def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
+    """The lists of a run of queries."""
+    H = k.shape[2]
+    return make_lists(
+        blocks[:, run], cu_seqlens, first=run.start, TQ=q.shape[1], TK=k.shape[1],
+        U=block_slots(k.shape[1], block_size, cu_seqlens), block_size=block_size, piece=piece(q.shape[2] // H),
+    )  # fmt: skip
+
+
+def block_slots(tokens: int, block_size: int, cu_seqlens: Tensor | None) -> int:
+    """Blocks of a row, those between packed sequences that belong to none included."""
+    return triton.cdiv(tokens, block_size) if cu_seqlens is None else tokens // block_size + len(cu_seqlens) - 1
+
+
+def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, int]:
+    """What kernels are told of a call's sizes, with a run of its queries."""
+    (B, TQ), (TK, H), N = q.shape[:2], k.shape[1:3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    U = block_slots(TK, block_size, cu_seqlens)
+    return {
+        **{"T": run.stop - run.start, "TQ": TQ, "TK": TK, "first": run.start},
+        **{"B": B, "H": H, "S": blocks.shape[3], "U": U, "N": N},
+    }
+
+
+def constants(step: str, q, v, lists: Lists, block_size: int, cu_seqlens) -> dict:
+    """What kernels are compiled for."""
+    K, V = q.shape[3], v.shape[3]
+    BM, warps, stages = tile(step, max(K, V), q.dtype)
+    return {
+        **{"G": q.shape[2] // v.shape[2], "K": K, "V": V, "BM": BM, "BLOCK": block_size},
+        **{"BK": width(K), "BV": width(V), "P": lists.piece, "RUN": RANKED, "PACKED": cu_seqlens is not None},
+        **{"PRECISION": precision(q.dtype), "num_warps": warps, "num_stages": stages},
+    }
