@@ -93,7 +93,7 @@ class RecipeTrainer(Trainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         for name, values in (outputs.get("auxiliary") or {}).items():
             if name.endswith("_loss"):
-                share = torch.stack([x.detach().float().sum() for x in values]).sum() / num_items_in_batch
+                share = torch.stack([x.detach().float().sum() for x in values]).sum() / num_items_in_batch  # type: ignore[operator]
                 self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
         return (loss, outputs) if return_outputs else loss
 
