@@ -13,6 +13,7 @@ from tokenmix_core.corpora.prepare import prepare
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.trainer import train
+from tokenmix_nats_l.baselines import BASELINES
 from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.recipes import ABLATIONS, HYBRID_LAYERS, RECIPES
 
@@ -35,10 +36,21 @@ def counted(name):
         ("transformer-800m", 778e6, 0.01),
         ("gdn-hybrid-800m", 802e6, 0.01),
         ("gdn-380m", 380e6, 0.01),
+        ("mamba2-380m", 380e6, 0.01),
+        ("transformer-380m", 380e6, 0.03),
+        ("gdn-hybrid-380m", 380e6, 0.03),
     ],
 )
 def test_models_have_the_parameters_that_the_paper_states(name, stated, within):
     assert counted(name)[1] == pytest.approx(stated, rel=within)
+
+
+def test_baselines_are_layered_as_in_section_5():
+    layers = {kind: RECIPES[f"{kind}-800m"]().model["mixers"] for kind in BASELINES}
+    assert {kind: len(mixers) for kind, mixers in layers.items()} == {
+        "gdn": 21, "gdn-hybrid": 22, "transformer": 24, "mamba2": 48
+    }  # fmt: skip
+    assert layers["gdn-hybrid"].count("attention") == 5
 
 
 @pytest.mark.parametrize(("size", "added"), [("380m", 30_720), ("800m", 59_904)])

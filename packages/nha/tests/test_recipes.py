@@ -33,8 +33,14 @@ def test_every_recipe_is_complete(name):
 def test_models_of_a_size_have_as_many_parameters(size):
     transformer = parameters(f"transformer-{size}")
     assert abs(transformer / (341e6 if size == "340m" else 1.3e9) - 1) < 0.06
-    for kind in (f"nha-{size}", *(f"{kind}-{size}" for kind in BASELINES)):
+    for kind in (f"nha-{size}", *(f"{kind}-{size}" for kind in (*BASELINES, "gsa", "gsa-hybrid"))):
         assert abs(parameters(kind) / transformer - 1) < 0.025, kind
+
+
+@pytest.mark.parametrize(("size", "stated"), [("340m", 340e6), ("1.3b", 1300e6)])
+@pytest.mark.parametrize("kind", ["transformer", "gdn", "gdn-hybrid", "mamba2-hybrid"])
+def test_baselines_have_what_table_1_states(kind, size, stated):
+    assert abs(parameters(f"{kind}-{size}") - stated) <= 0.01 * stated
 
 
 @pytest.mark.parametrize(("size", "number"), [("100m", 86.5e6), ("small", 279e3)])

@@ -88,6 +88,16 @@ def test_settings_are_those_of_appendix_d(family, size):
     assert dataclasses.replace(recipe.data) == baseline.data
 
 
+def test_baselines_keep_the_states_that_section_4_states():
+    states = {}
+    for kind in ("tm-1.4b", "mamba2-1.4b", "gated_delta_net-1.4b"):
+        with torch.device("meta"):
+            mixers = AutoModelForCausalLM.from_config(RECIPES[kind]().model_config()).model.mixers
+        states[kind] = sum(m.make_state().recurrent.bounds(1, 1, torch.bfloat16).most for m in mixers)
+    oryx, mamba2, delta = states.values()
+    assert (mamba2, delta) == (2 * oryx, 1.5 * oryx)
+
+
 def test_every_recipe_has_its_name_and_a_model():
     for name, make in RECIPES.items():
         recipe = make()

@@ -1,8 +1,8 @@
-"""Recipes of the baselines: tiny ones for a laptop, recall ones for one GPU, and those of the papers.
+"""Recipes of the baselines: tiny ones for a laptop, recall ones for one GPU, and language models from 130M to 1.4B.
 
-The papers' models are those of `tokenmix_core.modeling.baselines`, under the same names. What a paper does not say is
-taken from the code it names: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at 1, and a cosine
-that ends at a tenth of its peak.
+`language_model`, `model_fields` and `corpus` are what the papers' packages make theirs of, too. What nobody says is as
+usual: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at 1, and a cosine that ends at a tenth of
+its peak.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ GDN, ATTENTION, MAMBA2 = "gated_delta_net", "attention", "mamba2"
 # 256 bytes and three special tokens, rounded up to what matrix products like
 BYTE_VOCAB = 264
 GPT2, LLAMA2 = "gpt2", "fla-hub/transformer-1.3B-100B"
+GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
 
 
 def tiny() -> Recipe:
@@ -168,26 +169,35 @@ def recall(kind: str, size: str) -> Recipe:
     )
 
 
-def paper_baseline(name: str) -> Recipe:
-    """A baseline at a paper's size and settings, such as "nats_l/gated_delta_net-800m".
+def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe:
+    """Rows of a token file in `data/`, made by `data prepare` with this tokenizer."""
+    folder = f"data/{name}-{tokenizer.rpartition('/')[2]}"
+    return DataRecipe(sources=[folder], tokenizer=tokenizer, seq_len=seq_len, documents="joined", data_seed=seed)
 
-    Their corpora are token files in `data/`, made by `data prepare`.
-    """
-    from tokenmix_core.modeling.baselines import baseline
 
-    paper, _, rest = name.partition("/")
-    size = rest.rpartition("-")[2]
-    config = baseline(name)
-    fields = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "mixers", "mixer_options")
-    data, optimizer, seed = _SETTINGS[paper](size)
+def model_fields(
+    width: int, mixers: list[str], options: dict[str, dict[str, Any]], *, mlp: int, vocab: int, tie: bool
+) -> dict[str, Any]:
+    """The fields of a model with these layers, of whose mixers alone it takes the options."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_hidden_layers": len(mixers),
+        "intermediate_size": mlp,
+        "mixers": mixers,
+        "mixer_options": {label: options[label] for label in dict.fromkeys(mixers)},
+        "tie_word_embeddings": tie,
+    }
+
+
+def language_model(
+    name: str, description: str, model: dict[str, Any], data: DataRecipe, optimizer: OptimizerRecipe, *, seed: int = 0
+) -> Recipe:
+    """A model trained as language models of this size are, in bfloat16, and measured by its loss at each position."""
     return Recipe(
         name=name,
-        description=f"{rest.rpartition('-')[0]} with {size.upper()} parameters as trained in {paper}",
-        model={
-            **{field: getattr(config, field) for field in fields},
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "max_position_embeddings": data.seq_len,
-        },
+        description=description,
+        model={**model, "max_position_embeddings": data.seq_len},
         data=data,
         optimizer=optimizer,
         run=RunRecipe(
@@ -200,86 +210,62 @@ def paper_baseline(name: str) -> Recipe:
     )
 
 
-def _corpus(corpus: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe:
-    folder = f"data/{corpus}-{tokenizer.rpartition('/')[2]}"
-    return DataRecipe(sources=[folder], tokenizer=tokenizer, seq_len=seq_len, documents="joined", data_seed=seed)
+class _Size(NamedTuple):
+    """Width, layers and attention's heads; Gated DeltaNet's heads; each mixer's MLP; and the peak learning rate."""
+
+    width: int
+    layers: int
+    heads: int
+    delta_heads: int
+    mlps: dict[str, int]
+    learning_rate: float
 
 
-def _nats_l(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
-    small = size == "380m"
-    optimizer = OptimizerRecipe(
-        total_tokens=Tokens("15B" if small else "50B"),
-        warmup_tokens=Tokens("0.5B" if small else "1B"),
-        learning_rate=3e-4,
-        initial_learning_rate=3e-5,
-        min_learning_rate=3e-5,
-    )
-    return _corpus("fineweb-edu", LLAMA2, 4096), optimizer, 0
+# 13 · width² weights a layer, whatever its mixer; learning rates five times GPT-3's
+SIZES = {
+    "130m": _Size(768, 12, 12, 4, {ATTENTION: 2304, MAMBA2: 1664, GDN: 1920}, 3e-3),
+    "380m": _Size(1024, 24, 16, 6, {ATTENTION: 3072, MAMBA2: 2304, GDN: 2368}, 1.5e-3),
+    "810m": _Size(1536, 24, 16, 9, {ATTENTION: 4608, MAMBA2: 3456, GDN: 3584}, 1.25e-3),
+    "1.4b": _Size(2048, 24, 16, 12, {ATTENTION: 6144, MAMBA2: 4672, GDN: 4736}, 1e-3),
+}
+BASELINES = {"transformer": ATTENTION, "mamba2": MAMBA2, "gated_delta_net": GDN}
 
 
-def _lte(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
-    batch, steps, warmup = (2**19, 20480, 1024) if size == "0.4b" else (2**20, 30720, 512)
-    optimizer = OptimizerRecipe(
-        total_tokens=Tokens(steps * batch),
-        warmup_tokens=Tokens(warmup * batch),
-        batch_tokens=Tokens(batch),
-        learning_rate=3e-4,
-        min_learning_rate=3e-5,
-        adam_epsilon=1e-15,
-    )
-    return _corpus("fineweb-edu", LLAMA2, 4096, seed=42), optimizer, 42
+def baseline(kind: str, size: str) -> Recipe:
+    """Transformer++, Mamba-2 or Gated DeltaNet, with as many parameters as the others of its size.
 
-
-def _nha(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
-    small = size == "340m"
-    optimizer = OptimizerRecipe(
-        total_tokens=Tokens("15B" if small else "100B"),
-        warmup_tokens=Tokens("0.5B" if small else "1B"),
-        learning_rate=3e-4,
-        min_learning_rate=3e-5,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-    )
-    return _corpus("slimpajama", LLAMA2, 2048, seed=42), optimizer, 42
-
-
-def _oryx(size: str) -> tuple[DataRecipe, OptimizerRecipe, int]:
-    # five times GPT-3's
-    peak = {"130m": 3e-3, "380m": 1.5e-3, "810m": 1.25e-3, "1.4b": 1e-3}[size]
+    The corpus is FineWeb-Edu, 100B tokens in rows of 2,048, prepared in `data/fineweb-edu-gpt2`.
+    """
+    sizes, mixer = SIZES[size], BASELINES[kind]
+    options = {
+        ATTENTION: {"num_heads": sizes.heads},
+        MAMBA2: {"head_dim": 64, "state_size": 128},
+        GDN: {"num_heads": sizes.delta_heads, "head_dim": 128, "expand_v": 2.0},
+    }
     optimizer = OptimizerRecipe(
         total_tokens=Tokens("100B"),
         warmup_tokens=Tokens("10B"),
         batch_tokens=Tokens(2**20 if size == "1.4b" else 2**19),
-        learning_rate=peak,
-        min_learning_rate=peak / 10,
+        learning_rate=sizes.learning_rate,
+        min_learning_rate=sizes.learning_rate / 10,
         adam_beta1=0.9,
         adam_beta2=0.95,
         weight_decay=0.1,
     )
-    return _corpus("fineweb-edu", GPT2, 2048), optimizer, 0
+    return language_model(
+        f"{kind}-{size}",
+        f"{kind} with {size.upper()} parameters on FineWeb-Edu",
+        model_fields(sizes.width, [mixer] * sizes.layers, options, mlp=sizes.mlps[mixer], vocab=GPT2_VOCAB, tie=True),
+        corpus("fineweb-edu", GPT2, 2048),
+        optimizer,
+    )
 
 
-_SETTINGS: dict[str, Callable[[str], tuple[DataRecipe, OptimizerRecipe, int]]] = {
-    "nats_l": _nats_l,
-    "lte": _lte,
-    "nha": _nha,
-    "oryx": _oryx,
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny,
+    "tiny-transformer": tiny_transformer,
+    "tiny-gdn": tiny_gdn,
+    "tiny-mamba2": tiny_mamba2,
+    **{f"recall-{kind}-{size}": partial(recall, kind, size) for kind in _RECALL_MIXERS for size in _RECALL_SIZES},
+    **{f"{kind}-{size}": partial(baseline, kind, size) for kind in BASELINES for size in SIZES},
 }
-
-
-def _recipes() -> dict[str, Callable[[], Recipe]]:
-    from tokenmix_core.modeling.baselines import BASELINES
-
-    made: dict[str, Callable[[], Recipe]] = {
-        "tiny": tiny,
-        "tiny-transformer": tiny_transformer,
-        "tiny-gdn": tiny_gdn,
-        "tiny-mamba2": tiny_mamba2,
-    }
-    for kind in _RECALL_MIXERS:
-        for size in _RECALL_SIZES:
-            made[f"recall-{kind}-{size}"] = partial(recall, kind, size)
-    return made | {name: partial(paper_baseline, name) for name in BASELINES}
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = _recipes()

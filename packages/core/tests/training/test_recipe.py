@@ -6,7 +6,7 @@ import pytest
 import yaml
 from runs import recipe
 
-from tokenmix_core.recipes import LLAMA2, RECIPES
+from tokenmix_core.recipes import BASELINES, RECIPES, SIZES
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
 from tokenmix_core.training.record import resumed
 
@@ -255,13 +255,40 @@ def test_bad_fields_are_refused_in_python_too(group, changes, told):
         group(**changes)
 
 
-def test_paper_baselines_have_their_papers_settings():
-    gdn = RECIPES["nats_l/gated_delta_net-800m"]().optimizer
-    assert (gdn.total_tokens, gdn.warmup_tokens, gdn.learning_rate, gdn.min_learning_rate) == (50e9, 1e9, 3e-4, 3e-5)
-    lte = RECIPES["lte/transformer-1.4b"]().optimizer
-    assert (lte.steps, lte.warmup_tokens // lte.batch_tokens, lte.batch_tokens) == (30720, 512, 2**20)
-    assert (lte.adam_epsilon, RECIPES["lte/transformer-1.4b"]().data.tokenizer) == (1e-15, LLAMA2)
-    nha = RECIPES["nha/transformer-340m"]()
-    assert (nha.run.seed, nha.data.seq_len, nha.optimizer.weight_decay) == (42, 2048, 0.01)
-    oryx = RECIPES["oryx/mamba2-1.4b"]()
-    assert (oryx.optimizer.learning_rate, oryx.optimizer.warmup_tokens, oryx.data.tokenizer) == (1e-3, 10e9, "gpt2")
+def test_baselines_of_a_size_differ_in_nothing_but_the_model():
+    for size in SIZES:
+        recipes = [RECIPES[f"{kind}-{size}"]() for kind in BASELINES]
+        assert len({(r.data.seq_len, r.data.tokenizer, r.optimizer, r.run.precision, r.run.seed) for r in recipes}) == 1
+    optimizer = RECIPES["mamba2-1.4b"]().optimizer
+    assert (optimizer.learning_rate, optimizer.warmup_tokens, optimizer.batch_tokens) == (1e-3, 10e9, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        (["--model.mixer_options.attention.num_heads", "2"], {"num_heads": 2}),
+        ([f"--model.mixer_options.attention.{x}" for x in ("window=8", "sinks=1")], {"window": 8, "sinks": 1}),
+    ],
+)
+def test_one_option_of_a_mixer_is_set_and_the_others_stay(flags, changed):
+    recipe = RECIPES["tiny"]()
+    options = recipe.model["mixer_options"]
+    assert overridden(recipe, flags).model == {
+        **recipe.model,
+        "mixer_options": {**options, "attention": {**options["attention"], **changed}},
+    }
+    assert recipe.model["mixer_options"] == RECIPES["tiny"]().model["mixer_options"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--model.mixer_options.attention.heads=2", "unknown option 'heads'; Attention has num_heads"),
+        ("--model.mixer_options.mamba2.head_dim=16", "no layer has the label 'mamba2'"),
+        ("--model.hidden_size.x=2", "there is no 'x' inside 128"),
+        ("--model.mixer_option.attention.num_heads=2", "the nearest is 'mixer_options'"),
+    ],
+)
+def test_an_option_that_is_none_is_told(flag, told):
+    with pytest.raises(ValueError, match=told):
+        overridden(RECIPES["tiny"](), [flag])

@@ -13,16 +13,13 @@ from typing import Any
 
 # registers the family
 import tokenmix_lte.model  # noqa: F401
-from tokenmix_core.recipes import ATTENTION, GDN, paper_baseline, recall
+from tokenmix_core.recipes import ATTENTION, GDN, recall
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import Recipe
+from tokenmix_lte.baselines import BASELINES, SIZES, baseline
 from tokenmix_lte.training import steer_sparsity
 
 MODEL_TYPE, LTE = "tokenmix_lte", "lte"
-SIZES: dict[str, dict[str, Any]] = {
-    "0.4b": {"num_heads": 16},
-    "1.4b": {"num_heads": 32, "num_kv_heads": 8},
-}
 EVALUATIONS = ["perplexity-by-position", "retention"]
 # what differs from laLTE; without a far segment there is nothing to steer
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -31,22 +28,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-far": {"scorer": "none"},
     "inside": {"estimator": "inside"},
 }
-# the names of core's baselines
-BASELINES = {
-    "gdn": "gated_delta_net",
-    "gdn-swa": "gated_delta_net_window",
-    "gdn-attention": "gated_delta_net_attention",
-    "transformer": "transformer",
-}
-# of the paper's code
-DEVIATION = 0.006
 
 
 def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
     """laLTE, or LTE alone, at one of the paper's sizes; `changes` are options of its layers."""
-    base = paper_baseline(f"lte/gated_delta_net_attention-{size}")
+    base = baseline("gdn-attention", size)
     name = f"lte-{size}" if pure else f"lalte-{size}"
-    options = {LTE: SIZES[size] | changes}
+    options = {LTE: SIZES[size][1] | changes}
     if not pure:
         options[GDN] = base.model["mixer_options"][GDN]
     return replace(
@@ -57,7 +45,6 @@ def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
             **base.model,
             "mixers": [LTE] if pure else [GDN, LTE] * 12,
             "mixer_options": options,
-            "initializer_range": DEVIATION,
         },
         model_type=MODEL_TYPE,
         run=replace(base.run, evaluations=EVALUATIONS),
@@ -69,12 +56,6 @@ def ablation(name: str, size: str) -> Recipe:
     """laLTE with another scorer or estimator."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of laLTE: {name}, {size.upper()}")
-
-
-def baseline(kind: str, size: str) -> Recipe:
-    """A baseline of Tables 1 to 3, as trained in the paper."""
-    base = paper_baseline(f"lte/{BASELINES[kind]}-{size}")
-    return replace(base, name=f"{kind}-{size}", model={**base.model, "initializer_range": DEVIATION})
 
 
 # window, cap and sinks of the recall models: together less than half of a row, whose first half are pairs

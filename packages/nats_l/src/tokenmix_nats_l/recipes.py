@@ -13,53 +13,38 @@ from typing import Any
 
 # registers the family
 import tokenmix_nats_l.model  # noqa: F401
-from tokenmix_core.recipes import ATTENTION, GDN, paper_baseline, recall
+from tokenmix_core.recipes import ATTENTION, GDN, recall
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import Recipe
+from tokenmix_nats_l.baselines import BASELINES, SIZES, baseline, delta_rule
 from tokenmix_nats_l.training import log_shares
 
 MODEL_TYPE, NATS_L = "tokenmix_nats_l", "nats_l"
 LAYERS, HYBRID_LAYERS = 21, (3, 7, 11, 15, 19, 20)
-# width, channels of a key head of the delta rule, softmax heads, inner width of the MLP
-SIZES = {"380m": (1024, 128, 12, 2816), "800m": (1536, 192, 18, 4096)}
+SOFTMAX_HEADS = {"380m": 12, "800m": 18}
 EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
 def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
     """NAtS-L Hybrid, or NAtS-L alone, at one of the paper's sizes; `changes` are options of its layers."""
-    base = paper_baseline(f"nats_l/gated_delta_net-{size}")
-    width, head_dim, softmax_heads, mlp = SIZES[size]
+    base, heads = baseline("gdn", size), delta_rule(size)
     options: dict[str, dict[str, Any]] = {
-        NATS_L: {"num_heads": 6, "head_dim": head_dim, "num_softmax_heads": softmax_heads, "rope": not hybrid} | changes
+        NATS_L: {**heads, "num_softmax_heads": SOFTMAX_HEADS[size], "rope": not hybrid} | changes
     }
     mixers = [NATS_L] * LAYERS
     if hybrid:
         mixers = [NATS_L if i in HYBRID_LAYERS else GDN for i in range(LAYERS)]
-        options[GDN] = {"num_heads": 6, "head_dim": head_dim, "expand_v": 2.0}
-    kept = ("vocab_size", "tie_word_embeddings", "max_position_embeddings")
+        options[GDN] = heads
     name = f"nats-l-hybrid-{size}" if hybrid else f"nats-l-{size}"
     return replace(
         base,
         name=name,
         description=f"NAtS-L{' Hybrid' if hybrid else ''} with {size.upper()} parameters, as trained in the paper",
-        model={
-            **{field: base.model[field] for field in kept},
-            "hidden_size": width,
-            "num_hidden_layers": LAYERS,
-            "intermediate_size": mlp,
-            "mixers": mixers,
-            "mixer_options": options,
-        },
+        model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
         callbacks=(log_shares,),
         run=replace(base.run, evaluations=EVALUATIONS),
     )
-
-
-def baseline(kind: str, size: str) -> Recipe:
-    """A baseline of Table 1 or 5, as trained in the paper."""
-    source = {"gdn": "gated_delta_net", "gdn-hybrid": "gated_delta_net_hybrid"}.get(kind, kind)
-    return replace(paper_baseline(f"nats_l/{source}-{size}"), name=f"{kind}-{size}")
 
 
 # the rows of Table 4, and larger chunks, as options that differ from the hybrid's
@@ -142,10 +127,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"nats-l-hybrid-{size}": partial(paper, size) for size in SIZES},
     **{f"nats-l-{size}": partial(paper, size, hybrid=False) for size in SIZES},
     **{f"nats-l-hybrid-380m-{name}": partial(ablation, name) for name in ABLATIONS},
-    **{
-        f"{kind}-{size}": partial(baseline, kind, size)
-        for kind in ("gdn", "gdn-hybrid", "transformer", "mamba2")
-        for size in SIZES
-    },
+    **{f"{kind}-{size}": partial(baseline, kind, size) for kind in BASELINES for size in SIZES},
     **{f"recall-{kind}-{size}": partial(recall_recipe, kind, size) for kind in RECALL for size in _RECALL_SIZES},
 }

@@ -15,16 +15,16 @@ from typing import Any
 import tokenmix_nha.gla
 import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
-from tokenmix_core.nn.mlp import swiglu_width
-from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN, MAMBA2, paper_baseline
+from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_nha.baselines import BASELINES, SIZES, baseline
 from tokenmix_nha.training import DrawWindows
 from tokenmix_nha.windows import FULL, Window, hybrid_windows, nha_layers
 
-MODEL_TYPE, GLA = "tokenmix_nha", "gla"
-# width, layers, the full layer's place in every block of eight, inner width of the MLP beside gates
-SIZES = {"340m": (1024, 24, 6, 2624), "1.3b": (2048, 24, 0, 5312)}
+MODEL_TYPE = "tokenmix_nha"
+# inner width of the MLP beside gates
+_MLPS = {"340m": 2624, "1.3b": 5312}
 # for training with drawn windows
 RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
 
@@ -45,8 +45,8 @@ def paper(size: str, windows: Window | list[Window] | None = None, **changes: An
 
     `windows` are others, and `changes` other options of all layers.
     """
-    base = paper_baseline(f"nha/transformer-{size}")
-    width, layers, place, mlp = SIZES[size]
+    base = baseline("transformer", size)
+    width, layers, place = SIZES[size]
     windows = one_in_eight(layers, 32, place) if windows is None else windows
     return replace(
         base,
@@ -56,7 +56,7 @@ def paper(size: str, windows: Window | list[Window] | None = None, **changes: An
             **{name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")},
             "hidden_size": width,
             "num_hidden_layers": layers,
-            "intermediate_size": mlp,
+            "intermediate_size": _MLPS[size],
             **nha_layers(windows, **{"num_heads": width // 128, "slots": 64} | changes),
         },
         model_type=MODEL_TYPE,
@@ -75,33 +75,12 @@ def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
     )
 
 
-def baseline(kind: str, size: str) -> Recipe:
-    """A baseline of Table 1: GSA is NHA without windows; "-hybrid" has a full layer in every eight."""
-    kind, _, hybrid = kind.partition("-")
-    name = f"{kind}-hybrid-{size}" if hybrid else f"{kind}-{size}"
-    width, layers, place, _ = SIZES[size]
-    if kind == "gsa":
-        windows = one_in_eight(layers, 0, place) if hybrid else 0
-        text = f"gated slot attention{' with full layers' if hybrid else ''}, {size.upper()} parameters"
-        return replace(paper(size, windows), name=name, description=text)
-    known = {"transformer": "transformer", "gdn": "gated_delta_net", "mamba2": "mamba2_hybrid", "gla": "transformer"}
-    source = f"nha/{known[kind]}{'_hybrid' if kind == 'gdn' and hybrid else ''}-{size}"
-    base = paper_baseline(source)
-    model = dict(base.model)
-    linear = {"mamba2": MAMBA2, "gla": GLA}.get(kind)
-    if linear is not None:
-        block = [ATTENTION if hybrid and i == place else linear for i in range(8)]
-        options: dict[str, dict[str, Any]] = {
-            ATTENTION: {"num_heads": width // 64},
-            MAMBA2: {"head_dim": 64, "state_size": 128},
-            GLA: {"num_heads": 4},
-        }
-        used = {label: options[label] for label in dict.fromkeys(block)}
-        model |= {"mixers": block, "mixer_options": used}
-        if kind == "gla":
-            model["intermediate_size"] = swiglu_width(width)
-    text = f"{kind}{' with full layers' if hybrid else ''}, {size.upper()} parameters, as trained in the paper"
-    return replace(base, name=name, description=text, model=model)
+def gsa(size: str, *, hybrid: bool = False) -> Recipe:
+    """The baseline of Table 1 that is NHA without windows: gated slot attention, with a full layer in every eight."""
+    _, layers, place = SIZES[size]
+    text = f"gated slot attention{' with full layers' if hybrid else ''}, {size.upper()} parameters"
+    windows = one_in_eight(layers, 0, place) if hybrid else 0
+    return replace(paper(size, windows), name=f"gsa-{'hybrid-' if hybrid else ''}{size}", description=text)
 
 
 # the rows of Tables 6 to 8, as what differs from the model of Table 1
@@ -136,7 +115,7 @@ def _apart(name: str, size: str) -> str:
 def ablation(name: str, size: str = "340m") -> Recipe:
     """A row of Tables 6 to 8; layers that are full stay so."""
     changes = dict(ABLATIONS[name])
-    _, layers, place, _ = SIZES[size]
+    _, layers, place = SIZES[size]
     windows = one_in_eight(layers, changes.pop("window", 32), place)
     text = f"ablation of NHA: {name}{_apart(name, size)}"
     return replace(paper(size, windows, **changes), name=f"nha-{size}-{name}", description=text)
@@ -241,13 +220,14 @@ def tiny() -> Recipe:
     )
 
 
-BASELINES = ("transformer", "gla", "gsa", "gdn", "mamba2", "mamba2-hybrid", "gla-hybrid", "gsa-hybrid", "gdn-hybrid")
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny,
     "tiny-random": lambda: drawn(tiny(), [0, 16, FULL]),
     **{f"nha-{size}": partial(paper, size) for size in SIZES},
     **{f"nha-{size}-random": lambda size=size: drawn(paper(size)) for size in SIZES},
     **{f"{kind}-{size}": partial(baseline, kind, size) for size in SIZES for kind in BASELINES},
+    **{f"gsa-{size}": partial(gsa, size) for size in SIZES},
+    **{f"gsa-hybrid-{size}": partial(gsa, size, hybrid=True) for size in SIZES},
     **{f"nha-340m-{name}": partial(ablation, name) for name in ABLATIONS},
     **{f"recall-{kind}-{size}": partial(recall, kind, size) for size, kinds in RECALL.items() for kind in kinds},
     # without windows of 0, which make recall hard to learn

@@ -1,7 +1,7 @@
 """Recipes: the paper's models and ablations, their baselines, a demonstration for one GPU, and a tiny one for a laptop.
 
 Sizes count what a mode uses, as the paper does: 13 D² weights a layer, 5 of them in the mixer. The other mode's query
-adds one more. Baselines are core's, whose MLPs are wider by the gate.
+adds one more. Baselines are core's of the same sizes, which the paper trains at half the learning rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 # register the family, and the attention of Table 5
 import tokenmix_oryx.attention
 import tokenmix_oryx.model  # noqa: F401
-from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, paper_baseline
+from tokenmix_core.recipes import ATTENTION, BASELINES, BYTE_VOCAB, SIZES, baseline
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.data import RowInputs
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
@@ -24,8 +24,7 @@ from tokenmix_oryx.choices import GDN, MAMBA2
 from tokenmix_oryx.modes import draw_modes
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
-WIDTHS = {"130m": (768, 12), "380m": (1024, 24), "810m": (1536, 24), "1.4b": (2048, 24)}
-BASELINES = ("transformer", "mamba2", "gated_delta_net")
+WIDTHS = {size: (sizes.width, sizes.layers) for size, sizes in SIZES.items()}
 # parameters that a mode uses, in millions, for 20 tokens each
 _MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
@@ -70,7 +69,7 @@ def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[s
 
 def paper(family: str, size: str) -> Recipe:
     """ORYX-TM or ORYX-TG at one of the paper's sizes: the baselines' setting at twice their learning rate."""
-    base = paper_baseline(f"oryx/transformer-{size}")
+    base = baseline("transformer", size)
     shared = {name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")}
     peak = 2 * base.optimizer.learning_rate
     return replace(
@@ -83,11 +82,6 @@ def paper(family: str, size: str) -> Recipe:
         run=replace(base.run, evaluations=["switch-perplexity"]),
         row_inputs=mode_rows,
     )
-
-
-def baseline(kind: str, size: str) -> Recipe:
-    """A parameter-matched baseline of the paper."""
-    return replace(paper_baseline(f"oryx/{kind}-{size}"), name=f"{kind}-{size}")
 
 
 # the rows of "Table 5, left", as what the mixer is made of beside the baseline's attention

@@ -1,0 +1,56 @@
+"""The models that the paper compares with, in its setting: 10B or 32B tokens of FineWeb-Edu in rows of 4,096.
+
+The vocabulary has 32,000 words, and Gated DeltaNet heads with K = V = width / 8. All models of a size have one width,
+depth and head count, so their parameters differ.
+"""
+
+from __future__ import annotations
+
+from tokenmix_core.nn.mlp import swiglu_width
+from tokenmix_core.recipes import ATTENTION, GDN, LLAMA2, LLAMA2_VOCAB, corpus, language_model, model_fields
+from tokenmix_core.training.recipe import OptimizerRecipe, Recipe, Tokens
+
+WINDOW = "window"
+# width, options of softmax attention
+SIZES = {
+    "0.4b": (1024, {"num_heads": 16}),
+    "1.4b": (2048, {"num_heads": 32, "num_kv_heads": 8}),
+}
+BASELINES = {
+    "gdn": [GDN] * 24,
+    "gdn-swa": [GDN, WINDOW] * 12,
+    "gdn-attention": [GDN, ATTENTION] * 12,
+    "transformer": [ATTENTION] * 24,
+}
+# of initial weights, in the paper's code
+DEVIATION = 0.006
+
+
+def baseline(kind: str, size: str) -> Recipe:
+    """A baseline of Tables 1 to 3, as trained in the paper."""
+    width, attention = SIZES[size]
+    options = {
+        GDN: {"num_heads": 8, "head_dim": width // 8, "expand_v": 1.0},
+        ATTENTION: attention,
+        WINDOW: {"type": ATTENTION, **attention, "window": 1024},
+    }
+    batch, steps, warmup = (2**19, 20480, 1024) if size == "0.4b" else (2**20, 30720, 512)
+    optimizer = OptimizerRecipe(
+        total_tokens=Tokens(steps * batch),
+        warmup_tokens=Tokens(warmup * batch),
+        batch_tokens=Tokens(batch),
+        learning_rate=3e-4,
+        min_learning_rate=3e-5,
+        adam_epsilon=1e-15,
+    )
+    fields = model_fields(
+        width, BASELINES[kind], options, mlp=swiglu_width(width), vocab=LLAMA2_VOCAB, tie=size == "0.4b"
+    )
+    return language_model(
+        f"{kind}-{size}",
+        f"{kind} with {size.upper()} parameters, as trained in the paper",
+        {**fields, "initializer_range": DEVIATION},
+        corpus("fineweb-edu", LLAMA2, 4096, seed=42),
+        optimizer,
+        seed=42,
+    )

@@ -1,0 +1,58 @@
+"""The models that the paper compares with, in its setting: 15B or 50B tokens of FineWeb-Edu in rows of 4,096.
+
+The paper leaves some sizes open; ours give the stated numbers of parameters (the tests count them): a vocabulary of
+32,000 and an output layer of its own; in Gated DeltaNet q and k as wide as 3/4 of the model and v twice that, so that
+its 6 heads have K = 128 and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmix_core.nn.mlp import swiglu_width
+from tokenmix_core.recipes import ATTENTION, GDN, LLAMA2, LLAMA2_VOCAB, MAMBA2, corpus, language_model, model_fields
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, Tokens
+
+# width, heads of attention
+SIZES = {"380m": (1024, 16), "800m": (1536, 24)}
+BASELINES = {
+    "gdn": [GDN] * 21,
+    "gdn-hybrid": [GDN, GDN, GDN, ATTENTION] * 5 + [GDN, GDN],
+    "transformer": [ATTENTION] * 24,
+    "mamba2": [MAMBA2] * 48,
+}
+
+
+def delta_rule(size: str) -> dict[str, Any]:
+    """The options of Gated DeltaNet layers."""
+    return {"num_heads": 6, "head_dim": SIZES[size][0] * 3 // 4 // 6, "expand_v": 2.0}
+
+
+def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
+    """What all models of a size are trained on, and how (appendix A)."""
+    small = size == "380m"
+    optimizer = OptimizerRecipe(
+        total_tokens=Tokens("15B" if small else "50B"),
+        warmup_tokens=Tokens("0.5B" if small else "1B"),
+        learning_rate=3e-4,
+        initial_learning_rate=3e-5,
+        min_learning_rate=3e-5,
+    )
+    return corpus("fineweb-edu", LLAMA2, 4096), optimizer
+
+
+def baseline(kind: str, size: str) -> Recipe:
+    """A baseline of Table 1 or 5, as trained in the paper."""
+    width, heads = SIZES[size]
+    options = {
+        GDN: delta_rule(size),
+        ATTENTION: {"num_heads": heads},
+        MAMBA2: {"head_dim": 64, "state_size": 128},
+    }
+    mlp = 0 if kind == "mamba2" else swiglu_width(width)
+    return language_model(
+        f"{kind}-{size}",
+        f"{kind} with {size.upper()} parameters, as trained in the paper",
+        model_fields(width, BASELINES[kind], options, mlp=mlp, vocab=LLAMA2_VOCAB, tie=False),
+        *setting(size),
+    )
