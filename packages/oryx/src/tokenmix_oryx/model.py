@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
-from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, said
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, of_step, said
 from tokenmix_oryx.state import OryxCache
 
 
@@ -103,14 +103,15 @@ class OryxForCausalLM(HybridForCausalLM):
             model.default_mode, model.promises_linear, self.default_generation_mode, self.default_keep_kv = before
 
     @contextmanager
-    def decoding(self, cache: OryxCache) -> Iterator[None]:
-        """Within it, calls that name no mode read generated tokens, as `modes` says: for loops beside `generate`.
+    def decoding(self, cache: OryxCache, *, graph: bool | None = None) -> Iterator[None]:
+        """As core's, and within it calls that name no mode read generated tokens, as `modes` says.
 
         Args:
             cache: of the prompt; without keys and values from now on, where `modes` says so.
+            graph: as core's.
 
         Raises:
-            ValueError: the mode is a function, which only `generate` asks at every step.
+            ValueError: the mode is a function, which only `generate` asks at every step; or as core's.
         """
         generation = self.default_generation_mode
         generation = _last(self.model.default_mode) if generation is None else generation
@@ -120,7 +121,8 @@ class OryxForCausalLM(HybridForCausalLM):
             cache.promise_linear()
         before, self.model.default_mode = self.model.default_mode, generation
         try:
-            yield
+            with super().decoding(cache, graph=graph):
+                yield
         finally:
             self.model.default_mode = before
 
@@ -181,6 +183,14 @@ class OryxForCausalLM(HybridForCausalLM):
         prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs if plan is None else {**inputs, "mode": plan.for_call(inputs, input_ids)}
+
+    def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
+        mode: Any = given.get("mode")
+        if isinstance(mode, ModePlan):
+            assert tokens is not None, "a plan is followed by generate alone"
+            mode = mode.for_call({"input_ids": tokens[:, -1:], "past_key_values": cache}, tokens)
+        mode = self.model.default_mode if mode is None else mode
+        return {"mode": of_step(mode, cache.known_lengths)}
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
         """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens; `linear_only` after the promise."""

@@ -127,6 +127,26 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
     return Modes(None, _is_attention(modes, span.device)[piece])
 
 
+def of_step(mode: ModeInput, positions: Sequence[int]) -> str | Tensor:
+    """The mode of one more token of each sequence, which stand at these positions: one for all, or `[B, 1]`.
+
+    Raises:
+        ValueError: no mode, or a schedule by shares, which a sequence that goes on has none of.
+    """
+    check_mode(mode)
+    if isinstance(mode, str | Tensor):
+        return mode
+    if any(isinstance(start, float) for start, _ in mode):
+        raise ValueError(
+            f"starts as shares of the sequence need its length, but this call continues {max(positions)} tokens; "
+            "give the starts as positions"
+        )
+    found = [next(name for start, name in reversed(mode) if start <= position) for position in positions]
+    if len(set(found)) == 1:
+        return found[0]
+    return torch.tensor([[name == ATTENTION] for name in found])
+
+
 def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seqlens: Tensor | None) -> Modes:
     if span.past:
         raise ValueError(

@@ -147,7 +147,7 @@ class HybridCache(Cache):
             held.append(part.fix(room, room - self.past, place))
         lengths = before.clone() if storage is None else storage[-1][0]
         copy_all([before], [lengths])
-        self._uniform = self.lengths is None and (not self.fixed or self._uniform)
+        self._uniform = self._counts_alike
         self._fixed_lengths, self.lengths, self.room, self._read = lengths, None, room, None
         return [*held, (lengths,)]
 
@@ -181,12 +181,11 @@ class HybridCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """The tokens of each sequence of a fixed cache; waits for the device once."""
-        if self._uniform:
+        """The tokens of each sequence, one number where all are alike; waits for the device once while it is fixed."""
+        if self._counts_alike:
             return [self.past]
-        if self._read is None:
-            assert self._fixed_lengths is not None
-            self._read = self._fixed_lengths.tolist(), self.past
+        if self._read is None or not self.fixed:
+            self._read = self._counts().tolist(), self.past
         lengths, then = self._read
         return [n + self.past - then for n in lengths]
 
@@ -302,6 +301,10 @@ class HybridCache(Cache):
             ValueError: always.
         """
         self.crop(0)
+
+    @property
+    def _counts_alike(self) -> bool:
+        return self._uniform if self.fixed else self.lengths is None
 
     def _counts(self) -> Tensor:
         """The tokens of each sequence, on the device."""

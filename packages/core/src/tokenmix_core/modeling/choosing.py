@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ _ON_DEVICE: dict[type, tuple[str, ...]] = {
 }
 # later than any sequence ends
 _NEVER = 1 << 62
+# ways of choosing that stay recorded beside a new one
+_KINDS = 3
 
 
 def choosing_needs_host(criterion: Any) -> bool:
@@ -46,56 +49,62 @@ class Chooser:
     Args:
         recorded: the storage of the steps, whose `ids` and `positions` are written.
         processors: of the logits.
+        room: tokens of a row, the prompt's included.
         sample: draw tokens, or take the most likely.
         eos: tokens that end a sequence; none for none.
         pad: follows behind them.
 
     Attributes:
-        tokens: `[N, room + 1]`; places not yet written repeat the row's first token.
+        tokens: `[N, room]`; places not yet written repeat the last token of the row's prompt, so that they change
+            nothing about which tokens there have been.
     """
 
-    def __init__(self, recorded: Recorded, processors: LogitsProcessorList, *, sample: bool, eos: tuple, pad: int):
-        self.recorded, self.processors, self.sample, self.eos, self.pad = recorded, processors, sample, eos, pad
+    def __init__(
+        self, recorded: Recorded, processors: LogitsProcessorList, room: int, *, sample: bool, eos: tuple, pad: int
+    ):
+        self.recorded, self.sample, self.eos, self.pad = recorded, sample, eos, pad
+        self.room = room
         N, device = len(recorded.ids), recorded.ids.device
-        make = {"dtype": torch.int64, "device": device}
-        board = recorded.extra.get("board")
+        make: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        self._kind: Hashable = ("choice", room, _signature(processors), sample, eos, pad)
+        self._records = _signature(processors) is not None
+        board = recorded.extra.get(self._kind)
         if board is None:
-            board = recorded.extra["board"] = (
-                torch.zeros(N, recorded.room + 1, **make),
+            recorded.forget_all_but(_KINDS, "choice")
+            board = recorded.extra[self._kind] = (
+                torch.zeros(N, room, **make),
                 torch.zeros(N, 1, **make),
                 torch.zeros(N, dtype=torch.bool, device=device),
                 torch.zeros(N, **make),
+                torch.zeros(N, **make),
+                torch.tensor(eos, **make),
             )
-        # tokens; how many there are, in every row; which sequences have ended, and of how many tokens they are then
-        self.tokens, self.length, self.ended, self.ends = board
+        # tokens; how many there are, in every row; which sequences have ended, and of how many tokens they are then;
+        # how many of the first ones are padding, to a penalty; what ends a sequence
+        self.tokens, self.length, self.ended, self.ends, self._padding, self._eos = board
         self._host_length = 0
-        signature = _signature(processors)
-        self._kind: Hashable = None if signature is None else ("choice", signature, sample, eos, pad)
-        if ("eos", eos) not in recorded.extra:
-            recorded.extra["eos", eos] = torch.tensor(eos, **make)
-        self._eos: Tensor = recorded.extra["eos", eos]
+        self.processors = LogitsProcessorList(self._own(x) for x in processors)
 
     def begin(self, prompt: Int[Tensor, "N T"]) -> None:
         """Start behind a prompt."""
         T = prompt.shape[1]
         if T:
-            self.tokens.copy_(prompt[:, :1].expand_as(self.tokens))
+            self.tokens.copy_(prompt[:, -1:].expand_as(self.tokens))
             self.tokens[:, :T] = prompt
-        elif self._kind is not None and any(type(x) is RepetitionPenaltyLogitsProcessor for x in self.processors):
+        elif any(type(x) is RepetitionPenaltyLogitsProcessor for x in self.processors):
             # there is no token yet that could stand for none
-            self._kind = None
+            self._records = False
         self.length.fill_(T)
         self.ended.zero_()
         self.ends.fill_(_NEVER)
         self._host_length = T
 
-    def moved(self, recorded: Recorded) -> Chooser:
-        """The same in other storage, which has more room."""
-        other = Chooser(recorded, self.processors, sample=self.sample, eos=self.eos, pad=self.pad)
-        other._kind, other._host_length = self._kind if other._kind is not None else None, self._host_length
-        places = self.tokens.shape[1]
-        other.tokens.copy_(self.tokens[:, :1].expand_as(other.tokens))
-        other.tokens[:, :places] = self.tokens[:, : other.tokens.shape[1]]
+    def moved(self, recorded: Recorded, room: int) -> Chooser:
+        """The same for other storage of the steps, and with more room."""
+        other = Chooser(recorded, self.processors, room, sample=self.sample, eos=self.eos, pad=self.pad)
+        other._records, other._host_length = self._records, self._host_length
+        other.tokens.copy_(self.tokens[:, -1:].expand_as(other.tokens))
+        other.tokens[:, : self.room] = self.tokens
         for name in ("length", "ended", "ends"):
             getattr(other, name).copy_(getattr(self, name))
         recorded.ids.copy_(self.recorded.ids)
@@ -104,18 +113,10 @@ class Chooser:
 
     def __call__(self, logits: Float[Tensor, "N vocab"]) -> None:
         """Choose and write."""
-        recorded, kind = self.recorded, self._kind
-        if logits is not recorded.logits or kind is None:
-            self._choose(logits)
+        if self._records and logits is self.recorded.logits:
+            self.recorded.do(self._kind, lambda: self._choose(logits))
         else:
-            repeat: Callable[[], object] | None = recorded.extra.get(kind)
-            if repeat is None and kind in recorded.extra and recorded.capture is not None:
-                repeat = recorded.extra[kind] = recorded.capture(lambda: self._choose(logits))
-            if repeat is not None:
-                repeat()
-            else:
-                self._choose(logits)
-                recorded.extra.setdefault(kind, None)
+            self._choose(logits)
         self._host_length += 1
 
     def ask(self, first: int, length: int) -> tuple[int | None, list[list[int]]]:
@@ -130,9 +131,19 @@ class Chooser:
         rows = [flat[i * width : (i + 1) * width] for i in range(len(new))]
         return (None if last == _NEVER else last), rows
 
+    def _own(self, processor: Any) -> Any:
+        """The processor with its tensor in storage."""
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if not isinstance(padding, Tensor):
+            return processor
+        self._padding.copy_(padding)
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = self._padding
+        return processor
+
     def _choose(self, logits: Tensor) -> None:
         scores = logits.to(torch.float32, copy=True)
-        seen = self.tokens if self._kind is not None else self.tokens[:, : self._host_length]
+        seen = self.tokens if self._records else self.tokens[:, : self._host_length]
         scores = self.processors(seen, scores)
         if self.sample:
             token = torch.multinomial(scores.softmax(-1), 1)
@@ -152,6 +163,9 @@ class Chooser:
 
 def _signature(processors: LogitsProcessorList) -> Hashable | None:
     """What recorded choices with these processors depend on; None where one of them cannot be recorded."""
-    if any(type(x) not in _ON_DEVICE or getattr(x, "prompt_ignore_length", None) for x in processors):
+    if any(type(x) not in _ON_DEVICE or isinstance(getattr(x, "prompt_ignore_length", None), int) for x in processors):
         return None
-    return tuple((type(x), *(getattr(x, name) for name in _ON_DEVICE[type(x)])) for x in processors)
+    return tuple(
+        (type(x), getattr(x, "prompt_ignore_length", None) is None, *(getattr(x, name) for name in _ON_DEVICE[type(x)]))
+        for x in processors
+    )

@@ -38,10 +38,10 @@ def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         steps = cache.steps if isinstance(cache, HybridCache) else None
-        if steps is None or not steps.takes(args, kwargs):
+        given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
+        if steps is None or len(args) > 1 or not steps.takes(given):
             return forward(self, *args, **kwargs)
-        inputs = self.step_inputs(kwargs, cache, None)
-        logits = steps(kwargs["input_ids"], kwargs.get("position_ids"), inputs)
+        logits = steps(given["input_ids"], given.get("position_ids"), self.step_inputs(given, cache, None))
         return self.step_output(logits.unsqueeze(1), cache)
 
     return call
@@ -178,7 +178,8 @@ class _Loop:
         )
         model.step_inputs(self.given, cache, input_ids)
         recorded = steps.settle()
-        chooser = Chooser(recorded, self.processors, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
+        room = max(recorded.room, input_ids.shape[1]) + 1
+        chooser = Chooser(recorded, self.processors, room, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
         chooser.begin(input_ids)
         positions = first.get("position_ids")
         if positions is not None:
@@ -189,15 +190,17 @@ class _Loop:
         # a reader sees the first token at once
         pause = 0 if self.streamer is not None or ask_every == 1 else ask_every - 1
         while True:
-            if pause == 0 or length == self.max_length:
+            over = length == self.max_length
+            if (pause <= 0 or over) and (self.eos or self.streamer is not None):
                 stop, tokens = chooser.ask(shown if self.streamer is not None else length, length)
                 shown = self._show(tokens, shown, length if stop is None else stop)
                 pause = ask_every
-                if stop is not None or length == self.max_length:
-                    break
-            if steps.settle() is not recorded:
-                recorded = steps.settle()
-                chooser = chooser.moved(recorded)
+            if over or stop is not None:
+                break
+            settled = steps.settle()
+            if settled is not recorded or length == chooser.room:
+                recorded = settled
+                chooser = chooser.moved(recorded, max(recorded.room, length) + 1)
             inputs = model.step_inputs(self.given, cache, chooser.tokens[:, :length])
             chooser(steps(recorded.ids, None if positions is None else recorded.positions, inputs))
             length, pause = length + 1, pause - 1

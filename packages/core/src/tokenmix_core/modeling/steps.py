@@ -8,6 +8,7 @@ which then moves into the same memory.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Hashable
@@ -37,12 +38,14 @@ class Recorded:
         ids, positions: of the step's tokens, `[N, 1]`.
         logits: of the step, `[N, vocab]`; made by the first one.
         inputs: tensors of the mixers' inputs, by name.
-        repeats: by form, what repeats a step; None where its first one was made and nothing recorded yet.
-        extra: what users of the storage keep beside it, by key.
+        repeats: by key, what repeats a work; None where it was done once and not recorded yet.
+        extra: what works need beside it, by key.
     """
 
-    def __init__(self, kind: Hashable, room: int, storage: Storage, batch: int, device: torch.device):
-        self.kind, self.room, self.storage = kind, room, storage
+    def __init__(
+        self, store: StepStore, kind: Hashable, room: int, storage: Storage, batch: int, device: torch.device
+    ):
+        self.store, self.kind, self.room, self.storage = store, kind, room, storage
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
@@ -50,6 +53,54 @@ class Recorded:
         self.repeats: dict[Hashable, Callable[[], object] | None] = {}
         self.extra: dict[Hashable, Any] = {}
         self.capture = graphs.capture_on(device)
+
+    def do(
+        self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any] = contextlib.nullcontext
+    ) -> bool:
+        """Do work: the first time of a key as it is, from the second on recorded and repeated.
+
+        Args:
+            key: tells works apart.
+            work: on fixed storage.
+            rehearsal: a context in which it is recorded and not done.
+
+        Returns:
+            Whether it was repeated, with no Python of its own run.
+        """
+        repeat = self.repeats.get(key)
+        if repeat is None and key in self.repeats and self.capture is not None:
+            repeat = self._record(key, work, rehearsal)
+        if repeat is None:
+            work()
+            self.repeats.setdefault(key, None)
+            return False
+        repeat()
+        return True
+
+    def forget_all_but(self, newest: int, kind: str) -> None:
+        """Forget works whose key begins with `kind`, and what is kept for them, but for the newest ones."""
+        keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == kind]
+        for key in keys[: max(0, len(keys) - newest)]:
+            del self.extra[key]
+            self.repeats.pop(key, None)
+
+    def _record(
+        self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any]
+    ) -> Callable[[], object] | None:
+        """Record work that has been done before; None where that fails, which is said, and all goes on without."""
+        assert self.capture is not None
+        try:
+            with rehearsal():
+                repeat = self.repeats[key] = self.capture(work)
+            return repeat
+        except torch.OutOfMemoryError:
+            self.store.free()
+            why = "memory ran out while a decoding step was recorded, and all that was recorded is freed"
+        except (RuntimeError, ValueError) as error:
+            why = f"a decoding step of this model cannot be recorded ({error}; decoding_graph=False does not try)"
+        self.repeats, self.capture = {}, None
+        warnings.warn(f"{why}: decoding goes on kernel by kernel, which is slower", stacklevel=4)
+        return None
 
 
 class StepStore:
@@ -104,10 +155,10 @@ class Steps:
         # a copy of a cache decodes by itself
         return None
 
-    def takes(self, args: tuple, given: dict[str, Any]) -> bool:
+    def takes(self, given: dict[str, Any]) -> bool:
         """Whether a call of the model is a step to be made here."""
         cache, ids = self.cache, given.get("input_ids")
-        if self._within or args or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
+        if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
         own = self.model.step_input_names
         others = (name for name, x in given.items() if x is not None and name not in _TAKEN and name not in own)
@@ -130,16 +181,9 @@ class Steps:
             recorded.positions.copy_(positions)
         fixed, form = self._fixed_inputs(recorded, inputs or {})
         span = self.cache.next_step()
-        form = (positions is not None, form, *(mixer.step_form(span) for mixer in self.mixers))
-        repeat = recorded.repeats.get(form)
-        if repeat is None and form in recorded.repeats and recorded.capture is not None:
-            repeat = self._record(recorded, form, positions is not None, fixed)
-        if repeat is not None:
-            repeat()
+        key = ("step", positions is not None, form, *(mixer.step_form(span) for mixer in self.mixers))
+        if recorded.do(key, lambda: self._step(recorded, positions is not None, fixed), self.cache.rehearsal):
             self.cache.count(1)
-        else:
-            self._step(recorded, positions is not None, fixed)
-            recorded.repeats.setdefault(form, None)
         assert recorded.logits is not None
         return recorded.logits
 
@@ -161,9 +205,9 @@ class Steps:
                 # what data decide does not fit into it
                 new = None
         if new is None:
-            new = Recorded(kind, wanted, cache.fix(wanted), batch, device)
+            # what does not grow stays where it is, so that the former storage is none of its own any more
+            new, recorded = Recorded(store, kind, wanted, cache.fix(wanted), batch, device), None
         if recorded is not None:
-            # the smaller room is for smaller caches
             store.give(recorded)
         self.recorded = new
         return new
@@ -221,31 +265,6 @@ class Steps:
         if recorded.logits is None:
             recorded.logits = torch.empty_like(logits)
         recorded.logits.copy_(logits)
-
-    def _record(
-        self, recorded: Recorded, form: Hashable, positioned: bool, inputs: dict[str, Any]
-    ) -> Callable[[], object] | None:
-        """Record a step of a form that has been made before; None where that fails, which is said once."""
-        assert recorded.capture is not None
-        try:
-            with self.cache.rehearsal():
-                recorded.repeats[form] = recorded.capture(lambda: self._step(recorded, positioned, inputs))
-        except torch.OutOfMemoryError:
-            self.model.step_store.free()
-            recorded.repeats, recorded.extra, recorded.capture = {}, {}, None
-            warnings.warn(
-                "memory ran out while a decoding step was recorded: what was recorded is freed, and decoding goes on "
-                "kernel by kernel, which is slower",
-                stacklevel=2,
-            )
-        except (RuntimeError, ValueError) as error:
-            recorded.repeats, recorded.capture = {}, None
-            warnings.warn(
-                f"a decoding step of this model cannot be recorded ({error}); decoding goes on kernel by kernel, which "
-                "is slower; decoding_graph=False says so beforehand",
-                stacklevel=2,
-            )
-        return recorded.repeats.get(form)
 
 
 # arguments of a call that a step knows by itself

@@ -14,6 +14,7 @@ from tokenmix_core.modeling import HybridCache, Mixer
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.recording import record
 
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:
@@ -32,6 +33,42 @@ def run_in_pieces(mixer: Mixer, x: Tensor, pieces: list[int], **inputs) -> tuple
         cache.end()
         start += piece.shape[1]
     return torch.cat(outputs, 1), cache
+
+
+def run_recorded(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor, HybridCache]:
+    """As `run_in_pieces` for a prompt and single tokens, which are made in fixed storage: recorded and repeated."""
+    cache, table, B = HybridCache([mixer.make_state()]), _table(mixer), len(x)
+    cache.begin(B, prompt, x.device)
+    outputs = [mixer(x[:, :prompt], state=cache.layers[0], rotary=_rotary(mixer, torch.arange(prompt)), **inputs)[0]]
+    cache.end()
+    mixer.prepare_steps(cache.layers[0])
+    cache.fix(x.shape[1])
+    before = addresses(cache)
+    token, o = torch.empty_like(x[:, :1]), torch.empty_like(outputs[0][:, :1])
+
+    def step() -> None:
+        span = cache.begin(B, 1, x.device)
+        rotary = None if table is None else table(span.positions.view(B, 1))
+        o.copy_(mixer(token, state=cache.layers[0], rotary=rotary, **inputs)[0])
+        cache.end()
+
+    repeats = {}
+    for t in range(prompt, x.shape[1]):
+        token.copy_(x[:, t : t + 1])
+        form = mixer.step_form(cache.next_step())
+        if form not in repeats:
+            with cache.rehearsal():
+                repeats[form] = record(step)
+        repeats[form]()
+        cache.count(1)
+        outputs.append(o.clone())
+    assert addresses(cache) == before
+    return torch.cat(outputs, 1), cache
+
+
+def addresses(cache: HybridCache) -> list[int]:
+    """Where the tensors of a cache lie."""
+    return [x.data_ptr() for layer in cache.layers for part in layer.parts.values() for x in part.tensors]
 
 
 def random_pieces(total: int, rng: random.Random) -> list[int]:
@@ -80,6 +117,12 @@ class MixerContract:
         splits = [[self.tokens], [1] * self.tokens, *(random_pieces(self.tokens, rng) for _ in range(4))]
         for pieces in splits:
             assert relative_error(run_in_pieces(mixer, x, pieces, **self.inputs)[0], whole) < 1e-11, pieces
+
+    @torch.no_grad()
+    def test_a_step_recorded_once_gives_what_the_whole_gives(self, mixer, x):
+        whole = run_mixer(mixer, x, **self.inputs)
+        for prompt in (1, self.tokens // 2):
+            assert relative_error(run_recorded(mixer, x, prompt, **self.inputs)[0], whole) < 1e-11
 
     @torch.no_grad()
     def test_the_past_does_not_depend_on_the_future(self, mixer, x):
@@ -170,7 +213,10 @@ def _restarted(cu_seqlens: Tensor) -> Tensor:
     return torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()])
 
 
+def _table(mixer: Mixer) -> RotaryEmbedding | None:
+    return None if mixer.rotary_dim is None else RotaryEmbedding(mixer.rotary_dim, {"rope_theta": 10_000.0})
+
+
 def _rotary(mixer: Mixer, positions: Tensor):
-    if mixer.rotary_dim is None:
-        return None
-    return RotaryEmbedding(mixer.rotary_dim, {"rope_theta": 10_000.0})(positions.unsqueeze(0))
+    table = _table(mixer)
+    return None if table is None else table(positions.unsqueeze(0))

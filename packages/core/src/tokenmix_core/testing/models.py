@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.mixers import random_pieces
+from tokenmix_core.testing.mixers import addresses, random_pieces
+from tokenmix_core.testing.recording import recorded_decoding
 
 
 def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
@@ -191,6 +192,41 @@ class ModelContract:
             torch.manual_seed(3)
             outputs.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **options))
         assert torch.equal(*outputs)
+
+    @torch.no_grad()
+    def test_recorded_steps_give_what_the_whole_gives(self, model, ids):
+        prompt, lengths = self.tokens // 3, [self.tokens, self.tokens - 2, self.tokens - self.tokens // 3 + 1]
+        mask = left_padded(lengths, self.tokens)
+        alone = [model(ids[i : i + 1, -n:], use_cache=False, **self.inputs).logits[0] for i, n in enumerate(lengths)]
+        cache, logits = model.make_cache(), []
+        model(ids[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache, **self.inputs)
+        with recorded_decoding(), model.decoding(cache, graph=True):
+            for t in range(prompt, self.tokens):
+                out = model(ids[:, t : t + 1], past_key_values=cache, **self.inputs)
+                logits.append(out.logits.clone())
+                if t == prompt:
+                    before = addresses(cache)
+            assert any(cache.steps.recorded.repeats.values())
+            assert addresses(cache) == before
+        assert not cache.fixed
+        for row, exact in zip(torch.cat(logits, 1), alone, strict=True):
+            assert relative_error(row, exact[prompt - self.tokens :]) < 1e-4
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"eos_token_id": [7, 8, 9]}, {"num_beams": 2}, {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2}],
+        ids=["greedy", "beams", "sampling"],
+    )
+    def test_recorded_generation_gives_the_same_tokens(self, model, ids, options):
+        mask = left_padded([self.tokens, self.tokens - 7, 2], self.tokens)
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **self.inputs, **options}
+        outputs = []
+        for recorded in (False, True):
+            torch.manual_seed(3)
+            with recorded_decoding():
+                outputs.append(model.generate(ids, attention_mask=mask, decoding_graph=recorded, **options))
+        assert torch.equal(*outputs)
+        assert len(model.step_store) == 1
 
     def test_generation_continues_from_a_cache(self, model, ids):
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **self.inputs}
