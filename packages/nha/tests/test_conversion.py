@@ -22,6 +22,7 @@ from transformers import (
 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.recording import recorded_decoding
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.windows import nha_mixers, set_windows, using_windows, windows_of
@@ -155,6 +156,19 @@ def test_a_converted_model_is_saved_loaded_and_generates(original, ids, tmp_path
         outputs.append(model.generate(ids, attention_mask=mask, **options))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_steps_of_a_converted_model_are_recorded(original, ids):
+    converted = convert(original, [4, "full", 0], slots=4)
+    mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
+    for options in ({}, {"num_beams": 2}):
+        with recorded_decoding():
+            said = [
+                converted.generate(ids, attention_mask=mask, max_new_tokens=9, decoding_graph=graph, **options)
+                for graph in (False, True)
+            ]
+        assert torch.equal(*said)
+    assert len(converted.step_store) == 2
 
 
 def test_training_reaches_every_weight_with_and_without_checkpointing(original, ids):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -134,11 +134,16 @@ class GeneratesInSteps:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        cache, kept = model_kwargs.get("past_key_values"), _outlives(model_kwargs.get("past_key_values"), generation_config)
+        cache, kept = (
+            model_kwargs.get("past_key_values"),
+            _outlives(model_kwargs.get("past_key_values"), generation_config),
+        )
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
-                loop: Any = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
-                return loop(input_ids, model_kwargs, ask_every=1 if kept else ASK_EVERY)
+                loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
+                # a mixture of experts may have a form of its own for few tokens
+                with getattr(self, "_optimize_model_for_decode", nullcontext)():
+                    return loop(input_ids, model_kwargs, ask_every=1 if kept else ASK_EVERY)
             sample: Any = super()._sample  # type: ignore[misc]
             return sample(
                 input_ids,
@@ -259,4 +264,3 @@ def _loops_here(config: Any, stopping: StoppingCriteriaList, given: dict[str, An
 @functools.cache
 def _say_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
-

@@ -42,9 +42,7 @@ class Recorded:
         extra: what works need beside it, by key.
     """
 
-    def __init__(
-        self, store: StepStore, kind: Hashable, room: int, storage: Storage, batch: int, device: torch.device
-    ):
+    def __init__(self, store: StepStore, kind: Hashable, room: int, storage: Storage, batch: int, device: torch.device):
         self.store, self.kind, self.room, self.storage = store, kind, room, storage
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)

@@ -1,0 +1,290 @@
+"""Decoding in recorded steps: when they are recorded, kept and dropped, and what generation makes of them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from tokenmix_core.launch import graphs
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, choosing, steps
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.models import left_padded
+from tokenmix_core.testing.recording import HostRead, Watched, record, recorded_decoding
+
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "mixers": ["gated_delta_net", "attention", "local"],
+    "mixer_options": {
+        "gated_delta_net": {"num_heads": 2, "head_dim": 8},
+        "attention": {"num_heads": 2},
+        "local": {"type": "attention", "num_heads": 2, "window": 5, "sinks": 1},
+    },
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+OPTIONS = {"do_sample": False, "max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return HybridForCausalLM(HybridConfig(**FIELDS)).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(model):
+    yield
+    model.free_decoding_graphs()
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """How many works are recorded; decoding records on this device."""
+    counted = []
+    monkeypatch.setattr(graphs, "capture_on", lambda device: lambda work: counted.append(work) or record(work))
+    return counted
+
+
+def test_recorded_work_reads_nothing_but_tensors():
+    x = torch.tensor([3, 0, 1])
+    for work in (
+        lambda: x.sum().item(),
+        lambda: x.tolist(),
+        lambda: x[x > 0],
+        lambda: x.nonzero(),
+        lambda: x.add_(torch.tensor([1, 2, 3])),
+        lambda: bool(x.any()),
+    ):
+        with pytest.raises(HostRead), Watched():
+            work()
+    assert x.tolist() == [3, 0, 1]
+    repeat = record(lambda: x.add_(x.roll(1) * 2))
+    assert x.tolist() == [3, 0, 1]
+    repeat()
+    assert x.tolist() == [5, 6, 1]
+    repeat()
+    assert x.tolist() == [7, 16, 13]
+
+
+def test_steps_are_recorded_once_for_generations_of_like_size(model, ids, captures):
+    plain = model.generate(ids, decoding_graph=False, **OPTIONS)
+    for tokens in (7, 5):
+        assert torch.equal(model.generate(ids[:, :tokens], **OPTIONS)[:, :tokens], ids[:, :tokens])
+        # a step and a choice
+        assert len(captures) == 2
+    assert torch.equal(model.generate(ids, **OPTIONS), plain)
+    assert len(captures) == 2
+    # a step goes on, a choice of another kind does not
+    model.generate(ids, do_sample=True, top_k=5, max_new_tokens=5)
+    assert len(captures) == 3
+    assert len(model.step_store) == 1
+    model.generate(ids[:1], **OPTIONS)
+    assert len(captures) == 5
+    model.free_decoding_graphs()
+    assert len(model.step_store) == 0
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3, "do_sample": True}, {"num_beams": 2}])
+def test_growing_keys_move_to_a_larger_room(model, ids, captures, options, monkeypatch):
+    monkeypatch.setattr(steps, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(steps, "_rounded_up", lambda tokens: tokens)
+    mask = left_padded([7, 4], 7)
+    said = []
+    for graph in (False, None):
+        torch.manual_seed(0)
+        said.append(model.generate(ids, attention_mask=mask, decoding_graph=graph, **OPTIONS | options))
+    assert torch.equal(*said)
+    # rooms of 14, 28 and 47 tokens
+    assert len(captures) >= 3
+
+
+def test_weights_that_move_are_recorded_anew_and_hooks_are_called(model, ids, captures):
+    model = copy.deepcopy(model)
+    model.generate(ids, **OPTIONS)
+    wide = model.double().generate(ids, **OPTIONS)
+    assert len(captures) == 4
+    assert torch.equal(wide, model.generate(ids, decoding_graph=False, **OPTIONS))
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    model.generate(ids, **OPTIONS)
+    assert len(calls) == 40
+    assert len(captures) == 4
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("not permitted while capturing")])
+def test_what_cannot_be_recorded_is_said_once_and_decoded_all_the_same(model, ids, monkeypatch, error):
+    plain = model.generate(ids, decoding_graph=False, **OPTIONS)
+
+    def fail(work):
+        work()
+        raise error
+
+    # an operation that was begun before the failure has been done by the device or not: here it was not
+    monkeypatch.setattr(graphs, "capture_on", lambda device: lambda work: (record(work), fail(lambda: None)))
+    with pytest.warns(UserWarning, match="kernel by kernel") as caught:
+        assert torch.equal(model.generate(ids, **OPTIONS), plain)
+    assert len(caught) == 1
+
+
+def test_a_prompt_for_which_memory_is_short_is_read_after_recordings_are_freed(model, ids, captures, monkeypatch):
+    plain = model.generate(ids, **OPTIONS)
+    forward, full = model.model.forward, [True]
+
+    def short_of_memory(*args, **kwargs):
+        if full.pop() if full else False:
+            raise torch.OutOfMemoryError("full")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", short_of_memory)
+    assert len(model.step_store) == 1
+    assert torch.equal(model.generate(ids, **OPTIONS), plain)
+    assert not full
+    full.append(True)
+    model.free_decoding_graphs()
+    with pytest.raises(torch.OutOfMemoryError):
+        model.generate(ids, **OPTIONS)
+
+
+def test_the_host_asks_once_in_sixteen_tokens(model, ids, captures, monkeypatch):
+    asked, ask = [], choosing.Chooser.ask
+    monkeypatch.setattr(choosing.Chooser, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
+    model.generate(ids, **OPTIONS)
+    assert not asked
+    plain = model.generate(ids, decoding_graph=False, eos_token_id=[5, 6], **OPTIONS | {"max_new_tokens": 100})
+    assert torch.equal(model.generate(ids, eos_token_id=[5, 6], **OPTIONS | {"max_new_tokens": 100}), plain)
+    assert len(asked) == -(-(plain.shape[1] - 7) // 16)
+
+
+class Streamer:
+    def __init__(self):
+        self.got, self.ended = [], False
+
+    def put(self, tokens):
+        self.got += tokens.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("eos", [None, 23, [5, 6, 7, 8, 9]])
+def test_streamers_get_every_token_and_no_more(model, ids, captures, eos):
+    streamers, said = [Streamer(), Streamer()], []
+    for streamer, graph in zip(streamers, (False, None), strict=True):
+        options = OPTIONS | {"eos_token_id": eos, "decoding_graph": graph}
+        said.append(model.generate(ids[:1], streamer=streamer, **options))
+    assert torch.equal(*said)
+    assert streamers[0].got == streamers[1].got
+    assert streamers[1].ended
+
+
+class AfterSeven(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids == 7).any(1)
+
+
+def test_a_stop_that_needs_the_host_is_asked_after_every_token(model, ids, captures):
+    options = OPTIONS | {"stopping_criteria": StoppingCriteriaList([AfterSeven()]), "eos_token_id": 3}
+    with pytest.warns(UserWarning, match="AfterSeven needs the host"):
+        said = model.generate(ids, **options)
+    assert torch.equal(said, model.generate(ids, decoding_graph=False, **options))
+    assert len(captures) == 1
+
+
+def test_switches_turn_recording_off_and_refuse_what_they_are_not(model, ids, captures, monkeypatch):
+    plain = model.generate(ids, decoding_graph=False, **OPTIONS)
+    config = GenerationConfig(decoding_graph=False, pad_token_id=0, **OPTIONS)
+    assert torch.equal(model.generate(ids, generation_config=config), plain)
+    monkeypatch.setenv("TOKENMIX_DECODING_GRAPH", "0")
+    assert torch.equal(model.generate(ids, **OPTIONS), plain)
+    assert not captures
+    monkeypatch.setenv("TOKENMIX_DECODING_GRAPH", "yes")
+    with pytest.raises(ValueError, match="must be 0 .* or 1"):
+        model.generate(ids, **OPTIONS)
+    with pytest.raises(ValueError, match="decoding_graph must be"):
+        model.generate(ids, decoding_graph="always", **OPTIONS)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"decoding_graph=True: .* no graphs on cpu"):
+        model.generate(ids, decoding_graph=True, **OPTIONS)
+
+
+@pytest.mark.parametrize("eos", [None, 23])
+def test_a_cache_that_outlives_the_generation_is_as_without(model, ids, captures, eos):
+    said = []
+    for graph in (False, None):
+        cache = model.make_cache()
+        options = OPTIONS | {"eos_token_id": eos, "decoding_graph": graph}
+        first = model.generate(ids[:1], past_key_values=cache, return_dict_in_generate=True, **options)
+        assert first.past_key_values is cache
+        assert not cache.fixed
+        # others may use the memory now
+        model.generate(ids[1:], **OPTIONS)
+        with torch.no_grad():
+            said.append((first.sequences, cache.length, model(first.sequences[:, -1:], past_key_values=cache).logits))
+    assert torch.equal(said[0][0], said[1][0])
+    assert said[0][1] == said[1][1]
+    assert relative_error(said[1][2], said[0][2]) < 1e-5
+
+
+def test_scores_and_hidden_states_are_recorded_by_transformers_own_loop(model, ids, captures):
+    options = OPTIONS | {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+    plain, got = (model.generate(ids, decoding_graph=graph, **options) for graph in (False, None))
+    assert torch.equal(got.sequences, plain.sequences)
+    for a, b in zip(got.scores, plain.scores, strict=True):
+        assert relative_error(a, b) < 1e-5
+    assert len(captures) == 1
+
+
+def test_copies_of_models_and_caches_decode_by_themselves(model, ids, captures):
+    model.generate(ids, **OPTIONS)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(other.step_store) == 0
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        with model.decoding(cache):
+            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            other = copy.deepcopy(cache)
+            a = model(ids[:, 1:2], past_key_values=cache).logits
+            # what is not a step goes on from the same states
+            b = model(ids[:, 1:3], past_key_values=other).logits
+            assert relative_error(a, b[:, :1]) < 1e-5
+            c = model(ids[:, 2:3], past_key_values=cache).logits
+            assert relative_error(c, b[:, 1:]) < 1e-5
+
+
+def test_a_cache_is_fixed_where_it_can_be(model, ids):
+    cache = model.make_cache()
+    with pytest.raises(ValueError, match="has seen tokens"):
+        cache.fix(64)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="room must be above the 7"):
+            cache.fix(7)
+        storage = cache.fix(12)
+        other = model(ids[:1], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="does not fit"):
+        other.fix(12, storage)
+
+
+def test_decoding_inside_of_recorded_decoding_leaves_both_right(model, ids):
+    plain = model.generate(ids, decoding_graph=False, **OPTIONS)
+    with recorded_decoding(), torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        with model.decoding(cache):
+            tokens = plain[:, 7:9]
+            for t in range(2):
+                logits = model(tokens[:, t : t + 1], past_key_values=cache).logits
+            # another generation of the same size in the middle of this one has memory of its own
+            assert torch.equal(model.generate(ids, **OPTIONS), plain)
+            assert torch.equal(logits[:, -1].argmax(-1), plain[:, 9])
+            assert torch.equal(model(plain[:, 9:10], past_key_values=cache).logits[:, -1].argmax(-1), plain[:, 10])
