@@ -208,7 +208,7 @@ def test_switches_turn_recording_off_and_refuse_what_they_are_not(model, ids, ca
     assert torch.equal(model.generate(ids, **OPTIONS), plain)
     assert not captures
     monkeypatch.setenv("TOKENMIX_DECODING_GRAPH", "yes")
-    with pytest.raises(ValueError, match="must be 0 .* or 1"):
+    with pytest.raises(ValueError, match=r"must be 0 .* or 1"):
         model.generate(ids, **OPTIONS)
     with pytest.raises(ValueError, match="decoding_graph must be"):
         model.generate(ids, decoding_graph="always", **OPTIONS)

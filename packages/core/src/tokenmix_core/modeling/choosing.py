@@ -17,7 +17,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from tokenmix_core.modeling.steps import Recorded
 
@@ -144,7 +144,7 @@ class Chooser:
     def _choose(self, logits: Tensor) -> None:
         scores = logits.to(torch.float32, copy=True)
         seen = self.tokens if self._records else self.tokens[:, : self._host_length]
-        scores = self.processors(seen, scores)
+        scores: Tensor = self.processors(seen, scores)  # type: ignore[arg-type]
         if self.sample:
             token = torch.multinomial(scores.softmax(-1), 1)
         else:

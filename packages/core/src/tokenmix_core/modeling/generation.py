@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tokenmix_core.launch import graphs
@@ -134,10 +134,8 @@ class GeneratesInSteps:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        cache, kept = (
-            model_kwargs.get("past_key_values"),
-            _outlives(model_kwargs.get("past_key_values"), generation_config),
-        )
+        cache = model_kwargs.get("past_key_values")
+        kept = _outlives(cache, generation_config)
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
                 loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
