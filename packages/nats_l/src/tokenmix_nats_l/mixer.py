@@ -19,7 +19,7 @@ from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, kept_attention
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention
 from tokenmix_nats_l.chunks import (
     ChunkTypes,
@@ -31,6 +31,7 @@ from tokenmix_nats_l.chunks import (
     real_chunks,
 )
 from tokenmix_nats_l.open_chunk import go_on, hold_nothing, step
+from tokenmix_nats_l.ops import merge_operations
 
 Norms = Literal["each", "sum"]
 Weights = Literal["queries", "inputs", "none"]
@@ -312,17 +313,19 @@ class NatsL(Mixer):
 
     def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor) -> Tensor:
         """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
-        if self.softmax_norm is not None:
-            linear, softmax = self.linear_norm(linear), self.softmax_norm(softmax)
-        if self.weight_proj is None:
-            y = linear + softmax
-        else:
-            source = flat_q if self.weights == "queries" else x
-            shares = at_least_float32(self.weight_proj(source)).unflatten(-1, (2, -1)).softmax(-2).to(linear.dtype)
-            y = shares[..., 0, :, None] * linear + shares[..., 1, :, None] * softmax
-        if self.softmax_norm is None:
-            y = self.linear_norm(y)
-        return y.flatten(-2) * F.silu(self.g_proj(x))
+        logits = None
+        if self.weight_proj is not None:
+            logits = self.weight_proj(flat_q if self.weights == "queries" else x).unflatten(-1, (2, -1))
+        return merge_operations(
+            linear,
+            softmax,
+            self.g_proj(x),
+            self.linear_norm.weight,
+            None if self.softmax_norm is None else self.softmax_norm.weight,
+            logits,
+            eps=self.linear_norm.eps,
+            impl=unless_gluon(self.impl),
+        )
 
     def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
         """The share of softmax chunks by head, and the budget's loss, a sum over tokens."""

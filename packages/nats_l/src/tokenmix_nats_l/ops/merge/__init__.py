@@ -1,0 +1,1 @@
+"""Two operations' outputs as one: norms, weights, sum and gate."""

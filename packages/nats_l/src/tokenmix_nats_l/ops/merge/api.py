@@ -1,0 +1,85 @@
+"""The merge's public function: shapes, validation and the choice of an implementation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Checked
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, resolve_impl
+from tokenmix_nats_l.ops.merge.reference import merge_reference
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# channels of a head that a program holds at once
+WIDEST = 1024
+
+
+def merge_operations(
+    linear: Float[Tensor, "B T H V"],
+    softmax: Float[Tensor, "B T H V"],
+    gate: Float[Tensor, "B T E"],
+    linear_norm: Float[Tensor, "V"],
+    softmax_norm: Float[Tensor, "V"] | None,
+    logits: Float[Tensor, "B T 2 H"] | None,
+    *,
+    eps: float = 1e-6,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T E"]:
+    r"""Two operations' outputs, normed, weighed against each other, added and gated.
+
+    .. math:: y = \big(w_1 \text{RMS}(l) ⊙ γ_1 + w_2 \text{RMS}(s) ⊙ γ_2\big) ⊙ \text{silu}(z), \quad
+        (w_1, w_2) = \text{softmax}(\text{logits})
+
+    for each token and head, z being the gate; without γ₂ the weighted sum is normed instead of each. Differentiable in
+    every tensor. Computed in float32 (float64) and rounded once.
+
+    Args:
+        linear, softmax: outputs of both operations, bfloat16, float16 or float32 (the reference also float64).
+        gate: before its SiLU, E = H · V channels, in their dtype.
+        linear_norm: γ₁, or the weight of the one norm after the sum.
+        softmax_norm: γ₂; None for one norm after the sum (Table 4, *w/o Attn Norm*).
+        logits: of the linear operation's weight and of the softmax operation's, for each head; None for weights of 1.
+        eps: of the norms.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
+            no kernels in Gluon, as reading and writing is all that takes time here.
+
+    Returns:
+        y `[B, T, E]` in the dtype of `linear`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or eps do not fit; it says what was got and expected.
+    """
+    chosen = _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl)
+    if chosen == "reference":
+        return merge_reference(linear, softmax, gate, linear_norm, softmax_norm, logits, eps)
+    from tokenmix_nats_l.ops.merge.autograd import merge_triton
+
+    return merge_triton(linear, softmax, gate, linear_norm, softmax_norm, logits, eps)
+
+
+@Checked
+def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) -> str | None:
+    """Validate a call; return the implementation, as `resolve_impl` does."""
+    op = "merge_operations"
+    dims = bind_shapes(
+        op, {}, linear=(linear, "B T H V"), softmax=(softmax, "B T H V"), gate=(gate, "B T E"),
+        linear_norm=(linear_norm, "V"), softmax_norm=(softmax_norm, "V?"), logits=(logits, "B T 2 H?"),
+    )  # fmt: skip
+    impl = resolve_impl(op, impl, linear)
+    if dims["E"] != dims["H"] * dims["V"]:
+        raise ValueError(f"{op}: gate must have H · V = {dims['H'] * dims['V']} channels, got {dims['E']}")
+    if impl != "reference" and dims["V"] > WIDEST:
+        raise ValueError(
+            f"{op}: impl={impl or 'triton'!r} takes heads of up to {WIDEST} channels, got {dims['V']}; "
+            "pass impl='reference'"
+        )
+    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
+    check_dtype(op, floats, linear=linear, linear_norm=linear_norm, softmax_norm=softmax_norm, logits=logits)
+    check_same_dtype(op, linear=linear, softmax=softmax, gate=gate)
+    check_same_dtype(op, linear_norm=linear_norm, softmax_norm=softmax_norm)
+    if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{op}: eps must be a finite number of at least 0, got {eps!r}")
+    return impl

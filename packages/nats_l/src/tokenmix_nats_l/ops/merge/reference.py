@@ -1,0 +1,35 @@
+"""The merge, eager: the specification of the operation and of its gradient, on any device, in float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+def merge_reference(
+    linear: Float[Tensor, "B T H V"],
+    softmax: Float[Tensor, "B T H V"],
+    gate: Float[Tensor, "B T E"],
+    linear_norm: Float[Tensor, "V"],
+    softmax_norm: Float[Tensor, "V"] | None,
+    logits: Float[Tensor, "B T two H"] | None,
+    eps: float,
+) -> Float[Tensor, "B T E"]:
+    """y as `merge_operations` defines it, differentiable by autograd; in float32 (float64), rounded at the end."""
+    wide = torch.promote_types(linear.dtype, torch.float32)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight.to(wide), eps)
+
+    linear, softmax = linear.to(wide), softmax.to(wide)
+    if softmax_norm is not None:
+        linear, softmax = normed(linear, linear_norm), normed(softmax, softmax_norm)
+    if logits is not None:
+        of_linear, of_softmax = logits.to(wide).softmax(-2).unsqueeze(-1).unbind(-3)
+        linear, softmax = of_linear * linear, of_softmax * softmax
+    y = linear + softmax
+    if softmax_norm is None:
+        y = normed(y, linear_norm)
+    return (y.flatten(-2) * F.silu(gate.to(wide))).to(gate.dtype)
