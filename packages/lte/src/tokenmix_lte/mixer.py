@@ -17,7 +17,7 @@ from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import kept_attention
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_lte.cap import eviction_times
 from tokenmix_lte.inference import go_on, step
 from tokenmix_lte.scorers import Scorers, make_scorer
@@ -72,7 +72,7 @@ class Lte(Mixer):
             far keys.
         dropout: of the scorer's layers, in training.
         norm_eps: taken and not used, as there are no norms.
-        impl: implementation of attention, None, "triton" or "reference".
+        impl: implementation of attention and of the scorer, None, "triton" or "reference".
 
     Raises:
         ValueError: sizes that do not divide, a window too narrow for the scorer, an unknown choice.
@@ -125,7 +125,7 @@ class Lte(Mixer):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-        self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout)
+        self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout, unless_gluon(impl))
         # where nothing is scored, sinks alone are ever far
         self.cap = max(1, sinks) if scorer == "none" else cap
         self.uniform = scorer == "uniform"

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.ops.common import Impl
 from tokenmix_lte.ops import retention_logits
 
 Scorers = Literal["cnn", "causal", "mlp", "none", "uniform"]
@@ -53,10 +54,12 @@ class ConvScorer(Scorer):
         channels: of a head's key and value together, a multiple of 8.
         dropout: of the inputs of each convolution, in training.
         causal: read the past alone, 12 tokens of it, in place of 6 on either side.
+        impl: as `retention_logits`'.
     """
 
-    def __init__(self, heads: int, channels: int, *, dropout: float, causal: bool):
+    def __init__(self, heads: int, channels: int, *, dropout: float, causal: bool, impl: Impl | None = None):
         super().__init__()
+        self.impl: Impl | None = impl
         self.offsets = (-4, -2, 0) if causal else (-2, 0, 2)
         self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
         self.dropout = dropout
@@ -88,6 +91,7 @@ class ConvScorer(Scorer):
             begin=begin,
             cu_seqlens=cu_seqlens,
             dropout=self.dropout if self.training else 0.0,
+            impl=self.impl,
         )
 
 
@@ -124,13 +128,13 @@ class MlpScorer(Scorer):
             return torch.einsum("bthd,hd->bth", hidden, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
 
 
-def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float) -> Scorer | None:
+def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float, impl: Impl | None) -> Scorer | None:
     """The scorer of a name; None for those that learn nothing."""
     if kind in FIXED:
         return None
     if kind == "mlp":
         return MlpScorer(heads, channels, dropout=dropout)
-    return ConvScorer(heads, channels, dropout=dropout, causal=kind == "causal")
+    return ConvScorer(heads, channels, dropout=dropout, causal=kind == "causal", impl=impl)
 
 
 def _init_last_(weight: Tensor, bias: Tensor) -> None:

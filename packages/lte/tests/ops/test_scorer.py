@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.agreement import RoundedProducts
+from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_lte.ops import retention_logits
+from tokenmix_lte.ops.scorer.reference import LEVELS, dropout_mask
 from tokenmix_lte.scorers import ConvScorer, MlpScorer
 
 H, K = 3, 8
@@ -108,6 +112,94 @@ def test_nearly_every_key_is_kept_at_the_start():
     scorer = ConvScorer(8, 128, dropout=0.1, causal=False).eval()
     k, v = (0.1 * torch.randn(1, 200, 8, 64) for _ in range(2))
     assert (scorer(k, v) > 0).float().mean() > 0.9
+
+
+def kernel_case(B=1, T=40, heads=2, size=16, weights=torch.float32, device="cpu", **options):
+    """Tensors by name, and the call's options."""
+    rng = torch.Generator().manual_seed(0)
+    channels = [2 * size >> i for i in range(4)]
+    shapes = {"k": (B, T, heads, size), "v": (B, T, heads, size)}
+    for i, (C, CO) in enumerate(pairwise(channels)):
+        shapes |= {f"w{i}": (heads, CO, C, 3), f"b{i}": (heads, CO)}
+    shapes |= {"weight": (heads, channels[-1]), "bias": (heads,)}
+    drawn = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    for i in range(3):
+        drawn[f"w{i}"] *= (2 / (3 * channels[i])) ** 0.5
+    # numbers that both dtypes hold
+    return {name: (x.half().float() if name in "kv" else x).to(device) for name, x in drawn.items()}, options
+
+
+def scored(tensors, options, dtype, wide, impl):
+    """Logits and gradients by name, with k and v in `dtype` and weights in `wide`."""
+    leaves = {n: x.to(dtype if n in "kv" else wide).requires_grad_() for n, x in tensors.items()}
+    convs = [(leaves[f"w{i}"], leaves[f"b{i}"]) for i in range(3)]
+    torch.manual_seed(0)
+    logits = retention_logits(leaves["k"], leaves["v"], convs, leaves["weight"], leaves["bias"], impl=impl, **options)
+    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
+    if "begin" in options:
+        there = (torch.arange(logits.shape[1]) >= options["begin"].cpu()[:, None]).unsqueeze(-1).to(logits)
+        logits, upstream = torch.where(there > 0, logits, 0.0), upstream * there
+    grads = torch.autograd.grad(logits, list(leaves.values()), upstream)
+    return {"logits": logits} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+KERNEL_CASES = {
+    "two tiles": {"T": 30},
+    "dropout": {"B": 2, "T": 9, "dropout": 0.3},
+    "packed": {"T": 34, "cu_seqlens": torch.tensor([0, 1, 1, 9, 34])},
+    "padded": {"B": 2, "T": 26, "begin": torch.tensor([0, 9])},
+    "past": {"T": 20, "offsets": (-4, -2, 0)},
+    "few channels": {"T": 5, "size": 12},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_kernels_agree_with_the_reference_in_value_and_gradient(case, dtype, device):
+    tensors, options = kernel_case(**KERNEL_CASES[case], device=device)
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    exact = scored(tensors, options, torch.float64, torch.float64, "reference")
+    with RoundedProducts(dtype):
+        eager = scored(tensors, options, dtype, torch.float32, "reference")
+    got = scored(tensors, options, dtype, torch.float32, "triton")
+    for name, x in got.items():
+        assert x.dtype == (dtype if name in ("dk", "dv") else torch.float32)
+        # what is summed over many tokens is rounded for each of them
+        assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
+
+
+def test_a_logit_is_the_same_number_in_any_piece(device):
+    tensors, _ = kernel_case(T=60, device=device)
+    k, v = tensors["k"].half(), tensors["v"].half()
+    weights = [(tensors[f"w{i}"], tensors[f"b{i}"]) for i in range(3)], tensors["weight"], tensors["bias"]
+    whole = retention_logits(k, v, *weights, impl="triton")
+    for start, stop in ((0, 27), (11, 52), (30, 60)):
+        piece = retention_logits(k[:, start:stop], v[:, start:stop], *weights, impl="triton")
+        known = slice(6 if start else 0, stop - start - (6 if stop < 60 else 0))
+        assert torch.equal(piece[:, known], whole[:, start:stop][:, known])
+
+
+def test_dropout_drops_as_often_as_it_says_and_enlarges_the_rest():
+    x = torch.zeros(4, 2, 300, 16)
+    masks = [dropout_mask(torch.tensor([seed]), round(0.3 * LEVELS), layer, x) for seed in (1, 2) for layer in (0, 1)]
+    for mask in masks:
+        assert abs(mask.float().mean() - 0.7) < 0.01
+        for dim in (0, 2, 3):
+            near = mask.float().flatten().var(correction=0) * 0.1
+            pairs = mask.unfold(dim, 2, 1).float() - 0.7
+            assert pairs.prod(-1).mean().abs() < near
+    for i, mask in enumerate(masks):
+        assert all(abs((mask & other).float().mean() - 0.49) < 0.01 for other in masks[:i])
+
+
+def test_what_the_kernels_do_not_take_is_refused_and_left_to_the_reference(device):
+    tensors, _ = kernel_case(device=device)
+    convs = [(tensors[f"w{i}"][..., :2], tensors[f"b{i}"]) for i in range(3)]
+    call = {"offsets": (-1, 0)}
+    arguments = tensors["k"], tensors["v"], convs, tensors["weight"], tensors["bias"]
+    with pytest.raises(ValueError, match="takes three offsets"):
+        retention_logits(*arguments, **call, impl="triton")
+    assert retention_logits(*arguments, **call).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Operations of learned token eviction and of native sparse attention."""
 
+# what explain knows
+import tokenmix_lte.ops.operations  # noqa: F401
 from tokenmix_lte.ops.scorer.api import retention_logits
 from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
 

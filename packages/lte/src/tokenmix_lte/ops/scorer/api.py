@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import bind_shapes, check_cu_seqlens, check_dtype, check_same_dtype
-from tokenmix_lte.ops.scorer.reference import retention_logits_reference
+from tokenmix_core.launch.replay import Checked
+from tokenmix_core.ops.common import (
+    Impl,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_same_dtype,
+    resolve_impl,
+)
+from tokenmix_lte.ops.scorer.reference import LEVELS, retention_logits_reference
+from tokenmix_lte.ops.scorer.sizes import limit
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -27,6 +34,7 @@ def retention_logits(
     begin: Int[Tensor, "B"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     dropout: float = 0.0,
+    impl: Impl | None = None,
 ) -> Float[Tensor, "B T H"]:
     """How much each key is worth keeping: convolutions over time on [k; v], each followed by SiLU, and a linear map.
 
@@ -41,7 +49,11 @@ def retention_logits(
         offsets: where a convolution reads, one for each tap.
         begin: the first token of each row that exists; None for 0. Logits before it mean nothing.
         cu_seqlens: borders of packed sequences, for B = 1 and without `begin`.
-        dropout: probability with which elements of a convolution's input are dropped, others enlarged.
+        dropout: probability with which elements of a convolution's input are dropped, others enlarged. Which ones is a
+            hash of a number drawn by torch and of their places, alike in all implementations.
+        impl: "triton" (three convolutions of three offsets, K = V), "reference" (any device), or None: Triton for CUDA
+            tensors wherever it takes the scorer, the reference elsewhere. With k in bfloat16 or float16, Triton's
+            products are of that dtype, with sums in float32; all else is float32. There are no kernels in Gluon.
 
     Returns:
         Logits `[B, T, H]`, float32 (float64).
@@ -49,8 +61,32 @@ def retention_logits(
     Raises:
         ValueError: a wrong shape, dtype, device or option.
     """
-    op = "retention_logits"
+    with torch.autocast(k.device.type, enabled=False):
+        chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
+        # drawn on the device, which nobody waits for
+        seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
+        threshold = round(dropout * LEVELS)
+        if chosen == "reference":
+            return retention_logits_reference(
+                k, v, convs, weight, bias, offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed,
+                threshold=threshold,
+            )  # fmt: skip
+        from tokenmix_lte.ops.scorer.autograd import retention_logits_triton
+
+        return retention_logits_triton(k, v, convs, weight, bias, offsets, begin, cu_seqlens, seed, threshold)
+
+
+def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl) -> str | None:
+    """Validate a call; return the implementation, as `resolve_impl` does."""
+    flat = [x for conv in convs for x in conv]
+    return _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat)
+
+
+@Checked
+def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat) -> str | None:
+    op, convs = "retention_logits", list(zip(flat[::2], flat[1::2], strict=True))
     dims = bind_shapes(op, {}, k=(k, "B T H K"), v=(v, "B T H V"), begin=(begin, "B?"))
+    asked, impl = impl, resolve_impl(op, impl, k)
     check_dtype(op, _FLOATS, k=k)
     check_same_dtype(op, k=k, v=v)
     check_dtype(op, (torch.int32, torch.int64), begin=begin)
@@ -69,16 +105,9 @@ def retention_logits(
         dims["in"] = dims["out"]
     bind_shapes(op, dims, weight=(weight, "H in"), bias=(bias, "H"), k=(k, "B T H K"), cu_seqlens=(cu_seqlens, "_?"))
     check_dtype(op, _FLOATS, weight=weight, bias=bias)
-    if k.is_cuda:
-        _say_once()
-    with torch.autocast(k.device.type, enabled=False):
-        return retention_logits_reference(
-            k, v, convs, weight, bias, offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, dropout=dropout
-        )
-
-
-@functools.cache
-def _say_once() -> None:
-    warnings.warn(
-        "retention_logits: scores are computed by PyTorch's own operations; there is no fused kernel yet", stacklevel=3
-    )
+    why = limit(dims["K"], dims["V"], [kernel.shape[1] for kernel, _ in convs], offsets, k.dtype)
+    if impl == "reference" or why is None:
+        return impl
+    if asked is None:
+        return "reference"
+    raise ValueError(f"{op}: impl={asked!r} {why}; pass impl='reference', or None for what runs here")

@@ -12,6 +12,10 @@ from torch import Tensor
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.nn.precision import at_least_float32
 
+# of a dropout's probability
+LEVELS = 1 << 24
+_WORD = (1 << 32) - 1
+
 
 def retention_logits_reference(
     k: Float[Tensor, "B T H K"],
@@ -23,14 +27,19 @@ def retention_logits_reference(
     offsets: Sequence[int],
     begin: Int[Tensor, "B"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-    dropout: float = 0.0,
+    seed: Int[Tensor, "1"] | None = None,
+    threshold: int = 0,
 ) -> Float[Tensor, "B T H"]:
-    """Logits as `retention_logits` defines them, differentiable by autograd, computed in float32 (float64)."""
+    """Logits as `retention_logits` defines them, differentiable by autograd, computed in float32 (float64).
+
+    With a seed, convolutions' inputs are dropped as `dropout_mask` says.
+    """
     # heads in front: each has weights of its own
     x = torch.cat((at_least_float32(k), at_least_float32(v)), -1).permute(2, 0, 1, 3)
     there = [_there(x, offset, begin, cu_seqlens) for offset in offsets]
-    for kernel, shift in convs:
-        x = F.dropout(x, dropout) if dropout else x
+    for layer, (kernel, shift) in enumerate(convs):
+        if seed is not None:
+            x = x * dropout_mask(seed, threshold, layer, x) * (LEVELS / (LEVELS - threshold))
         total = shift.to(x.dtype)[:, None, None]
         for tap, offset, mask in zip(kernel.unbind(-1), offsets, there, strict=True):
             near = shifted(x, offset)
@@ -39,6 +48,30 @@ def retention_logits_reference(
         x = F.silu(total)
     logits = (x @ weight.to(x.dtype)[:, None, :, None]).squeeze(-1) + bias.to(x.dtype)[:, None, None]
     return logits.permute(1, 2, 0)
+
+
+def dropout_mask(
+    seed: Int[Tensor, "1"], threshold: int, layer: int, x: Float[Tensor, "H B T C"]
+) -> Bool[Tensor, "H B T C"]:
+    """Which elements of a layer's input stay: a hash of the seed, the layer, the token, the head and the channel.
+
+    So that every implementation, and a forward pass that is computed again, drops the same. An element goes with
+    probability `threshold` / 2²⁴.
+    """
+    H, B, T, C = x.shape
+    rows = torch.arange(B * T * H, device=x.device).view(B, T, H).permute(2, 0, 1)
+    base = _scrambled((seed.long() + layer * 0x2545F491) & _WORD)
+    of_row, of_channel = _scrambled(base ^ rows), _scrambled((base + torch.arange(C, device=x.device)) & _WORD) | 1
+    found = (of_row.unsqueeze(-1) * of_channel) & _WORD
+    found = ((found ^ (found >> 15)) * 0x2C1B3C6D) & _WORD
+    return (found >> 8) >= threshold
+
+
+def _scrambled(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+    """A hash of 32 bits."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
 
 
 def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"]:

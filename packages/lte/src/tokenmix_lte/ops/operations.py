@@ -1,0 +1,16 @@
+"""What core's `explain` knows of this package's operations."""
+
+from __future__ import annotations
+
+from tokenmix_core.ops.explain import Operation, register_operation
+from tokenmix_core.ops.operations import whole
+from tokenmix_lte.ops.scorer.api import retention_logits
+
+register_operation(
+    Operation(
+        retention_logits,
+        {"k": "B T H K", "v": "B T H K"},
+        {"B": 8, "T": 4096, "H": 8, "K": 64},
+        lambda x, impl: whole("retention_logits", x, impl),
+    )
+)

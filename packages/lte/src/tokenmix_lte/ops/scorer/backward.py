@@ -1,0 +1,108 @@
+"""Gradients of one layer: of its inputs, and sums for its weights that each program leaves."""
+
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_lte.ops.scorer.forward import load_tap
+from tokenmix_lte.ops.scorer.sizes import Sizes
+from tokenmix_lte.ops.scorer.tokens import dropped, load_channels, locate_tokens, store_channels
+
+# programs a multiprocessor
+_PROGRAMS = 2
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "slots", "tiles"])
+def scorer_layer_backward_kernel(
+    x, other, dz, w, begin, cu_seqlens, seed, dx, dother, dw, dbias, T, N, slots, tiles, H, threshold, C, CO,
+    BT: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr, LAYER: tl.constexpr, TAPS: tl.constexpr,
+    FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of C input channels of a layer for `tiles` tiles of BT tokens, from that of its sums before SiLU.
+
+    Layer 0 reads keys, x, or values, `other`, by the program; others read the SiLU of x and give the gradient before
+    it. The sums of biases come from the programs of x.
+    """
+    i_run, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # its channels among the layer's
+    i_in = i_part * C
+    CI = tl.num_programs(2) * C
+    if i_part == 1:
+        x = other
+        dx = dother
+    b_w = ()
+    b_dw = ()
+    for i in tl.static_range(TAPS):
+        b_w = b_w + (load_tap(w, i, i_h, H, CI, CO, i_in, C, BC, BO),)
+        b_dw = b_dw + (tl.zeros([BC, BO], tl.float32),)
+    b_dbias = tl.zeros([BO], tl.float32)
+    for i_tile in range(tiles):
+        i_c = i_run * tiles + i_tile
+        i_row, there, end, first = locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED)
+        o_t = first + tl.arange(0, BT)
+        m_t = (o_t >= there) & (o_t < end)
+        o_row = (i_row + o_t) * H + i_h
+        b_x = load_channels(x, o_row, m_t, C, BC)
+        b_z = b_x.to(tl.float32)
+        b_sigmoid = tl.sigmoid(b_z)
+        if LAYER > 0:
+            b_x = (b_z * b_sigmoid).to(b_x.dtype)
+        b_x = dropped(b_x, seed, threshold, o_row, i_in, LAYER, DROPOUT)
+        b_dx = tl.zeros([BT, BC], tl.float32)
+        b_sums = ()
+        for i in tl.static_range(TAPS):
+            # the token that reads this one by the tap
+            o_s = o_t - (FIRST + i * STEP)
+            m_s = m_t & (o_s >= there) & (o_s < end)
+            b_dz = load_channels(dz, (i_row + o_s) * H + i_h, m_s, CO, BO)
+            b_dx = tl.dot(b_dz, tl.trans(b_w[i]), b_dx, input_precision="tf32x3")
+            b_sums = b_sums + (tl.dot(tl.trans(b_x), b_dz, b_dw[i], input_precision="tf32x3"),)
+            if FIRST + i * STEP == 0:
+                b_dbias += tl.sum(b_dz.to(tl.float32), 0)
+        b_dw = b_sums
+        b_dx = dropped(b_dx, seed, threshold, o_row, i_in, LAYER, DROPOUT)
+        if LAYER > 0:
+            b_dx *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+        m_t = (o_t >= 0) & (o_t < tl.minimum(first + BT, end))
+        store_channels(dx, b_dx, o_row, m_t, C, BC)
+    o_i, o_o = tl.arange(0, BC), tl.arange(0, BO)
+    m_w = (o_i < C)[:, None] & (o_o < CO)[None, :]
+    for i in tl.static_range(TAPS):
+        p_w = dw + (((i_run.to(tl.int64) * TAPS + i) * H + i_h) * CI + i_in) * CO
+        tl.store(p_w + o_i[:, None] * CO + o_o[None, :], b_dw[i], mask=m_w)
+    if i_part == 0:
+        tl.store(dbias + (i_run.to(tl.int64) * H + i_h) * CO + o_o, b_dbias, mask=o_o < CO)
+
+
+def scorer_layer_backward(
+    layer: int, inputs: tuple[Tensor, ...], dz, w, begin, cu_seqlens, seed, threshold: int, sizes: Sizes
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Gradients of a layer's inputs, and in float32 of its weights `[H, out, in, taps]` and biases `[H, out]`.
+
+    `inputs` are k and v, or the layer before without its SiLU; `dz` is the gradient of the layer before its own.
+    """
+    B, T, H, C = inputs[0].shape
+    CO = dz.shape[-1]
+    grads = tuple(torch.empty_like(x) for x in inputs)
+    slots = chunk_slots(B, T, sizes.layer.BT, cu_seqlens)
+    tiles = cdiv(slots * H * len(inputs), _PROGRAMS * tuning.multiprocessors(dz.device))
+    runs = cdiv(slots, tiles)
+    dw = dz.new_empty(runs, sizes.taps[0], H, len(inputs) * C, CO, dtype=torch.float32)
+    dbias = dz.new_empty(runs, H, CO, dtype=torch.float32)
+    scorer_layer_backward_kernel[(runs, H, len(inputs))](
+        inputs[0], inputs[-1], dz, w, begin, cu_seqlens, seed, grads[0], grads[-1], dw, dbias,
+        T, num_sequences(dz, cu_seqlens), slots, tiles, H, threshold, C, CO,
+        sizes.layer.BT, sizes.blocks[layer], sizes.blocks[layer + 1], layer, *sizes.taps,
+        seed is not None, cu_seqlens is not None, num_warps=sizes.layer.num_warps, num_stages=sizes.layer.num_stages,
+    )  # fmt: skip
+    return grads, dw.sum(0).permute(1, 3, 2, 0).contiguous(), dbias.sum(0)

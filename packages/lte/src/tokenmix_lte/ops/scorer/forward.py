@@ -1,0 +1,151 @@
+"""Logits in one kernel: all layers of a tile of tokens, whose neighbours are computed with it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_lte.ops.scorer.sizes import Sizes
+from tokenmix_lte.ops.scorer.tokens import dropped, load_channels, locate_tokens, store_channels
+
+
+@triton.jit
+def load_tap(w, i_tap, i_h, H, CI, CO, i_in, C, BI: tl.constexpr, BO: tl.constexpr):
+    """Weights `[BI, BO]` of a tap for the C input channels from `i_in` on; w is `[taps, H, CI, CO]`."""
+    o_i, o_o = tl.arange(0, BI), tl.arange(0, BO)
+    p_w = w + ((i_tap * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
+    return tl.load(p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :], other=0.0)
+
+
+@triton.jit
+def load_bias(bias, i_h, C, BT: tl.constexpr, BC: tl.constexpr):
+    """A head's C biases for each of BT tokens, float32."""
+    o_c = tl.arange(0, BC)
+    b_bias = tl.load(bias + i_h * C + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    return tl.zeros([BT, BC], tl.float32) + b_bias[None, :]
+
+
+@triton.jit
+def moved(b_x, OFFSET: tl.constexpr):
+    """Row t + OFFSET in place of row t; rows that this tile lacks are those at its ends."""
+    if OFFSET != 0:
+        o_t = tl.minimum(tl.maximum(tl.arange(0, b_x.shape[0]) + OFFSET, 0), b_x.shape[0] - 1)
+        b_x = tl.gather(b_x, tl.broadcast_to(o_t[:, None], b_x.shape), 0)
+    return b_x
+
+
+@triton.jit
+def convolve(
+    b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """A convolution of a tile of tokens, before its SiLU, float32."""
+    b_z = load_bias(bias, i_h, CO, b_x.shape[0], BO)
+    for i in tl.static_range(TAPS):
+        b_w = load_tap(w, i, i_h, H, CI, CO, 0, CI, BI, BO)
+        b_z = tl.dot(moved(b_x, FIRST + i * STEP), b_w, b_z, input_precision="tf32x3")
+    return b_z
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "slots"])
+def scorer_kernel(
+    k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, logits, dlogits, z1, z2, dz3, dlast,
+    T, N, slots, H, threshold, K, C1, C2, C3, BT: tl.constexpr, BK: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+    B3: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr,
+    GRADIENTS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Logits of the inner tokens of a tile of BT; or, from `dlogits`, what the layers' gradients begin with.
+
+    That is the first two layers before their SiLU, the gradient of the third before its own, and sums for the linear
+    map: of its C3 weights, then of its bias.
+    """
+    SPAN: tl.constexpr = (TAPS - 1) * STEP
+    # two layers follow the first one
+    OWN: tl.constexpr = BT - 2 * SPAN
+    i_h = tl.program_id(1)
+    i_row, there, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)
+    # the first is known when this is compiled
+    if not GRADIENTS:  # noqa: SIM102
+        if first >= end:
+            return
+    o_t = first + 2 * FIRST + tl.arange(0, BT)
+    m_t = (o_t >= there) & (o_t < end)
+    m_own = (o_t >= first) & (o_t < tl.minimum(first + OWN, end))
+    o_row = (i_row + o_t) * H + i_h
+    b_z1 = load_bias(bias1, i_h, C1, BT, B1)
+    for i in range(TAPS):
+        o_s = o_t + (FIRST + i * STEP)
+        m_s = (o_s >= there) & (o_s < end)
+        o_s = (i_row + o_s) * H + i_h
+        b_k = dropped(load_channels(k, o_s, m_s, K, BK), seed, threshold, o_s, 0, 0, DROPOUT)
+        b_z1 = tl.dot(b_k, load_tap(w1, i, i_h, H, 2 * K, C1, 0, K, BK, B1), b_z1, input_precision="tf32x3")
+        b_v = dropped(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, K, 0, DROPOUT)
+        b_z1 = tl.dot(b_v, load_tap(w1, i, i_h, H, 2 * K, C1, K, K, BK, B1), b_z1, input_precision="tf32x3")
+    # a token that does not exist is 0 in every layer
+    b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1), 0.0).to(k.dtype.element_ty)
+    b_x = dropped(b_x, seed, threshold, o_row, 0, 1, DROPOUT)
+    b_z2 = convolve(b_x, w2, bias2, i_h, H, C1, C2, B1, B2, TAPS, FIRST, STEP)
+    b_x = tl.where(m_t[:, None], b_z2 * tl.sigmoid(b_z2), 0.0).to(k.dtype.element_ty)
+    b_x = dropped(b_x, seed, threshold, o_row, 0, 2, DROPOUT)
+    b_z3 = convolve(b_x, w3, bias3, i_h, H, C2, C3, B2, B3, TAPS, FIRST, STEP)
+    b_sigmoid = tl.sigmoid(b_z3)
+    b_x3 = b_z3 * b_sigmoid
+    o_c = tl.arange(0, B3)
+    b_w = tl.load(weight + i_h * C3 + o_c, mask=o_c < C3, other=0.0).to(tl.float32)
+    if GRADIENTS:
+        b_d = tl.load(dlogits + o_row, mask=m_own & m_t, other=0.0).to(tl.float32)
+        store_channels(z1, b_z1, o_row, m_own, C1, B1)
+        store_channels(z2, b_z2, o_row, m_own, C2, B2)
+        b_dz = b_d[:, None] * b_w[None, :] * b_sigmoid * (1.0 + b_z3 * (1.0 - b_sigmoid))
+        store_channels(dz3, b_dz, o_row, m_own, C3, B3)
+        p_last = dlast + (tl.program_id(0).to(tl.int64) * H + i_h) * (C3 + 1)
+        tl.store(p_last + o_c, tl.sum(b_d[:, None] * b_x3, 0), mask=o_c < C3)
+        tl.store(p_last + C3, tl.sum(b_d, 0))
+    else:
+        b_logits = tl.sum(b_x3 * b_w[None, :], 1) + tl.load(bias + i_h).to(tl.float32)
+        tl.store(logits + o_row, b_logits, mask=m_own)
+
+
+def taps_first(kernel: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights `[H, out, in, taps]` as kernels read them, `[taps, H, in, out]`."""
+    return kernel.permute(3, 0, 2, 1).to(dtype).contiguous()
+
+
+def scorer_forward(k, v, weights, begin, cu_seqlens, seed, threshold: int, sizes: Sizes) -> Tensor:
+    """Logits `[B, T, H]`, float32; `weights` are each convolution's, as `taps_first` makes them, and those after it."""
+    logits = k.new_empty(k.shape[:3], dtype=torch.float32)
+    slots = chunk_slots(*k.shape[:2], sizes.own, cu_seqlens)
+    results = logits, None, None, None, None, None
+    _launch(slots, k, v, weights, begin, cu_seqlens, seed, threshold, sizes, results)
+    return logits
+
+
+def scorer_beginnings(
+    k, v, weights, begin, cu_seqlens, seed, threshold: int, dlogits, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From the gradient of logits: layers 1 and 2 before their SiLU, the gradient of layer 3 before it `[B, T, H, C]`,
+    and the gradients of the linear map's weights `[H, C3]` and bias `[H]`, float32."""
+    B, T, H, _ = k.shape
+    *_, C3 = sizes.channels
+    z1, z2, dz3 = (k.new_empty(B, T, H, C) for C in sizes.channels[1:])
+    slots = chunk_slots(B, T, sizes.own, cu_seqlens)
+    dlast = k.new_empty(slots, H, C3 + 1, dtype=torch.float32)
+    results = None, dlogits, z1, z2, dz3, dlast
+    _launch(slots, k, v, weights, begin, cu_seqlens, seed, threshold, sizes, results)
+    sums = dlast.sum(0)
+    return z1, z2, dz3, sums[:, :C3], sums[:, C3]
+
+
+def _launch(slots: int, k, v, weights, begin, cu_seqlens, seed, threshold: int, sizes: Sizes, results: tuple) -> None:
+    _, T, H, _ = k.shape
+    tile = sizes.layers
+    scorer_kernel[(slots, H)](
+        k, v, *weights, begin, cu_seqlens, seed, *results, T, num_sequences(k, cu_seqlens), slots, H, threshold,
+        *sizes.channels, tile.BT, *sizes.blocks, *sizes.taps, seed is not None, results[1] is not None,
+        cu_seqlens is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
