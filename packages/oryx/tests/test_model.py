@@ -342,8 +342,8 @@ def test_a_prompt_in_pieces_is_generated_from_alike(model, ids):
 
 def test_a_compiled_training_step_in_mixed_modes_is_one_graph(ids):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 1, "impl": "triton"}
-    model = OryxForCausalLM(OryxConfig(**FAMILIES["tm"] | sizes)).train()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1}
+    model = OryxForCausalLM(OryxConfig(**fields("mamba2", head_dim=16, impl="triton") | sizes)).train()
     mode = torch.arange(19).expand(3, -1) % 4 == 0
     exact = model(ids, labels=ids, mode=mode).loss
     exact.backward()
