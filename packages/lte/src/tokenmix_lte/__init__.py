@@ -6,10 +6,10 @@ know its family.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmix_core.families import announce
+from tokenmix_core.lazy import lazily
 
 if TYPE_CHECKING:
     from tokenmix_lte.config import LteConfig
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Lte", "LteConfig", "LteForCausalLM", "LteModel"]
 
-_HOMES = {"Lte": "mixer", "LteConfig": "config", "LteForCausalLM": "model", "LteModel": "model"}
-
 announce({"tokenmix_lte": "tokenmix_lte.model"})
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, {"Lte": "mixer", "LteConfig": "config", "LteForCausalLM": "model", "LteModel": "model"})

@@ -1,13 +1,15 @@
 """Neural Attention Search Linear: softmax attention or the gated delta rule, chosen for every chunk of tokens.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU. Importing `tokenmix_nats_l.model`
-registers the family with transformers' auto classes.
+Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
+know its family.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tokenmix_core.families import announce
+from tokenmix_core.lazy import lazily
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.config import NatsLConfig
@@ -17,10 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["NatsL", "NatsLConfig", "NatsLForCausalLM", "NatsLModel"]
 
-_HOMES = {"NatsL": "mixer", "NatsLConfig": "config", "NatsLForCausalLM": "model", "NatsLModel": "model"}
+announce({"tokenmix_nats_l": "tokenmix_nats_l.model"})
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__, {"NatsL": "mixer", "NatsLConfig": "config", "NatsLForCausalLM": "model", "NatsLModel": "model"}
+)

@@ -6,10 +6,10 @@ know its families: the models of `tokenmix_nha.model`, and the converted ones of
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmix_core.families import announce
+from tokenmix_core.lazy import lazily
 
 if TYPE_CHECKING:
     from tokenmix_nha.config import NhaConfig
@@ -30,24 +30,20 @@ __all__ = [
     "using_windows",
 ]
 
-# no module is named as what it holds: imported, it would take that place
-_HOMES = {
-    "NhaConfig": "config",
-    "NhaForCausalLM": "model",
-    "NhaMixer": "mixer",
-    "NhaModel": "model",
-    "convert": "conversion",
-    "nha_layers": "windows",
-    "set_windows": "windows",
-    "using_windows": "windows",
-}
-
 _CONVERTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 announce({f"tokenmix_nha_{kind}": "tokenmix_nha.hybridized" for kind in _CONVERTED})
 announce({"tokenmix_nha": "tokenmix_nha.model"})
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "NhaConfig": "config",
+        "NhaForCausalLM": "model",
+        "NhaMixer": "mixer",
+        "NhaModel": "model",
+        "convert": "conversion",
+        "nha_layers": "windows",
+        "set_windows": "windows",
+        "using_windows": "windows",
+    },
+)

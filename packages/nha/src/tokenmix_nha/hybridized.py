@@ -33,19 +33,13 @@ from transformers import (
     Qwen3MoeModel,
 )
 
-from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState, Span
+from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState
 from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
 from tokenmix_core.modeling.cache import settle
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import check_depth
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
-from tokenmix_core.modeling.packing import (
-    document_borders,
-    keeps_cache,
-    real_tokens,
-    refuse_recomputing,
-    token_positions,
-)
+from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
@@ -167,38 +161,26 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         hidden: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[attr-defined]
-        if past_key_values is not None and not isinstance(past_key_values, HybridCache):
-            raise ValueError(f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}")
-        batch, tokens = hidden.shape[:2]
-        training: bool = self.training  # type: ignore[attr-defined]
-        if training and self.gradient_checkpointing:  # type: ignore[attr-defined]
-            refuse_recomputing(past_key_values)
-            use_cache = False
-        cached = past_key_values is not None or bool(use_cache)
-        cu_seqlens = document_borders(
-            cu_seqlens, position_ids, attention_mask, kwargs, batch=batch, tokens=tokens, cached=cached
+        call = begin_call(
+            self,
+            hidden,
+            kwargs,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
         )
-        if use_cache is None:
-            default = self.config.use_cache and not training
-            use_cache = past_key_values is not None or keeps_cache(default, attention_mask, cu_seqlens)
-        if use_cache and cu_seqlens is not None:
-            raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False")
-        cache = (past_key_values or self.make_cache()) if use_cache else None
-        mask = real_tokens(attention_mask, batch, tokens, cache)
-        if cache is None:
-            span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)
-        else:
-            span = cache.begin(batch, tokens, hidden.device, mask)
-        positions = token_positions(position_ids, span, cu_seqlens, cache)
+        span, cache = call.span, call.cache
         packed = span.pack(hidden)
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed,
             # a mask of four dimensions is taken as it is, and ours needs none
             attention_mask=packed.new_empty(1, 1, 1, 1),
-            position_ids=positions,
+            position_ids=call.position_ids,
             past_key_values=cache,
-            use_cache=use_cache,
-            cu_seqlens=span.cu_seqlens if cu_seqlens is None else cu_seqlens,
+            use_cache=cache is not None,
+            cu_seqlens=call.cu_seqlens,
             **kwargs,
         )
         if cache is not None:

@@ -6,10 +6,10 @@ know the family.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmix_core.families import announce
+from tokenmix_core.lazy import lazily
 
 if TYPE_CHECKING:
     from tokenmix_oryx.config import OryxConfig
@@ -20,18 +20,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["OryxConfig", "OryxForCausalLM", "OryxMixer", "OryxModel", "draw_modes"]
 
-_HOMES = {
-    "OryxConfig": "config",
-    "OryxForCausalLM": "model",
-    "OryxMixer": "mixer",
-    "OryxModel": "model",
-    "draw_modes": "modes",
-}
-
 announce({"tokenmix_oryx": "tokenmix_oryx.model"})
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "OryxConfig": "config",
+        "OryxForCausalLM": "model",
+        "OryxMixer": "mixer",
+        "OryxModel": "model",
+        "draw_modes": "modes",
+    },
+)

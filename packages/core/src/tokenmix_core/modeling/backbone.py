@@ -17,13 +17,7 @@ from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.mixer import Mixer, find_mixer
-from tokenmix_core.modeling.packing import (
-    document_borders,
-    keeps_cache,
-    real_tokens,
-    refuse_recomputing,
-    token_positions,
-)
+from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm
@@ -173,27 +167,24 @@ class HybridModel(HybridPreTrainedModel):
             ValueError: inputs that do not fit together, with what was got and what was expected.
         """
         hidden = self._embed(input_ids, inputs_embeds)
-        batch, tokens = hidden.shape[:2]
-        cached = past_key_values is not None or (
-            bool(use_cache) and not (self.training and self.gradient_checkpointing)
-        )
-        cu_seqlens = document_borders(
-            cu_seqlens, position_ids, attention_mask, mixer_inputs, batch=batch, tokens=tokens, cached=cached
+        call = begin_call(
+            self,
+            hidden,
+            mixer_inputs,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
         )
         self._check_inputs(mixer_inputs)
-        cache = self._cache(past_key_values, use_cache, attention_mask, cu_seqlens)
-        mask = real_tokens(attention_mask, batch, tokens, cache)
-        if cache is None:
-            span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)
-        else:
-            span = cache.begin(batch, tokens, hidden.device, mask)
-        position_ids = token_positions(position_ids, span, cu_seqlens, cache)
-        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, cu_seqlens, cache)
+        span, cache = call.span, call.cache
+        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.documents, cache)
         hidden, seen = span.pack(hidden), [hidden]
         auxiliary: dict[str, list[Tensor]] = {}
         if hidden.shape[1]:
-            borders = span.cu_seqlens if cu_seqlens is None else cu_seqlens
-            rotary = {int(dim): table(position_ids) for dim, table in self.rotary.items()}
+            borders = call.cu_seqlens
+            rotary = {int(dim): table(call.position_ids) for dim, table in self.rotary.items()}
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
                 args |= {"cu_seqlens": borders, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
@@ -219,7 +210,7 @@ class HybridModel(HybridPreTrainedModel):
             past_key_values=cache,
             hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
             auxiliary={name: _stacked(values) for name, values in auxiliary.items()} or None,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=call.documents,
         )
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -252,25 +243,6 @@ class HybridModel(HybridPreTrainedModel):
                 f"{type(self).__name__}.forward: unknown input {', '.join(map(repr, unknown))}; "
                 f"inputs of the mixers are: {known}"
             )
-
-    def _cache(
-        self, cache: Any, use_cache: bool | None, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> HybridCache | None:
-        if cache is not None and not isinstance(cache, HybridCache):
-            raise ValueError(
-                f"past_key_values must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
-                "which cannot hold what all mixers keep"
-            )
-        if use_cache is None:
-            use_cache = cache is not None or keeps_cache(self.config.use_cache and not self.training, mask, cu_seqlens)
-        if self.training and self.gradient_checkpointing:
-            refuse_recomputing(cache)
-            use_cache = False
-        if not use_cache:
-            return None
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False, or rows with padding")
-        return self.make_cache() if cache is None else cache
 
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -16,6 +16,81 @@ from tokenmix_core.nn.state import Span
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _INDEX = "seq_idx"
+
+
+class Call(NamedTuple):
+    """A forward call whose tokens have found their places.
+
+    Attributes:
+        span: where they lie.
+        cache: what the call reads and updates; None without one.
+        documents: the borders of packed documents, in whichever form the call gave them.
+        position_ids: `[B or 1, T]`, in the layout of the layers.
+    """
+
+    span: Span
+    cache: HybridCache | None
+    documents: Int[Tensor, "N_plus_1"] | None
+    position_ids: Int[Tensor, "_ T"]
+
+    @property
+    def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
+        """The borders that the layers see: of documents, or of rows whose padding was taken out."""
+        return self.span.cu_seqlens if self.documents is None else self.documents
+
+
+def begin_call(
+    model: Any,
+    hidden: Tensor,
+    named: dict[str, Any],
+    *,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    past_key_values: HybridCache | None,
+    use_cache: bool | None,
+) -> Call:
+    """Decide what a backbone's call keeps and where its tokens lie; the caller ends what it began with `cache.end()`.
+
+    Args:
+        model: the backbone, which has a `config`, makes a cache and may recompute activations.
+        hidden: the embeddings `[B, T, D]`.
+        named: other inputs of the call, from which transformers' names of borders are taken away.
+        attention_mask, position_ids, cu_seqlens, past_key_values, use_cache: as for `HybridModel.forward`.
+
+    Raises:
+        ValueError: inputs that do not fit together.
+    """
+    batch, tokens = hidden.shape[:2]
+    recomputes = model.training and model.gradient_checkpointing
+    if past_key_values is not None and not isinstance(past_key_values, HybridCache):
+        raise ValueError(
+            f"past_key_values must be a HybridCache (model.make_cache()), got {type(past_key_values).__name__}, "
+            "which cannot hold what all mixers keep"
+        )
+    if recomputes and past_key_values is not None:
+        # a second run of a layer would update its state a second time
+        raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
+    cached = past_key_values is not None or (bool(use_cache) and not recomputes)
+    cu_seqlens = document_borders(
+        cu_seqlens, position_ids, attention_mask, named, batch=batch, tokens=tokens, cached=cached
+    )
+    if use_cache is None:
+        # a traced graph with padding keeps a cache when it is told
+        traced = attention_mask is not None and torch.compiler.is_compiling()
+        by_default = model.config.use_cache and not model.training and cu_seqlens is None and not traced
+        use_cache = past_key_values is not None or by_default
+    if use_cache and not recomputes and cu_seqlens is not None:
+        raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False, or rows with padding")
+    cache = None
+    if use_cache and not recomputes:
+        cache = model.make_cache() if past_key_values is None else past_key_values
+    mask = real_tokens(attention_mask, batch, tokens, cache)
+    if cache is None:
+        span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)
+    else:
+        span = cache.begin(batch, tokens, hidden.device, mask)
+    return Call(span, cache, cu_seqlens, token_positions(position_ids, span, cu_seqlens, cache))
 
 
 def document_borders(
@@ -129,17 +204,6 @@ def token_positions(
     if span.uniform:
         return torch.arange(span.past, span.past + span.tokens, device=span.device).unsqueeze(0)
     return span.positions.view(span.layout)
-
-
-def keeps_cache(by_default: bool, mask: Tensor | None, cu_seqlens: Tensor | None) -> bool:
-    """Whether a call that was not told keeps a cache; a traced graph with padding does when it is told."""
-    return by_default and cu_seqlens is None and not (mask is not None and torch.compiler.is_compiling())
-
-
-def refuse_recomputing(cache: HybridCache | None) -> None:
-    """Raise a ValueError for a cache where activations are recomputed, which would update its states a second time."""
-    if cache is not None:
-        raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
 
 
 def borders_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:

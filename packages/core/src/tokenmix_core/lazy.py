@@ -1,0 +1,24 @@
+"""Public names of a package that are imported when they are first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose import is quick, though its names need torch.
+
+    Args:
+        package: the package's `__name__`.
+        homes: by name, the module of the package that has it. No module may be named as what it holds: imported, it
+            would take that place.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return find
