@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmix_core import tuning
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.attention.backends import flash_attention
-from tokenmix_core.testing.benchmarking import first_call_seconds, measure, table
+from tokenmix_core.testing.benchmarking import first_call_seconds, measure, measure_forms, table
 
 
 class Case(NamedTuple):
@@ -48,6 +49,12 @@ CASES = [
 CPU_CASES = [
     Case(1, 256, 4, 2, 2, 16, 16, window=32, kept=16),
     Case(1, 256, 4, 4, 2, 16, 32, unit=64, window=None, kept=2),
+]
+# queries and columns that meet, warps and registers a thread: what was not timed yet
+TILES = [
+    tuning.KeptAttentionTile(64, 64, 4, 1, 168),
+    tuning.KeptAttentionTile(128, 64, 8, 1, 128),
+    tuning.KeptAttentionTile(128, 64, 4, 1, 255),
 ]
 # list lengths; lists of unequal length beside even ones with as many pairs; other heads
 SWEEP = [
@@ -96,7 +103,36 @@ def sweep(device: str) -> Iterator[dict]:
         yield from _rows(case, device)
 
 
-def _rows(case: Case, device: str, peers: bool = False) -> list[dict]:
+def versions(device: str) -> Iterator[dict]:
+    """Both forms of the kernels on the installed Triton; kept keys in Gluon run where they are asked for."""
+    cases = [CASES[0], CASES[2], CASES[3], CASES[6]] if device != "cpu" else CPU_CASES[:1]
+    for case in cases:
+        q, k, v, keep = _inputs(case, device)
+
+        def forward(impl: str, q=q, k=k, v=v, keep=keep, case=case) -> Tensor:
+            return kept_attention(q, k, v, keep, unit=case.unit, window=case.window, impl=impl).o
+
+        yield from measure_forms("kept_attention", _name(case), device, forward, (q, k, v))
+
+
+def tiles(device: str) -> Iterator[dict]:
+    """The forward kernel in Gluon with other tiles than those of `tuning`, at the goals' shapes of tokens."""
+    known = tuning.KEPT_ATTENTION_HOPPER
+    first = known[64, 64]
+    for case in (CASES[0], CASES[2], CASES[3]) if device != "cpu" else CPU_CASES[:1]:
+        q, k, v, keep = _inputs(case, device)
+        impl = "gluon" if device != "cpu" else "reference"
+        for tile in (first, *TILES) if device != "cpu" else (first,):
+            known[64, 64] = tile
+            forwards = {f"{tile[:3]}, {tile.maxnreg}": lambda: kept_attention(
+                q, k, v, keep, unit=case.unit, window=case.window, impl=impl  # noqa: B023
+            ).o}  # fmt: skip
+            yield from measure("kept_attention, tiles", _name(case), device, forwards, (q, k, v))
+    known[64, 64] = first
+
+
+def _inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and `keep`."""
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (
@@ -104,9 +140,12 @@ def _rows(case: Case, device: str, peers: bool = False) -> list[dict]:
         for heads, size in ((case.HQ, case.K), (case.H, case.K), (case.H, case.V))
     )
     keep = _keep(case, device)
-    if case.unit > 1:
-        # what chooses chunks is trained through their marks, what chooses tokens through v
-        keep = keep.float().requires_grad_()
+    # what chooses chunks is trained through their marks, what chooses tokens through v
+    return q, k, v, keep.float().requires_grad_() if case.unit > 1 else keep
+
+
+def _rows(case: Case, device: str, peers: bool = False) -> list[dict]:
+    q, k, v, keep = _inputs(case, device)
     own = None if device == "cpu" else "triton"
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: kept_attention(q, k, v, keep, unit=case.unit, window=case.window).o,
@@ -217,9 +256,13 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Calla
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="beside FlashAttention-4, cuDNN and FlexAttention")
-    parser.add_argument("--sweep", action="store_true", help="other lists and heads, ours alone")
-    chosen = parser.parse_args()
-    run = peers if chosen.peers else sweep if chosen.sweep else rows
-    for row in run("cuda" if torch.cuda.is_available() else "cpu"):
+    wanted = parser.add_mutually_exclusive_group()
+    wanted.add_argument("--peers", action="store_true", help="beside FlashAttention-4, cuDNN and FlexAttention")
+    wanted.add_argument("--sweep", action="store_true", help="other lists and heads, ours alone")
+    wanted.add_argument("--versions", action="store_true", help="kernels in Gluon beside portable ones")
+    wanted.add_argument("--tiles", action="store_true", help="other tiles of the forward kernel in Gluon")
+    asked = next((name for name, yes in vars(parser.parse_args()).items() if yes), "rows")
+    for row in {f.__name__: f for f in (rows, peers, sweep, versions, tiles)}[asked](
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ):
         print(table([row]).splitlines()[1], flush=True)

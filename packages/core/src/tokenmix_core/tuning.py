@@ -89,6 +89,21 @@ def kept_attention(kernel: str, head_size: int, dtype: torch.dtype, unit: int) -
     return tile._replace(num_stages=attention(kernel, head_size, dtype).num_stages)
 
 
+# of the forward kernel for Hopper, by head sizes: as many registers as four, three, three and two blocks a
+# multiprocessor leave a thread, which is the most blocks without spills in its loop
+KEPT_ATTENTION_HOPPER: dict[tuple[int, int], KeptAttentionTile] = {
+    (64, 64): KeptAttentionTile(64, 64, 4, 1, 128),
+    (64, 128): KeptAttentionTile(64, 64, 4, 1, 168),
+    (128, 64): KeptAttentionTile(64, 64, 4, 1, 168),
+    (128, 128): KeptAttentionTile(64, 64, 4, 1, 255),
+}
+
+
+def kept_attention_hopper(K: int, V: int) -> KeptAttentionTile:
+    """The tile of that kernel: BN divides 64, as a tile of columns lies in one unit; BM is BN where K and V differ."""
+    return KEPT_ATTENTION_HOPPER[K, V]
+
+
 def kept_attention_pieces(tiles: int, device: torch.device) -> int:
     """Into how many pieces the work of `tiles` tiles of keys is cut, beyond one a tile: some rounds of programs.
 

@@ -83,6 +83,17 @@ def test_kernels_answer_to_float64(K, dtype, case):
     answers_to_float64(case, dtype, fastest_of_ours(K, dtype), K)
 
 
+@pytest.mark.parametrize(
+    "case", ["window", "window and sinks, grouped heads", "fewer queries", "packed, window and sinks"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("K", [64, 128])
+def test_windows_for_hopper_answer_to_float64(K, dtype, case):
+    if fastest_of_ours(K, dtype) != "gluon":
+        pytest.skip("kernels in Gluon run on Hopper")
+    answers_to_float64(CASES[case], dtype, "gluon", K)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("K", [64, 128])
 def test_kernels_for_other_devices_answer_to_float64(K, case):

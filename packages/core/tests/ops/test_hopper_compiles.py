@@ -49,7 +49,7 @@ def ssd(B=8, T=4096, G=1, HV=16, K=128, V=128, N=0, borders=None, steps=False, d
     both(chunk_ssd, x, borders)
 
 
-def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtype=torch.bfloat16, group=1):
+def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtype=torch.bfloat16, group=1, impl=None):
     """What the operation runs: it takes no bfloat16 on a CPU itself."""
     from tokenmix_core.ops.attention.backends import Mask
     from tokenmix_core.ops.attention.backward import attention_backward
@@ -59,7 +59,23 @@ def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtyp
     k, v = (torch.empty(B, T, H, D, dtype=dtype) for _ in range(2))
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
     rest = cu_seqlens, Mask(True, window, sinks), D**-0.5
-    attention_backward(q, k, v, *attention_forward(q, k, v, *rest), do, None, *rest)
+    attention_backward(q, k, v, *attention_forward(q, k, v, *rest, impl=impl), do, None, *rest, impl=impl)
+
+
+def kept_attention(
+    B=8, T=4096, TQ=None, HQ=32, H=8, HM=8, K=64, V=64, unit=1, window=768, borders=None, through_keep=False,
+    dtype=torch.bfloat16,
+):  # fmt: skip
+    """The same for listed keys."""
+    from tokenmix_core.ops.sparse_attention import autograd
+
+    q, k, v = (torch.empty(s, dtype=dtype) for s in ((B, TQ or T, HQ, K), (B, T, H, K), (B, T, H, V)))
+    U = T // unit + (0 if borders is None or unit == 1 else len(borders) - 1)
+    keep = torch.empty(B, U, HM)
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    rest = unit, window, K**-0.5, "gluon"
+    o, lse, *lists = autograd._forward(q, k, v, keep, None, cu_seqlens, *rest)
+    autograd._backward(q, k, v, keep, o, lse, *lists, o, lse, None, cu_seqlens, through_keep, *rest)
 
 
 def step(op, N=32, H=16, K=128, V=128):
@@ -82,6 +98,7 @@ CALLS = {
     "SSD, a group a head": partial(ssd, B=2, G=16, steps=True),
     "SSD, a token": partial(step, "ssd_step"),
     "window": partial(attention, window=1024),
+    "kept keys": kept_attention,
     "gated delta rule, few heads": partial(gated_delta_rule, B=1, T=32768, H=2),
     "gated delta rule without norm": partial(gated_delta_rule, norm=False),
     "gated delta rule in float16": partial(gated_delta_rule, dtype=torch.float16),
@@ -102,6 +119,15 @@ for D in (64, 128):
     CALLS[f"attention {D}"] = partial(attention, D=D)
     CALLS[f"window and sinks {D}"] = partial(attention, B=1, T=32768, H=4, group=8, D=D, window=256, sinks=4)
     CALLS[f"packed windows {D}"] = partial(attention, **PACKED, D=D, window=512, dtype=torch.float16)
+    CALLS[f"packed windows {D}, asked for"] = partial(attention, **PACKED, D=D, window=512, impl="gluon")
+    for V in (64, 128):
+        sizes = dict(K=D, V=V)
+        CALLS[f"kept keys {D} {V}"] = partial(kept_attention, TQ=1000, dtype=torch.float16, **sizes)
+        CALLS[f"kept keys {D} {V}, packed"] = partial(kept_attention, **PACKED, **sizes)
+        CALLS[f"kept chunks {D} {V}"] = partial(kept_attention, unit=64, window=None, through_keep=True, **sizes)
+        CALLS[f"kept chunks {D} {V}, packed"] = partial(
+            kept_attention, **PACKED, unit=128, window=None, through_keep=True, **sizes
+        )
 
 
 @pytest.mark.slow
@@ -109,7 +135,7 @@ for D in (64, 128):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
 def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
     kernels = compiled_by(__file__)
-    assert len({x["kernel"] for x in kernels}) == 17
+    assert len({x["kernel"] for x in kernels}) == 20
     assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
 
 

@@ -279,16 +279,16 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 def test_pieces_cover_all_tiles_of_queries_once_and_share_the_work(programs, device, monkeypatch):
-    from tokenmix_core.ops.sparse_attention import mask, plan
+    from tokenmix_core.ops.sparse_attention import mask, pieces
 
     monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
-    monkeypatch.setattr(plan, "_LEAST", 1)
+    monkeypatch.setattr(pieces, "_LEAST", 1)
     T, H, BM, BN, window = 150, 2, 16, 32, 20
     keep = unequal(1, T, H).to(device)
     ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (1, H, T)))
     mask.list_units(keep, ranks, lists)
     strides = dict.fromkeys(("s_ub", "s_ut", "s_uh"), 0)
-    made = plan.plan_pieces(
+    made = pieces.cut_pieces(
         ranks, lists, None, None, TQ=T, TK=T, H=H, BM=BM, BN=BN, unit=1, window=window, until_strides=strides
     )
     near, _, _, stop, *_, pieces, first_piece, first_part = made.facts.tolist()

@@ -11,6 +11,7 @@ from tokenmix_core import tuning
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.sparse_attention import kept_attention_reference
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
+from tokenmix_core.ops.sparse_attention.plan import GLUON
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,9 @@ def inputs(
     return [x.requires_grad_() for x in tensors], options
 
 
-def answers_to_float64(sizes: dict, mask: dict, dtype: torch.dtype, K: int, V: int | None = None):
+def answers_to_float64(
+    sizes: dict, mask: dict, dtype: torch.dtype, K: int, V: int | None = None, impl: str = "triton"
+):  # fmt: skip
     tensors, options = inputs(**sizes, K=K, V=V, dtype=dtype)
     options |= mask
     wide = [x.detach().double().requires_grad_() for x in tensors]
@@ -77,7 +80,7 @@ def answers_to_float64(sizes: dict, mask: dict, dtype: torch.dtype, K: int, V: i
         )
         return *out, *grads
 
-    got = run(kept_attention, tensors, impl="triton")
+    got = run(kept_attention, tensors, impl=impl)
     exact, baseline = run(kept_attention_reference, wide), run(kept_attention_reference, tensors)
     for name, x, e, b in zip(NAMES, got, exact, baseline, strict=True):
         # the gradient of `keep` sums thousands of terms of either sign
@@ -92,6 +95,41 @@ def test_kernels_answer_to_float64(K, V, dtype, sizes, mask):
     answers_to_float64(sizes, mask, dtype, K, V)
 
 
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and GLUON.limit(torch.device("cuda", 0), torch.bfloat16) is not None,
+    reason="kernels in Gluon run on Hopper",
+)
+GLUON_CASES = {name: case for name, case in CASES.items() if "until" not in case[0]}
+
+
+@needs_hopper
+@pytest.mark.parametrize(("sizes", "mask"), GLUON_CASES.values(), ids=GLUON_CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_kernels_for_hopper_answer_to_float64(K, V, dtype, sizes, mask):
+    answers_to_float64(sizes, mask, dtype, K, V, "gluon")
+
+
+@needs_hopper
+@pytest.mark.parametrize("tile", [(64, 64, 4, 1, 168), (128, 64, 8, 1, 128), (128, 64, 4, 1, 255)], ids=str)
+@pytest.mark.parametrize("case", ["tokens", "fewer queries", "chunks", "packed"])
+def test_other_tiles_for_hopper_answer_to_float64(case, tile, monkeypatch):
+    monkeypatch.setitem(tuning.KEPT_ATTENTION_HOPPER, (64, 64), tuning.KeptAttentionTile(*tile))
+    answers_to_float64(*CASES[case], torch.bfloat16, 64, impl="gluon")
+
+
+@needs_hopper
+def test_kernels_for_hopper_give_the_same_bits_in_every_run():
+    (*x, keep), options = inputs(B=1, TQ=3000, **HEADS)
+    up = torch.randn_like(x[0])
+    runs = []
+    for _ in range(5):
+        out = kept_attention(*x, keep, window=200, impl="gluon", **options)
+        runs.append((out.o, out.lse, *torch.autograd.grad(out.o, (*x, keep), up)))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
 @pytest.mark.parametrize("case", ["tokens", "tokens, until", "chunks", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("K", "V"), [(256, 256), (16, 16), (80, 80), (96, 200)])
@@ -99,11 +137,14 @@ def test_kernels_take_wide_and_odd_head_sizes(K, V, dtype, case):
     answers_to_float64(*CASES[case], dtype, K, V)
 
 
+@pytest.mark.parametrize("impl", ["triton", pytest.param("gluon", marks=needs_hopper)])
 @pytest.mark.parametrize("programs", [3, 40])
 @pytest.mark.parametrize("case", ["tokens", "tokens, until", "chunks", "packed", "packed chunks"])
-def test_sums_in_parts_answer_to_float64(case, programs, monkeypatch):
+def test_sums_in_parts_answer_to_float64(case, programs, impl, monkeypatch):
+    if impl == "gluon" and case not in GLUON_CASES:
+        pytest.skip("kernels in Gluon take no until")
     monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
-    answers_to_float64(*CASES[case], torch.bfloat16, 64)
+    answers_to_float64(*CASES[case], torch.bfloat16, 64, impl=impl)
 
 
 def test_all_kept_is_causal_attention_and_none_kept_the_window():

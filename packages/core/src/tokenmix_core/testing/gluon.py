@@ -12,12 +12,14 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
@@ -153,8 +155,11 @@ class Jit:
 
     def __getitem__(self, grid: Sequence[int]):
         def launch(*args, **options: int) -> None:
-            parameters = inspect.signature(self.function).parameters.values()
-            arguments = [_argument(x, p.annotation) for x, p in zip(args, parameters, strict=True)]
+            signature = inspect.signature(self.function)
+            # what is no parameter is an option of the launch
+            named = {name: x for name, x in options.items() if name in signature.parameters}
+            given = signature.bind(*args, **named).arguments
+            arguments = [_argument(given[name], p.annotation) for name, p in signature.parameters.items()]
             vars(self.language)["num_programs"] = lambda axis: torch.tensor(grid[axis])
             for program in itertools.product(*map(range, grid)):
                 vars(self.language)["program_id"] = lambda axis, program=program: torch.tensor(program[axis])
@@ -289,6 +294,25 @@ def _stand_ins() -> dict[str, ModuleType]:
     }
 
 
+def _rebound(function: Any, language: ModuleType) -> FunctionType:
+    """A device function of Triton's, and those that it calls, as Python that computes by the stand-in."""
+    python = function.fn
+    scope = python.__globals__
+    known = {name: scope[name] for name in python.__code__.co_names if name in scope}
+    return FunctionType(python.__code__, scope | _usable(known, language) | {"tl": language}, python.__name__)
+
+
+def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
+    """Of names in a module those that stand for something of Triton's, with what a kernel on a CPU takes instead."""
+    out: dict[str, Any] = {}
+    for name, x in names.items():
+        if isinstance(x, triton.language.constexpr):
+            out[name] = x.value
+        elif isinstance(x, triton.runtime.jit.KernelInterface):
+            out[name] = _rebound(x, language)
+    return out
+
+
 def _steps(*bounds) -> Iterator[Tensor]:
     """A kernel's loop variable is a number on the device."""
     return (torch.tensor(i) for i in range(*map(int, bounds)))
@@ -296,7 +320,7 @@ def _steps(*bounds) -> Iterator[Tensor]:
 
 def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
     """Modules of kernels and their launchers, imported anew with this stand-in, and what they need of `shared` modules
-    elsewhere; those imported before stay.
+    elsewhere; those imported before stay. Device functions of Triton's that they import compute by the stand-in, too.
 
     Modules with torch operators are not imported anew: a second registration would take away what the first one holds.
     """
@@ -310,14 +334,16 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     for name in before:
         del sys.modules[name]
     kept = {name for name in sys.modules if name.startswith(prefixes)}
-    sys.modules.update(_stand_ins())
+    stand_ins = _stand_ins()
+    sys.modules.update(stand_ins)
     # a package's attribute is found before a module's name
     experimental = vars(importlib.import_module("triton.experimental"))
     real = experimental.pop("gluon", None)
     try:
         loaded = [importlib.import_module(f"{package}.{name}") for name in modules]
         for module in loaded:
-            vars(module)["range"] = _steps
+            names = vars(module)
+            names.update(_usable(names, stand_ins[f"{_GLUON}.language"]), range=_steps)
     finally:
         for name in [name for name in sys.modules if name.startswith(prefixes) and name not in kept]:
             del sys.modules[name]

@@ -119,7 +119,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     if tile is None:
         from tokenmix_core.ops.attention.hopper.forward import forward
 
-        forward(q, k, v, o, lse, mask, scale)
+        forward(q, k, v, o, lse, cu_seqlens, mask, scale)
         return o, lse
     BM, BN, warps, stages = tile
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1

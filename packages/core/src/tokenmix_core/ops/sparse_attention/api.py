@@ -19,7 +19,7 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     check_scale,
 )
-from tokenmix_core.ops.sparse_attention import autograd
+from tokenmix_core.ops.sparse_attention import autograd, plan
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -59,7 +59,8 @@ def kept_attention(
         until: position, counted as the queries' are, of the first query that no longer sees a kept key; int32 or int64.
         scale: factor of the scores, positive; None is K ** −0.5.
         cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "triton", "reference", or None: "triton" on CUDA for heads up to 256, "reference" otherwise.
+        impl: "triton", "reference", or None: "triton" on CUDA for heads up to 256, "reference" otherwise; "gluon", our
+            kernels for Hopper (bfloat16 or float16, K and V of 64 or 128, no `until`), where it is asked for.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
@@ -108,8 +109,11 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed)
     if impl is None:
         impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
+    elif impl == "gluon":
+        if not torch.compiler.is_compiling():
+            plan.GLUON.require(op, q.device, q.dtype, plan.limit(q, k, v, until))
     elif impl not in ("triton", "reference"):
-        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
+        raise ValueError(f"{op}: impl must be None, 'gluon', 'triton' or 'reference', got {impl!r}")
     elif (why := limit(impl, call)) is not None:
         raise ValueError(f"{op}: impl={impl!r} {why}")
     return window, factor, impl

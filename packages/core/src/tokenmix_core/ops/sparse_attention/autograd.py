@@ -28,7 +28,7 @@ def _forward(
 
     list_units(keep, ranks, lists)
     kept_attention_forward(
-        q, k, v, o, lse, ranks, lists, until, cu_seqlens, unit=unit, window=window, scale=scale
+        q, k, v, o, lse, ranks, lists, until, cu_seqlens, unit=unit, window=window, scale=scale, impl=impl
     )  # fmt: skip
     return o, lse, ranks, lists
 
@@ -64,6 +64,7 @@ def _backward(
     from tokenmix_core.ops.sparse_attention.backward_keys import kept_attention_backward_keys
     from tokenmix_core.ops.sparse_attention.backward_queries import kept_attention_backward_queries
 
+    options["impl"] = impl
     dq, delta = kept_attention_backward_queries(
         q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, **options
     )  # fmt: skip

@@ -16,28 +16,24 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.forward import dense_rows
 from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile
+from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
 from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
-from tokenmix_core.ops.sparse_attention.plan import (
+from tokenmix_core.ops.sparse_attention.pieces import (
     ALL_PARTS,
     ALL_PIECES,
-    BEGIN,
-    COLUMN,
-    COLUMNS,
     END,
     FIRST_PART,
     FIRST_PIECE,
     FULL,
-    KEPT,
-    LENGTH,
     NEAR,
     PIECES,
     SHARE,
-    START,
     STOP,
-    list_of,
-    plan_pieces,
+    cut_pieces,
+    find_tile,
 )
+from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import listed_columns, load_rows
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.sequences import locate_chunk
@@ -90,21 +86,6 @@ def store_gradients(
         tl.store(dm + (i_b * H + i_h) * TK + start + o_k, tl.where(kept, b_dm, 0.0), mask=m_k)
 
 
-@triton.jit
-def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN: tl.constexpr, UNIT: tl.constexpr):
-    """A tile's row, head and sequence's first row (int64), that one's length, its keys' positions, and whether kept."""
-    i_b = (i_x // H % B).to(tl.int64)
-    i_h = (i_x % H).to(tl.int64)
-    p_fact = facts + i_x
-    kept = tl.load(p_fact + KEPT * tiles) != 0
-    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
-    o_k = listed_columns(
-        p_list, tl.load(p_fact + BEGIN * tiles), tl.load(p_fact + COLUMN * tiles), tl.load(p_fact + COLUMNS * tiles),
-        BN, UNIT,
-    )  # fmt: skip
-    return i_b, i_h, tl.load(p_fact + START * tiles).to(tl.int64), tl.load(p_fact + LENGTH * tiles), o_k, kept
-
-
 @cached_launch
 @triton.jit
 def _kept_attention_backward_keys(
@@ -119,7 +100,8 @@ def _kept_attention_backward_keys(
     if i_p >= tl.load(totals + ALL_PIECES):
         return
     i_x = tl.load(piece_tiles + i_p)
-    i_b, i_h, start, keys, o_k, kept = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN, UNIT)
+    i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
+    o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
     p_fact = facts + i_x
     queries = TQ
     if PACKED:
@@ -193,7 +175,8 @@ def _join_parts(
     i_x = tl.load(part_tiles + i_p)
     if i_p != tl.load(facts + FIRST_PART * tiles + i_x):
         return
-    i_b, i_h, start, keys, o_k, kept = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM, BN, UNIT)
+    i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
+    o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
     b_dk = tl.zeros([BN, BK], tl.float32)
     b_dv = tl.zeros([BN, BV], tl.float32)
     b_dm = tl.zeros([BN], tl.float32)
@@ -238,11 +221,11 @@ def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: t
 
 
 def kept_attention_backward_keys(
-    q, k, v, do, lse, delta, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale
+    q, k, v, do, lse, delta, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dk and dv, and the gradient of `keep` unless that is None."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    options = {"keep": keep, "unit": unit, "window": window, "scale": scale}
+    options = {"keep": keep, "unit": unit, "window": window, "scale": scale, "impl": impl}
     return dk, dv, _write_gradients(q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, **options)
 
 
@@ -250,34 +233,47 @@ def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, w
     """Write over those rows of dk and dv that belong to each sequence's first `count` keys, which all queries see."""
     count = min(count, k.shape[1])
     ranks, lists = list_first(k, count, cu_seqlens)
-    options = {"unit": 1, "window": window, "scale": scale, "keep": None, "most": count}
+    options = {"unit": 1, "window": window, "scale": scale, "keep": None, "most": count, "impl": "triton"}
     _write_gradients(q, k, v, do, lse, delta, dk, dv, ranks, lists, None, cu_seqlens, **options)
 
 
 def _write_gradients(
-    q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, most=None
+    q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl, most=None
 ) -> Tensor | None:
     """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, _, K), (_, TK, H, V) = q.shape, v.shape
+    gluon = takes_gluon(impl, q, k, v, until)
     tile = tuning.kept_attention("backward_keys", max(K, V), q.dtype, unit)
+    if gluon:
+        from tokenmix_core.ops.sparse_attention.hopper import TILE
+
+        tile = tile._replace(BM=TILE, BN=TILE)
     shape = sizes(q, k, v, ranks, cu_seqlens)
     options = constants(q, v, tile, unit, window, cu_seqlens)
-    plan = plan_pieces(
+    pieces = cut_pieces(
         ranks, lists, until, cu_seqlens, TQ=TQ, TK=TK, H=H, BM=tile.BM, BN=tile.BN, unit=unit, window=window,
         until_strides=strides(u=until), most=most,
     )  # fmt: skip
-    parts = len(plan.part_tiles) * tile.BN
+    parts = len(pieces.part_tiles) * tile.BN
     parts_k, parts_v = (lse.new_empty(parts, options[size]) for size in ("BK", "BV"))
     dm, parts_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(parts))
-    _kept_attention_backward_keys[(len(plan.piece_tiles),)](
-        q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, until,
-        plan.facts, plan.piece_tiles, plan.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B, **shape,
-        tiles=plan.tiles, window=window or 0, scale=scale, **options,
-    )  # fmt: skip
-    _join_parts[(len(plan.part_tiles),)](
-        dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, plan.facts, plan.part_tiles, plan.totals,
-        B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=plan.tiles, scale=scale,
+    if gluon:
+        from tokenmix_core.ops.sparse_attention.hopper.backward_keys import backward_keys
+
+        backward_keys(
+            q, k, v, aligned(do), lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, cu_seqlens, pieces,
+            unit=unit, window=window, scale=scale,
+        )  # fmt: skip
+    else:
+        _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
+            q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, until,
+            pieces.facts, pieces.piece_tiles, pieces.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B, **shape,
+            tiles=pieces.tiles, window=window or 0, scale=scale, **options,
+        )  # fmt: skip
+    _join_parts[(len(pieces.part_tiles),)](
+        dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, pieces.facts, pieces.part_tiles, pieces.totals,
+        B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=pieces.tiles, scale=scale,
         **{name: options[name] for name in ("K", "V", "BN", "BK", "BV", "UNIT")}, num_warps=8,
     )  # fmt: skip
     if keep is None or dm is None:

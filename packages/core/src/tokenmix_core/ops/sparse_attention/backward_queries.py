@@ -12,8 +12,10 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.forward import dense_rows
 from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
 from tokenmix_core.ops.sparse_attention.mask import left_of
+from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
     columns,
     far_tiles,
@@ -110,13 +112,21 @@ def _kept_attention_backward_queries(
 
 
 def kept_attention_backward_queries(
-    q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale
+    q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor]:
     """dq `[B, TQ, HQ, K]`, and delta `[B, HQ, TQ]` for the kernel of dk and dv."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.contiguous()
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
     dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
+    if takes_gluon(impl, q, k, v, until):
+        from tokenmix_core.ops.sparse_attention.hopper.backward_queries import backward_queries
+
+        backward_queries(
+            q, k, v, o, aligned(do), lse, dlse, delta, dq, ranks, lists, cu_seqlens, unit=unit, window=window,
+            scale=scale,
+        )  # fmt: skip
+        return dq, delta
     tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, unit)
     tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
     _kept_attention_backward_queries[(tiles * HQ * B,)](

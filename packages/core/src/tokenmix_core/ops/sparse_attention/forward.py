@@ -14,6 +14,7 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
 from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.mask import left_of
+from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
     columns,
     far_tiles,
@@ -108,9 +109,14 @@ def _kept_attention_forward(
     tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
 
 
-def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, unit, window, scale) -> None:
+def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl) -> None:
     """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
+    if takes_gluon(impl, q, k, v, until):
+        from tokenmix_core.ops.sparse_attention.hopper.forward import forward
+
+        forward(q, k, v, o, lse, ranks, lists, cu_seqlens, unit=unit, window=window, scale=scale)
+        return
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
     tile = tuning.kept_attention("forward", max(K, V), q.dtype, unit)
     tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)

@@ -1,0 +1,145 @@
+"""The forward kernel for Hopper, in Gluon: 16-bit heads of 64 or 128.
+
+The arithmetic is that of `forward.py`, the order that of attention's: keys and values have one buffer each, and the
+next keys, listed or local, are copied while the softmax and the values' product run. Where the listed ones lie is read
+a tile before that.
+"""
+
+from __future__ import annotations
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.sparse_attention.forward import sizes, strides
+from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns, seen
+from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    begin_copy,
+    locate_chunk,
+    product_layout,
+    row_layout,
+    store_rows,
+)
+
+
+@cached_launch
+@gluon.jit
+def _kept_attention_forward(
+    q, k, v, o, lse, ranks, lists, cu_seqlens,
+    s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
+    s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """A tile of queries and a head a program."""
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
+    i_n = 0
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED, gl.num_warps())
+        i_t = first_row // BM
+        keys = queries
+    if i_t * BM < queries:
+        scores: gl.constexpr = product_layout(BN, gl.num_warps())
+        sums: gl.constexpr = product_layout(V, gl.num_warps())
+        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
+        rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(V, gl.num_warps()))
+        p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+        p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+        first = i_t * BM + keys - queries
+        last = gl.minimum(first + BM, keys) - 1
+        near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
+        p_list, begin, whole, count = far_tiles(
+            ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BN, UNIT, WINDOW
+        )
+        far = gl.cdiv(count, BN)
+        total = far + stop - near
+        sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BM, K], shared)
+        sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BN, K], shared)
+        sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BN, V], shared)
+        begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt)
+        begin_gather(sh_k, p_k, columns(p_list, begin, 0, far, count, near, BN, UNIT, rows_k), keys, s_kt)
+        async_copy.commit_group()
+        begin_gather(sh_v, p_v, columns(p_list, begin, 0, far, count, near, BN, UNIT, rows_v), keys, s_vt)
+        async_copy.commit_group()
+
+        o_m = gl.arange(0, BM, gl.SliceLayout(1, scores))
+        b_o = gl.zeros([BM, V], gl.float32, sums)
+        b_m = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+        b_l = gl.zeros([BM], gl.float32, gl.SliceLayout(1, scores))
+        zeros = gl.zeros([BM, BN], gl.float32, scores)
+        o_next = columns(p_list, begin, 1, far, count, near, BN, UNIT, rows_k)
+        for i in range(total):
+            await_copies(1)
+            b_s = warpgroup_mma(sh_q, sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            b_s = warpgroup_mma_wait(0, [b_s])
+            # nothing comes after the last tile
+            left = gl.where(i + 1 < total, keys, 0)
+            # a buffer is written again when every warp's product has read it
+            barrier()
+            begin_gather(sh_k, p_k, o_next, left, s_kt)
+            async_copy.commit_group()
+            o_rows = o_next
+            if K != V:
+                o_rows = columns(p_list, begin, i + 1, far, count, near, BN, UNIT, rows_v)
+            # of the tile after the next
+            o_next = columns(p_list, begin, i + 2, far, count, near, BN, UNIT, rows_k)
+            i_near = near + i - far
+            if gl.where(i < far, i >= whole // BN, (i_near < full) | (i_near >= end)):
+                o_k = columns(p_list, begin, i, far, count, near, BN, UNIT, gl.SliceLayout(0, scores))
+                b_s = gl.where(seen(first + o_m, o_k, i < far, window, UNIT, WINDOW), b_s, float("-inf"))
+            b_top = gl.maximum(b_m, gl.max(b_s, 1))
+            # −∞ while nothing was seen
+            b_max = gl.where(b_top == float("-inf"), 0.0, b_top)
+            b_p = gl.exp2(b_s * scale - (b_max * scale)[:, None])
+            # the difference first: exactly 1 where the maximum stays
+            b_shrink = gl.exp2((b_m - b_max) * scale)
+            b_l = b_l * b_shrink + gl.sum(b_p, 1)
+            b_m = b_top
+            b_o = b_o * gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
+            b_left = gl.convert_layout(b_p.to(q.dtype.element_ty), gl.DotOperandLayout(0, sums, 2))
+            await_copies(1)
+            b_o = warpgroup_mma(b_left, sh_v, b_o, is_async=True)
+            # what stands among the waited for is not overwritten before
+            b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
+            barrier()
+            begin_gather(sh_v, p_v, o_rows, left, s_vt)
+            async_copy.commit_group()
+
+        blind = b_l == 0.0
+        b_l = gl.where(blind, 1.0, b_l)
+        b_lse = gl.where(blind, float("-inf"), (b_m * scale + gl.log2(b_l)) * 0.6931471805599453)
+        gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
+        b_norm = gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, sums))
+        # through shared memory, so that a thread stores 16 bytes at once
+        await_copies(0)
+        # BM = BN where K and V differ
+        sh_o = sh_v
+        if K == V:
+            sh_o = sh_q
+        sh_o.store((b_o * b_norm[:, None]).to(o.dtype.element_ty))
+        barrier()
+        p_o = o + (i_b * TQ + start + i_t * BM) * HQ * V + i_h * V
+        store_rows(p_o, sh_o, HQ * V, queries - i_t * BM, gl.num_warps())
+
+
+def forward(q, k, v, o, lse, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
+    """Write o and the log-sum-exp."""
+    BM, BN, warps, _, registers = tuning.kept_attention_hopper(q.shape[3], v.shape[3])
+    tiles = chunk_slots(1, q.shape[1], BM, cu_seqlens)
+    _kept_attention_forward[(tiles * q.shape[2] * q.shape[0],)](
+        q, k, v, o, lse, ranks, lists, cu_seqlens, **strides(q=q, k=k, v=v), **sizes(q, k, v, ranks, cu_seqlens),
+        tiles=tiles, window=window or 0, scale=scale * math.log2(math.e), K=q.shape[3], V=v.shape[3], BM=BM, BN=BN,
+        UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None, num_warps=warps, maxnreg=registers,
+    )  # fmt: skip

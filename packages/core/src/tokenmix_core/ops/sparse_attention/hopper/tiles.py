@@ -1,0 +1,50 @@
+"""Tiles of columns by position, for Gluon: which rows they are, copied to shared memory where they lie apart."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenmix_core.ops.sparse_attention.mask import left_of
+from tokenmix_core.tile.hopper import async_load, row_layout
+
+# as in `sparse_attention.tiles`
+NOWHERE = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def listed_columns(p_list, begin, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """As `sparse_attention.tiles.listed_columns`, in a layout: the listed columns `o_c` … `o_c + BN − 1`."""
+    o_n = gl.arange(0, BN, layout)
+    if UNIT == 1:
+        m_n = o_c + o_n < count
+        o_k = gl.where(m_n, gl.load(p_list + o_c + o_n, mask=m_n, other=0) - begin, NOWHERE)
+    else:
+        # a tile lies in one unit
+        first = (gl.load(p_list + o_c // UNIT, mask=o_c < count, other=0) - begin) * UNIT + o_c % UNIT
+        o_k = gl.where(o_c < count, first, NOWHERE) + o_n
+    return o_k
+
+
+@gluon.jit
+def columns(p_list, begin, i, far, count, near, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """Positions of a query tile's i-th tile of columns: `far` tiles of the list's, then the keys' from `near` on."""
+    o_k = listed_columns(p_list, begin, i * BN, gl.where(i < far, count, 0), BN, UNIT, layout)
+    return gl.where(i < far, o_k, (near + i - far) * BN + gl.arange(0, BN, layout))
+
+
+@gluon.jit
+def begin_gather(s_x, p_x, o_t, rows, stride: gl.constexpr):
+    """Begin to copy the rows `o_t` of a matrix, laid out as rows are, into a shared tile; from `rows` on they are 0."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+    # where nothing is copied the row may be any
+    m_t = o_t < rows
+    p_x += gl.where(m_t, o_t, 0).to(gl.int64)[:, None] * stride + o_d[None, :]
+    async_load(s_x, p_x, mask=m_t[:, None])
+
+
+@gluon.jit
+def seen(o_q, o_k, far, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
+    """Whether queries at `o_q` see the columns at `o_k` of a tile that is `far` or not."""
+    b_left = left_of(o_q, window, UNIT, WINDOW)[:, None]
+    m_far = o_k[None, :] < b_left
+    return (m_far & far) | ((o_k[None, :] <= o_q[:, None]) & (o_k[None, :] >= b_left) & (not far))

@@ -1,0 +1,108 @@
+"""Attention over kept keys for Hopper on a CPU, run by the stand-in for Gluon, against the reference in float64."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tokenmix_core import tuning
+from tokenmix_core.ops.sparse_attention import (
+    autograd,
+    backward_keys,
+    backward_queries,
+    forward,
+    kept_attention_reference,
+)
+from tokenmix_core.testing import gluon
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+
+TILE = 16
+CASES = {
+    "tokens": dict(B=2, HQ=4, H=2, HM=1, window=10, through_lse=True),
+    "all kept": dict(kept=1.0, window=13),
+    "none kept": dict(kept=0.0, window=13),
+    "one head keeps everything": dict(HQ=2, H=2, HM=2, kept="one head", window=10),
+    "each its own unit": dict(kept=0.1),
+    "fewer queries": dict(TQ=23, TK=70, window=20, through_lse=True),
+    "fewer keys": dict(TQ=70, TK=61, window=9),
+    "wide values": dict(V=128, window=10),
+    "wide keys": dict(K=128, window=10, kept=0.5),
+    "chunks": dict(T=300, HQ=2, H=2, HM=1, unit=64, kept=0.5, V=128, through_lse=True),
+    "chunks of 128, a window": dict(T=300, unit=128, kept=0.7, window=40),
+    "packed": dict(HQ=2, H=1, window=5, borders=[0, 1, 1, 17, 50, 51, 70], through_lse=True),
+    "packed chunks": dict(T=200, unit=64, kept=0.6, borders=[0, 1, 1, 66, 200]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    """The modules of the kernels on the stand-in, with tiles of 16."""
+    place = "ops.sparse_attention.hopper"
+    names = "tiles", "forward", "backward_queries", "backward_keys"
+    *modules, package = gluon.load("tokenmix_core", "tile.hopper", *(f"{place}.{name}" for name in names), place)
+    package.TILE = modules[3].TILE = TILE
+    return modules[2:]
+
+
+@pytest.fixture
+def by_gluon(hopper, monkeypatch):
+    """Lets launchers take these kernels, and sums be made in parts."""
+    for module, name in zip(hopper, ("forward", "backward_queries", "backward_keys"), strict=True):
+        monkeypatch.setitem(sys.modules, f"tokenmix_core.ops.sparse_attention.hopper.{name}", module)
+    monkeypatch.setattr("tokenmix_core.ops.sparse_attention.hopper.TILE", TILE)
+    for module in (forward, backward_queries, backward_keys):
+        monkeypatch.setattr(module, "takes_gluon", lambda *call: True)
+    return hopper
+
+
+# queries that a forward program takes, and how many programs the work of keys is cut for
+SHAPES = {case: [(TILE, 3)] for case in CASES}
+for case in ("tokens", "fewer queries", "packed"):
+    SHAPES[case].append((2 * TILE, 1))
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "programs"), [(case, *shape) for case, shapes in SHAPES.items() for shape in shapes]
+)
+def test_values_and_gradients_answer_to_float64(by_gluon, monkeypatch, case, rows, programs):
+    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
+    # the module that the stand-in has imported anew
+    tile = tuning.KeptAttentionTile(rows, TILE, 4, 1)
+    monkeypatch.setattr(by_gluon[0].tuning, "kept_attention_hopper", lambda K, V: tile)
+    case = CASES[case]
+    case = dict(B=1, HQ=1, H=1, HM=1, K=64, V=64, unit=1, kept=0.3, window=None, borders=None, through_lse=False) | case
+    B, HQ, H, HM, K, V, unit = (case[name] for name in ("B", "HQ", "H", "HM", "K", "V", "unit"))
+    TQ = case.get("TQ", case.get("T", 70))
+    TK = case.get("TK", TQ)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, TQ, HQ, K), (B, TK, H, K), (B, TK, H, V)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    borders = case["borders"]
+    U = -(-TK // unit) if borders is None or unit == 1 else TK // unit + len(borders) - 1
+    if case["kept"] == "one head":
+        keep = torch.zeros(B, U, HM)
+        keep[..., -1] = 1
+    else:
+        keep = (torch.rand(B, U, HM, generator=generator) < case["kept"]).float()
+    cu = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    form = dict(unit=unit, window=case["window"], scale=0.125)
+
+    exact = [x.double().requires_grad_() for x in (q, k, v, keep)]
+    out = kept_attention_reference(*exact, cu_seqlens=cu, **form)
+    blind = out.lse.isneginf()
+    do = torch.randn(out.o.shape, generator=generator).masked_fill(blind[..., None], 0)
+    dlse = torch.randn(out.lse.shape, generator=generator).masked_fill(blind, 0) if case["through_lse"] else None
+    up = do.double(), torch.zeros_like(out.lse) if dlse is None else dlse.double()
+    wanted = torch.autograd.grad((out.o, out.lse.masked_fill(blind, 0)), exact, up)
+
+    rest = (unit, case["window"], 0.125, "triton")
+    o, lse, *lists = autograd._forward(q, k, v, keep, None, cu, *rest)
+    torch.testing.assert_close(o, out.o.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.transpose(1, 2), out.lse.float(), rtol=1e-4, atol=1e-5)
+    dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+    grads = autograd._backward(q, k, v, keep, o, lse, *lists, do, dlse, None, cu, True, *rest)
+    for got, x in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, x.float(), rtol=1e-4, atol=3e-5)
