@@ -1,4 +1,7 @@
-"""What the commands of the command line do; `tokenmix_core.cli` imports this when one of them runs."""
+"""What the commands of the command line do; `tokenmix_core.cli` imports this when one of them runs.
+
+transformers is imported where a model is: `info` answers without it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-# registers core's family
-import tokenmix_core.modeling  # noqa: F401
 from tokenmix_core.corpora import prepare as corpora
 from tokenmix_core.corpora import tokenizer as tokenizers
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
@@ -29,8 +29,7 @@ from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
 from tokenmix_core.fields import described
-from tokenmix_core.modeling.checkpoint import load_checked
-from tokenmix_core.modeling.mixer import known_mixers
+from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explain import OPERATIONS, explain
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
 
@@ -59,7 +58,7 @@ def sentence(error: BaseException) -> str:
 
 
 class Context:
-    """The recipes and suites of the package whose command runs; making one registers the package's models.
+    """The recipes and suites of the package whose command runs.
 
     Args:
         recipes, suites: by name, or "module:attribute"; see `tokenmix_core.cli.main`.
@@ -169,6 +168,8 @@ def eval(args: argparse.Namespace, context: Context) -> None:
 
 def generate(args: argparse.Namespace, context: Context) -> None:
     """Continue a text, token by token."""
+    from transformers import TextStreamer
+
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     if args.temperature < 0:
@@ -205,6 +206,8 @@ def bench(args: argparse.Namespace, context: Context) -> None:
     if is_checkpoint(args.target):
         model = load_model(args.target, device, dtype)
     else:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_config(config_of(args.target, context), dtype=dtype).to(device)
     with context.using(model, args):
         evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
@@ -286,6 +289,8 @@ def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_pre
 
 def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
     """Parameters, layers and cache bytes of a recipe's or checkpoint's model, found without making its weights."""
+    from transformers import AutoModelForCausalLM
+
     config = config_of(target, context)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -338,6 +343,8 @@ def config_of(target: str, context: Context) -> Any:
         if Path(target).exists():
             raise ValueError(f"{target} holds no model: expected a folder with config.json")
         return context.recipe(target).model_config()
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(target, local_files_only=True)
     except (OSError, KeyError, TypeError, AttributeError) as error:
@@ -359,6 +366,10 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
         )
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no model: expected config.json and weights")
+    from transformers import AutoModelForCausalLM
+
+    from tokenmix_core.modeling.checkpoint import load_checked
+
     try:
         load = AutoModelForCausalLM.from_pretrained
         # other people's models are held to what our own are
@@ -374,6 +385,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         ValueError: there is none that can be loaded.
     """
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,8 +1,8 @@
-"""Model types that transformers' auto classes know once a package is imported, at no cost until one is asked for.
+"""Model types and mixers that are known once a package is imported, at no cost until one is asked for.
 
 `import tokenmix_core` must not import transformers, and `AutoConfig` must know our models whichever is imported first.
 So a package announces its model types with the modules that register them; transformers' table of configurations then
-imports such a module when its model type is looked up.
+imports such a module when its model type is looked up; `nn.registry` does the same for mixers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from typing import Any
 # the module of transformers that holds the table, and the table's public name
 _AUTO, _TABLE = "transformers.models.auto.configuration_auto", "CONFIG_MAPPING"
 _HOMES: dict[str, str] = {}
+# by a mixer's name, the module whose import registers it
+MIXERS: dict[str, str] = {}
 
 
-def announce(homes: Mapping[str, str]) -> None:
-    """Let transformers find model types.
+def announce(homes: Mapping[str, str], mixers: Mapping[str, str] | None = None) -> None:
+    """Let transformers find model types, and configurations mixers.
 
     Args:
         homes: by model type, the module whose import registers it.
+        mixers: the same by a mixer's name.
     """
     _HOMES.update(homes)
+    MIXERS.update(mixers or {})
     if _AUTO in sys.modules:
         _watch(sys.modules[_AUTO])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -60,6 +60,16 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
     subprocess.run([sys.executable, script], check=True, timeout=250, env=environment)
 
 
+def test_constants_are_marked_as_torch_marks_them():
+    ours, torchs = private.constant_when_traced(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(ours) == vars(torchs) != {}
+
+
+def test_operations_are_imported_without_torch_s_compiler():
+    check = "import sys, tokenmix_core.ops, tokenmix_core.nn.registry; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=250)
+
+
 def test_nothing_else_touches_such_names():
     private_parts = {"_C", "_dynamo", "_inductor", "_ops", "_library", "_python_dispatch", "_functorch", "forward_ad"}
     private_names = {"_cdata", "_schema", "is_view", "overloadpacket", "_current_level", "_should_skip_dynamo"}

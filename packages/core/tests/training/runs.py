@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenmix_core.modeling import register_mixer
-from tokenmix_core.modeling.mixer import find_mixer
+from tokenmix_core.modeling import find_mixer, register_mixer
 from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.training.callbacks import AdaptHeadWeights, read_metrics

@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Lte", "LteConfig", "LteForCausalLM", "LteModel"]
 
-announce({"tokenmix_lte": "tokenmix_lte.model"})
+announce({"tokenmix_lte": "tokenmix_lte.model"}, dict.fromkeys(("lte", "tova"), "tokenmix_lte.config"))
 
 __getattr__ = lazily(__name__, {"Lte": "mixer", "LteConfig": "config", "LteForCausalLM": "model", "LteModel": "model"})

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# registers the family
-import tokenmix_lte.model  # noqa: F401
 from tokenmix_core.recipes import ATTENTION, GDN, recall
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.baselines import BASELINES, SIZES, baseline
-from tokenmix_lte.training import steer_sparsity
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 MODEL_TYPE, LTE = "tokenmix_lte", "lte"
 EVALUATIONS = ["perplexity-by-position", "retention"]
@@ -28,6 +28,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-far": {"scorer": "none"},
     "inside": {"estimator": "inside"},
 }
+
+
+def steer(recipe: Recipe) -> TrainerCallback:
+    """What steers the share of kept keys of a run; imported with transformers' Trainer, when there is a run."""
+    from tokenmix_lte.training import steer_sparsity
+
+    return steer_sparsity(recipe)
 
 
 def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
@@ -109,12 +116,12 @@ def tiny() -> Recipe:
         model={**base.model, "mixers": [GDN, LTE], "mixer_options": options},
         model_type=MODEL_TYPE,
         run=replace(base.run, evaluations=EVALUATIONS),
-        callbacks=(steer_sparsity,),
+        callbacks=(steer,),
     )
 
 
 def _callbacks(changes: dict[str, Any]) -> tuple:
-    return () if changes.get("scorer") == "none" else (steer_sparsity,)
+    return () if changes.get("scorer") == "none" else (steer,)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

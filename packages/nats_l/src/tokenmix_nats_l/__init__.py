@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["NatsL", "NatsLConfig", "NatsLForCausalLM", "NatsLModel"]
 
-announce({"tokenmix_nats_l": "tokenmix_nats_l.model"})
+announce({"tokenmix_nats_l": "tokenmix_nats_l.model"}, {"nats_l": "tokenmix_nats_l.config"})
 
 __getattr__ = lazily(
     __name__, {"NatsL": "mixer", "NatsLConfig": "config", "NatsLForCausalLM": "model", "NatsLModel": "model"}

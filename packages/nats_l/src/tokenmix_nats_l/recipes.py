@@ -9,20 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# registers the family
-import tokenmix_nats_l.model  # noqa: F401
 from tokenmix_core.recipes import ATTENTION, GDN, recall
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_nats_l.baselines import BASELINES, SIZES, baseline, delta_rule
-from tokenmix_nats_l.training import log_shares
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 MODEL_TYPE, NATS_L = "tokenmix_nats_l", "nats_l"
 LAYERS, HYBRID_LAYERS = 21, (3, 7, 11, 15, 19, 20)
 SOFTMAX_HEADS = {"380m": 12, "800m": 18}
 EVALUATIONS = ["perplexity-by-position", "chunk-types"]
+
+
+def log(recipe: Recipe) -> TrainerCallback:
+    """What logs the share of softmax chunks of a run; imported with transformers' Trainer, when there is a run."""
+    from tokenmix_nats_l.training import log_shares
+
+    return log_shares(recipe)
 
 
 def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
@@ -42,7 +49,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
         description=f"NAtS-L{' Hybrid' if hybrid else ''} with {size.upper()} parameters, as trained in the paper",
         model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
-        callbacks=(log_shares,),
+        callbacks=(log,),
         run=replace(base.run, evaluations=EVALUATIONS),
     )
 
@@ -100,7 +107,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
         model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
-        callbacks=(log_shares,),
+        callbacks=(log,),
     )
 
 
@@ -117,7 +124,7 @@ def tiny() -> Recipe:
         description="GDN with one NAtS-L layer in four, on the built-in corpus; minutes on a laptop",
         model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
-        callbacks=(log_shares,),
+        callbacks=(log,),
         run=replace(base.run, evaluations=[*base.run.evaluations, "chunk-types"]),
     )
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# register the families
-import tokenmix_nha.gla
-import tokenmix_nha.hybridized
-import tokenmix_nha.model  # noqa: F401
 from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_nha.baselines import BASELINES, SIZES, baseline
-from tokenmix_nha.training import DrawWindows
 from tokenmix_nha.windows import FULL, Window, hybrid_windows, nha_layers
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 MODEL_TYPE = "tokenmix_nha"
 # inner width of the MLP beside gates
@@ -29,8 +27,10 @@ _MLPS = {"340m": 2624, "1.3b": 5312}
 RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
 
 
-def draw(recipe: Recipe) -> DrawWindows:
+def draw(recipe: Recipe) -> TrainerCallback:
     """What draws the windows of a run whose configuration has `random_windows`."""
+    from tokenmix_nha.training import DrawWindows
+
     config: Any = recipe.model_config()
     return DrawWindows(config.random_windows, recipe.data.data_seed)
 

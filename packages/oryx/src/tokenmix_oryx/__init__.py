@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["OryxConfig", "OryxForCausalLM", "OryxMixer", "OryxModel", "draw_modes"]
 
-announce({"tokenmix_oryx": "tokenmix_oryx.model"})
+announce(
+    {"tokenmix_oryx": "tokenmix_oryx.model"},
+    {"oryx": "tokenmix_oryx.mixer", "normed_attention": "tokenmix_oryx.attention"},
+)
 
 __getattr__ = lazily(
     __name__,

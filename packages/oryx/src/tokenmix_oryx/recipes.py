@@ -13,9 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-# register the family, and the attention of Table 5
-import tokenmix_oryx.attention
-import tokenmix_oryx.model  # noqa: F401
 from tokenmix_core.recipes import ATTENTION, BASELINES, BYTE_VOCAB, SIZES, baseline
 from tokenmix_core.recipes import tiny as tiny_hybrid
 from tokenmix_core.training.data import RowInputs

@@ -128,6 +128,15 @@ _KNOWS_LEVELS = find("torch.autograd.forward_ad:_current_level") is not None
 _KNOWS_STORAGES = find("torch:UntypedStorage._cdata") is not None
 
 
+def constant_when_traced(fn: Callable) -> Callable:
+    """Mark a function whose result torch.compile takes for a constant.
+
+    As `torch.compiler.assume_constant_result` does it, which would import torch's compiler: seconds of every start.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
 def storage(x: Tensor) -> Any:
     """What tensors have in common that lie in the same memory."""
     if _KNOWS_STORAGES:

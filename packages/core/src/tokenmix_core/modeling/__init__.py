@@ -4,8 +4,9 @@ from tokenmix_core.modeling.backbone import HybridModel, HybridOutput
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.causal_lm import HybridCausalLMOutput, HybridForCausalLM
 from tokenmix_core.modeling.config import HybridConfig
-from tokenmix_core.modeling.mixer import Mixer, MixerOutput, find_mixer, known_mixers, register_mixer
 from tokenmix_core.modeling.register import register_model
+from tokenmix_core.nn.mixer import Mixer, MixerOutput
+from tokenmix_core.nn.registry import find_mixer, known_mixers, register_mixer
 from tokenmix_core.nn.state import KVState, LayerState, Span, TensorState
 
 __all__ = [

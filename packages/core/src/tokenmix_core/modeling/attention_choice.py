@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tokenmix_core.modeling.mixer import Mixer
+from tokenmix_core.nn.mixer import Mixer
 
 
 def choose_attention(mixers: Iterable[Mixer], requested: Any) -> None:

@@ -16,12 +16,13 @@ from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_att
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
-from tokenmix_core.modeling.mixer import Mixer, find_mixer
 from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.init import init_weights_
+from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import KeepsFloat32
+from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.nn.state import Bounds, Span
 

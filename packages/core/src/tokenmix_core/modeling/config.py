@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from tokenmix_core import fields
-from tokenmix_core.modeling.mixer import find_mixer
 from tokenmix_core.nn.loss import LossImpl
+from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
 
 # keys that transformers itself puts into a configuration, or takes from one, beside the fields of its class

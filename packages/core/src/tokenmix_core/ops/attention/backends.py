@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.extras import is_installed
+from tokenmix_core.launch.private import constant_when_traced
 from tokenmix_core.ops.common import interpreting
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -76,7 +77,7 @@ def cudnn_heads() -> int:
     return 256 if oldest == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def flash_attention() -> int:
     """The FlashAttention that "flash_attn" stands for: 4 where it is installed and every GPU takes it, 2, or 0."""
     from tokenmix_core.ops.attention.flash4 import is_here
@@ -93,7 +94,7 @@ def _oldest() -> tuple[int, int]:
     return min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def on_hopper() -> bool:
     """Whether every CUDA device is a Hopper GPU."""
     return (9, 0) <= _oldest() < (10, 0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
+from tokenmix_core.families import MIXERS as ANNOUNCED
 from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2
-from tokenmix_core.nn.mixer import Mixer, MixerOutput
-
-__all__ = ["Mixer", "MixerOutput", "find_mixer", "known_mixers", "register_mixer"]
+from tokenmix_core.nn.mixer import Mixer
 
 _MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet, "mamba2": Mamba2}
 
@@ -25,8 +26,8 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
 
 def known_mixers() -> list[str]:
-    """The registered names."""
-    return sorted(_MIXERS)
+    """The names that are registered, or announced by a package that is imported."""
+    return sorted({*_MIXERS, *ANNOUNCED})
 
 
 def find_mixer(name: str) -> type[Mixer]:
@@ -35,6 +36,8 @@ def find_mixer(name: str) -> type[Mixer]:
     Raises:
         ValueError: an unknown name.
     """
+    if name not in _MIXERS and name in ANNOUNCED:
+        importlib.import_module(ANNOUNCED[name])
     if name not in _MIXERS:
         raise ValueError(
             f"unknown mixer type {name!r}; known are {', '.join(known_mixers())}; "
