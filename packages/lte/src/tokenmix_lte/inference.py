@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tokenmix_core.nn.ragged import RaggedKVState
@@ -153,7 +153,7 @@ def _far(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return keys, values, ranks.gather(-1, order).transpose(1, 2), held.ages.gather(-1, order).transpose(1, 2)
 
 
-def _chosen(x: Float[Tensor, "N L H *K"], take: Bool[Tensor, "N L H"], room: int) -> Float[Tensor, "N room H *K"]:
+def _chosen(x: Shaped[Tensor, "N L H *K"], take: Bool[Tensor, "N L H"], room: int) -> Shaped[Tensor, "N room H *K"]:
     """Those of the tokens that each head takes, in their order, with zeros behind them."""
     # what is not taken goes to a place of its own behind all others
     to = torch.where(take, take.cumsum(1) - 1, room)
@@ -191,7 +191,7 @@ def _score(layer: Lte, state: LayerState) -> None:
 
 
 def _put(
-    x: Float[Tensor, "N H places"], at: Int[Tensor, "N H"], new: Float[Tensor, "N H"], where: Bool[Tensor, "N H"]
+    x: Shaped[Tensor, "N H places"], at: Int[Tensor, "N H"], new: Shaped[Tensor, "N H"], where: Bool[Tensor, "N H"]
 ) -> None:
     """Write one place of each head, in place, where `where` says so."""
     at = at.unsqueeze(-1)

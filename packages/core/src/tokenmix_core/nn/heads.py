@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
@@ -51,8 +51,8 @@ class HeadFit:
         x = _pad(x, self.parts * self.kernel_value_size)
         return x if self.parts == 1 else x.unflatten(-1, (self.parts, -1)).flatten(-3, -2)
 
-    def gates(self, x: Float[Tensor, "B T HV"]) -> Tensor:
-        """A gate, repeated for the parts of its head."""
+    def gates(self, x: Shaped[Tensor, "*places HV"]) -> Shaped[Tensor, "*places parts_HV"]:
+        """Values of heads, such as gates, of tokens or of one token of each row, repeated for the parts of the heads."""
         return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
     def outputs(self, x: Float[Tensor, "B T parts_HV size"], heads: int) -> Float[Tensor, "B T HV V"]:

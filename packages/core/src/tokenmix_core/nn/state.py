@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, cu_seqlens_from_lengths
@@ -166,12 +166,12 @@ class Span:
         """The first two dimensions of the call's tensors; −1 for the tokens of a packed call."""
         return (self.batch, self.tokens) if self.mask is None or self.aligned else (1, -1)
 
-    def pack(self, x: Float[Tensor, "N tokens *rest"]) -> Tensor:
+    def pack(self, x: Shaped[Tensor, "N tokens *rest"]) -> Shaped[Tensor, "B T *rest"]:
         """Bring a tensor into the layout of the call, without padding: nothing to do for a dense one."""
         return x if self.mask is None else x.flatten(0, 1)[self.index].unflatten(0, self.layout)
 
-    def unpack(self, x: Float[Tensor, "1 total *rest"]) -> Tensor:
-        """The inverse of `pack`, with zeros for padding."""
+    def unpack(self, x: Shaped[Tensor, "B T *rest"]) -> Shaped[Tensor, "N tokens *rest"]:
+        """The inverse of `pack`, with zeros for padding: of `[1, total, ...]`, or of a dense call's own layout."""
         if self.mask is None:
             return x
         out = x.new_zeros(self.batch * self.tokens, *x.shape[2:])
