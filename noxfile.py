@@ -64,7 +64,7 @@ def check_version(session: nox.Session, package: str) -> None:
 
 
 class Pin(NamedTuple):
-    """What an export says of one version of a package: where it is wanted (None: everywhere), and its files' hashes."""
+    """One version of a package in an export: where it is wanted (None: everywhere), and its files' hashes."""
 
     marker: Marker | None
     hashes: frozenset[str]
@@ -97,7 +97,7 @@ def pin_differences(committed: str, fresh: str) -> list[str]:
 
 
 def same_marker(one: Marker | None, other: Marker | None) -> bool:
-    """Whether two markers hold in the same environments; None holds in all."""
+    """Tell whether two markers hold in the same environments; None holds in all."""
     given = [marker for marker in (one, other) if marker is not None]
     return all(
         len({marker is None or marker.evaluate(environment) for marker in (one, other)}) == 1

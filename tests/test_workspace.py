@@ -1,4 +1,4 @@
-"""What the workspace's own tools promise: a lock is compared by what it pins, and every extra installs from wheels."""
+"""The workspace's own tools: a lock is compared by what it pins, and every extra installs from wheels."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""What `bench_mixer.py` measured, drawn beside appendix E's model and as the README's table: `python cost.py`."""
+"""Draw what `bench_mixer.py` measured beside appendix E's model, and as the README's table: `python cost.py`."""
 
 from __future__ import annotations
 

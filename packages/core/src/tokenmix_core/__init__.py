@@ -1,4 +1,4 @@
-"""What every hybrid token mixer needs: kernels, modules, a causal language model, training and evaluation.
+"""The needs of every hybrid token mixer: kernels, modules, a causal language model, training and evaluation.
 
 Importing this package is quick, touches no device and needs neither Triton nor a GPU.
 """

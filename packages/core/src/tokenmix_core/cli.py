@@ -216,7 +216,7 @@ def _parser(
 
 
 def _fields_help() -> str:
-    """What each field of a recipe means, as options."""
+    """Show the fields of a recipe, and what each means, as options."""
     from tokenmix_core.fields import described
     from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe
 

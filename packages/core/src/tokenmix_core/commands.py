@@ -1,4 +1,4 @@
-"""What the commands of the command line do; `tokenmix_core.cli` imports this when one of them runs.
+"""The work of the commands; `tokenmix_core.cli` imports this when one of them runs.
 
 transformers is imported where a model is: `info` answers without it.
 """
@@ -51,7 +51,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """The message of an error, on one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
@@ -253,7 +253,7 @@ def info(args: argparse.Namespace, context: Context) -> None:
 
 
 def kernels_here() -> dict[str, str]:
-    """What runs of each operation on this machine, and why; a paper's operations are those that it registered."""
+    """Say what runs of each operation on this machine, and why; a paper's operations are those that it registered."""
     found = {name: explain(name) for name in OPERATIONS}
     return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
 
@@ -329,7 +329,7 @@ def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tup
 
 
 def is_checkpoint(target: str | Path) -> bool:
-    """Whether this is a folder with a model's config."""
+    """Tell whether this is a folder with a model's config."""
     return (Path(target) / "config.json").is_file()
 
 

@@ -24,7 +24,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def is_installed(module: str) -> bool:
-    """Whether an optional library is there, found without importing it.
+    """Tell whether an optional library is there, found without importing it.
 
     A folder that only holds another distribution's modules does not count: FlashAttention-4 alone leaves `flash_attn`
     with nothing but its own `cute`.

@@ -43,7 +43,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 
 
 def described(cls: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of its attributes or arguments, by name."""
+    """Descriptions of a class's attributes or arguments, by name, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__doc__ or "") + "\n"

@@ -262,7 +262,7 @@ def _ssd_segment(programs: int, T: int, K: int, wide: bool) -> int:
 
 
 def _fills(programs: int) -> bool:
-    """Whether rounds of a program a multiprocessor leave few of them idle."""
+    """Tell whether rounds of a program a multiprocessor leave few of them idle."""
     return programs >= 0.9 * cdiv(programs, one_round()) * one_round()
 
 

@@ -13,7 +13,7 @@ from tokenmix_core.synthetic import mqar, niah
 
 
 class Fake:
-    """What the measurements need of a model."""
+    """A model as far as the measurements need one."""
 
     device = torch.device("cpu")
     training = False

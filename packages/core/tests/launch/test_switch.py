@@ -1,4 +1,4 @@
-"""What ends replays: other tiles, and the switch that users have."""
+"""Replays end with other tiles, and by the switch that users have."""
 
 import os
 import subprocess

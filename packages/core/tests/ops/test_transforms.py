@@ -1,4 +1,4 @@
-"""What torch's ways of differentiating and tracing make of operations: the right numbers, or an error."""
+"""Torch's ways of differentiating and tracing operations give the right numbers, or an error."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What the tests of training share: a small corpus, and the module with their runs."""
+"""Common parts of the tests of training: a small corpus, and the module with their runs."""
 
 import os
 import sys

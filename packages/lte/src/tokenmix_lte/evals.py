@@ -1,4 +1,4 @@
-"""What the paper measures of the layers: which keys are held by layer and head, and what the scorer takes."""
+"""The paper's measurements of the layers: which keys are held by layer and head, and what the scorer takes."""
 
 from __future__ import annotations
 

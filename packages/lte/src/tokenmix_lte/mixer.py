@@ -30,7 +30,7 @@ _SCORE_EVERY = 64
 
 
 class Tokens(NamedTuple):
-    """What attention and the scorer take of a call's tokens."""
+    """A call's tokens as attention and the scorer take them."""
 
     # [B, T, HQ, K], [B, T, H, K], both rotated
     q: Tensor
@@ -160,7 +160,7 @@ class Lte(Mixer):
         )
 
     def step_form(self, span: Span) -> bool:
-        """Whether it is time to score the newest tokens."""
+        """Tell whether it is time to score the newest tokens."""
         return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
 
     @property
@@ -198,7 +198,7 @@ class Lte(Mixer):
         return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
 
     def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
-        """What decides who stays: the logit where it is positive, −∞ elsewhere, and +∞ for sinks."""
+        """The ranks that decide who stays: the logit where it is positive, −∞ elsewhere, and +∞ for sinks."""
         if self.uniform:
             ranks = self.uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
         else:

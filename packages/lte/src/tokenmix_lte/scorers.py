@@ -1,4 +1,4 @@
-"""What scores a key: convolutions over its neighbours, or, as an ablation, the key and its value alone."""
+"""Scorers of keys: convolutions over a key's neighbours, or, as an ablation, the key and its value alone."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class SteerSparsity(AdaptHeadWeights):
 
 
 def steer_sparsity(recipe: Recipe) -> TrainerCallback:
-    """What steers λ in a recipe's run: each head is to keep as many keys of a row as its `cap` holds.
+    """The callback that steers λ in a recipe's run: each head is to keep as many keys of a row as its `cap` holds.
 
     Raises:
         ValueError: a model without layers that score keys, or layers with different caps.

@@ -41,7 +41,7 @@ def chunk_by_chunk(
 
 
 def carried(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
-    """What queries read of the state before their chunk, `e^decay · state`, decaying further with every token."""
+    """Read the state before the queries' chunk, `e^decay · state`, which decays further with every token."""
     fit = layer.fit
     q = l2_normalise(fit.keys(tokens.q).to(state.dtype)).repeat_interleave(fit.parts, 2)
     total = decay.unsqueeze(1) + fit.gates(tokens.g).cumsum(1)

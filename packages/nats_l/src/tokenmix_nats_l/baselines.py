@@ -29,7 +29,7 @@ def delta_rule(size: str) -> dict[str, Any]:
 
 
 def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
-    """What all models of a size are trained on, and how (appendix A)."""
+    """The data and the optimizer of all models of a size (appendix A)."""
     small = size == "380m"
     optimizer = OptimizerRecipe(
         total_tokens=Tokens("15B" if small else "50B"),

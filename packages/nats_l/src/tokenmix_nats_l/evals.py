@@ -1,4 +1,4 @@
-"""What the paper measures of the layers: which chunks are softmax, by layer and head, and what is held by length."""
+"""The paper's measurements of the layers: which chunks are softmax, by layer and head, and what is held by length."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Weights = Literal["queries", "inputs", "none"]
 
 
 class Tokens(NamedTuple):
-    """What the layer makes of its inputs: of the delta rule's heads, and of the same channels as softmax heads."""
+    """The layer's inputs by head: of the delta rule, and of the same channels as softmax heads."""
 
     # [B, T, H, K], [B, T, H, K], [B, T, H, V]
     q: Tensor
@@ -202,7 +202,7 @@ class NatsL(Mixer):
         hold_nothing(state)
 
     def step_form(self, span: Span) -> bool:
-        """Whether some sequence's chunk ends, and becomes softmax or linear."""
+        """Tell whether some sequence's chunk ends, and becomes softmax or linear."""
         return span.ends(self.chunk)
 
     def forward(

@@ -1,4 +1,4 @@
-"""What a training run says of its chunks' types."""
+"""The log of a training run's chunk types."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class LogSoftmaxShares(TrainerCallback):
 
 
 def log_shares(recipe: Recipe) -> LogSoftmaxShares:
-    """What logs the shares of a recipe's run."""
+    """The callback that logs the shares of a recipe's run."""
     return LogSoftmaxShares()

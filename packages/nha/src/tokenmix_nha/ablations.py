@@ -63,7 +63,7 @@ def attend_to_slots(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     impl: Impl | None,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
-    """What a softmax over the slots alone gives, and the state after: the operation without a window."""
+    """A softmax over the slots alone, and the state after: the operation without a window."""
     k, v, f, ring = entering
     # without a window nothing waits in a ring
     none = {name: getattr(state, name)[:, :0] for name in ("k", "v", "f")}

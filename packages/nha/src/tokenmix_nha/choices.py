@@ -1,4 +1,4 @@
-"""What a layer can be: the values that its choices have."""
+"""The choices of a layer, and the values they have."""
 
 from __future__ import annotations
 

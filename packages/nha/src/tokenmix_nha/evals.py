@@ -1,4 +1,4 @@
-"""What the paper measures: the share of attention that goes to the slots, by layer, head and position (Figure 8)."""
+"""The paper's measurement: the share of attention that goes to the slots, by layer, head and position (Figure 8)."""
 
 from __future__ import annotations
 

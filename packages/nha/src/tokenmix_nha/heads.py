@@ -1,4 +1,4 @@
-"""What a call gives to the forms of attention: its tokens by head, and where they belong."""
+"""A call as the forms of attention take it: its tokens by head, and where they belong."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from tokenmix_nha.windows import check_windows, nha_mixers
 
 @dataclass(kw_only=True)
 class HybridizedConfig:
-    """What a hybridized configuration has beside transformers' own fields.
+    """The fields of a hybridized configuration beside transformers' own.
 
     Attributes:
         window: of each layer: 0, a number of tokens, or "full".

@@ -137,12 +137,12 @@ class NhaMixer(Mixer):
 
     @property
     def joined(self) -> bool:
-        """Whether slots and window are under one softmax in the paper's form, which the operation computes."""
+        """Tell whether slots and window are under one softmax in the paper's form, which the operation computes."""
         return self.window == 0 or (self.fusion == "softmax" and self.token_shift)
 
     @property
     def own_slot_keys(self) -> bool:
-        """Whether the slots see other queries and keys than the window does."""
+        """Tell whether the slots see other queries and keys than the window does."""
         return bool(self.seen) and self.positions in ("window", "learned")
 
     def make_state(self) -> LayerState:

@@ -1,4 +1,4 @@
-"""What the paper asks of hybridised language models: the tasks of Tables 3, 4 and 9, through lm-eval."""
+"""The paper's tasks for hybridised language models, of Tables 3, 4 and 9, through lm-eval."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
 
 
 def draw(recipe: Recipe) -> TrainerCallback:
-    """What draws the windows of a run whose configuration has `random_windows`."""
+    """The callback that draws the windows of a run whose configuration has `random_windows`."""
     from tokenmix_nha.training import DrawWindows
 
     config: Any = recipe.model_config()
@@ -107,7 +107,7 @@ UNMATCHED: dict[str, dict[str, float]] = {
 
 
 def _apart(name: str, size: str) -> str:
-    """What a description adds where a model's parameters differ from NHA's."""
+    """The words that a description adds where a model's parameters differ from NHA's."""
     share = UNMATCHED.get(name, {}).get(size)
     return "" if share is None else f", {abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA"
 

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from machine_code import compiled_kernels, disassembler, unwritten_reads
 
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.machine_code import compiled_kernels, disassembler, unwritten_reads
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What a layer can be: the values that its options have, and what each family chooses where nothing is said."""
+"""The options of a layer: their values, and what each family chooses where nothing is said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package's own arguments do: put a model into the modes that a command names."""
+"""The package's own arguments: they put a model into the modes that a command names."""
 
 from __future__ import annotations
 

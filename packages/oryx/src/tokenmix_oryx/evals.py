@@ -1,4 +1,4 @@
-"""What the paper measures: loss by position around switches, each mode alone, and recall across modes."""
+"""The paper's measurements: loss by position around switches, each mode alone, and recall across modes."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
-    """Whether greedy decoding names each needle."""
+    """Tell whether greedy decoding names each needle."""
     prompts = [example.context + example.question for example in batch]
     room = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
     lengths = [_count(tokenizer, p) for p in prompts]

@@ -212,7 +212,7 @@ class OryxMixer(Mixer):
         return self.o_proj(self.norm(o.flatten(-2), gate)), None
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether what lies between the projections is one operation: kernels, and none of some ablations."""
+        """Tell whether what lies between the projections is one operation: kernels, and none of some ablations."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         return kernels and None not in parts and self.attention_l2_norm == "none"
@@ -225,7 +225,7 @@ class OryxMixer(Mixer):
         rotary: Rotation,
         cu_seqlens: Tensor | None,
     ) -> Float[Tensor, "B T E"]:
-        """What the output projection reads in a call of mixed modes without a cache."""
+        """The input of the output projection in a call of mixed modes without a cache."""
         k_conv, v_conv, linear_q, attention_q = self.k_conv, self.v_conv, self.linear_q_proj, self.attention_q_proj
         assert k_conv is not None, "asked for beforehand"
         assert v_conv is not None, "asked for beforehand"
@@ -253,7 +253,7 @@ class OryxMixer(Mixer):
         )  # fmt: skip
 
     def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
-        """What both modes project alike side by side, one product where layers are plain.
+        """Project what both modes project alike, side by side: one product where layers are plain.
 
         Rows are padded to whole lines of 128 bytes, as torch.compile would else do behind a copy.
         """

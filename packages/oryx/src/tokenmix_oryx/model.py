@@ -205,7 +205,7 @@ class OryxForCausalLM(HybridForCausalLM):
 
 
 def _last(mode: ModeInput | PromptMode) -> GenerationMode:
-    """What goes on with a mode after the tokens it was given for."""
+    """The mode that goes on after the tokens that one was given for."""
     if isinstance(mode, str):
         return mode
     if isinstance(mode, Tensor) or callable(mode):

@@ -38,7 +38,7 @@ class Modes(NamedTuple):
 
     @property
     def may_attend(self) -> bool:
-        """Whether some token may be in attention mode, as far as the host knows."""
+        """Tell whether some token may be in attention mode, as far as the host knows."""
         return self.uniform != LINEAR
 
     def ordered(self) -> Modes:

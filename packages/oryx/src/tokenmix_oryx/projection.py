@@ -50,7 +50,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
-    """Whether the device multiplies groups of sizes that the host does not know, and the layers are plain matrices."""
+    """Tell whether the device multiplies groups of sizes unknown to the host, and the layers are plain matrices."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or dtype != torch.bfloat16 or any(type(layer) is not nn.Linear for layer in layers):
         return False

@@ -136,7 +136,7 @@ def prepare(
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document belongs to the held-out split: decided by its text alone."""
+    """Tell whether a document belongs to the held-out split: decided by its text alone."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8]) < share * 2**64
 
 

@@ -37,7 +37,7 @@ _DTYPES = ("<u2", "<u4")
 
 @dataclass(frozen=True)
 class TokenFileMeta:
-    """What `meta.json` holds; the held-out documents are the last ones of the file."""
+    """The fields of `meta.json`; the held-out documents are the last ones of the file."""
 
     format: str
     dtype: str

@@ -195,7 +195,7 @@ def device_name(device: torch.device) -> str:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """What a speed depends on beside the shape."""
+    """The circumstances that a speed depends on beside the shape."""
     return {
         "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""What a suite is given and what it gives back."""
+"""The options that a suite is given, and the results that it gives back."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Plot(TypedDict):
 
 
 class SuiteResult(TypedDict):
-    """What a suite returns: plain data, fit for JSON.
+    """The results of a suite: plain data, fit for JSON.
 
     Attributes:
         suite: its name.

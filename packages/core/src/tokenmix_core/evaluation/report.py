@@ -47,7 +47,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def format_settings(settings: dict[str, Any]) -> str:
-    """What the numbers depend on, on one line."""
+    """The settings that the numbers depend on, on one line."""
     return "; ".join(f"{name}: {_cell(value)}" for name, value in settings.items())
 
 

@@ -14,7 +14,7 @@ from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
 
 
 def fits(q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> bool:
-    """Whether heads of these sizes can be computed as they are: kernels have them, or none runs."""
+    """Tell whether heads of these sizes can be computed as they are: kernels have them, or none runs."""
     return {q.shape[-1], v.shape[-1]} <= set(sizes) or resolve_impl("heads", unless_gluon(impl), q) == "reference"
 
 

@@ -14,7 +14,7 @@ _VARIABLE = "TOKENMIX_DECODING_GRAPH"
 
 
 def wanted() -> bool:
-    """Whether the environment leaves graphs on; a ValueError for what is neither 0 nor 1."""
+    """Tell whether the environment leaves graphs on; a ValueError for what is neither 0 nor 1."""
     value = os.environ.get(_VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 (launch every kernel) or 1 (repeat recorded steps), got {value!r}")
@@ -22,7 +22,7 @@ def wanted() -> bool:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """What records work on a device; None where nothing can."""
+    """The class that records work on a device; None where nothing can."""
     return captures_cuda(device) if device.type == "cuda" else None
 
 

@@ -42,7 +42,7 @@ def cached_launch(kernel):
 
 @functools.cache
 def _begun() -> list[Future]:
-    """What is done once before a first kernel, mostly outside Python, so that other modules are imported meanwhile.
+    """Do what comes once before a first kernel, mostly outside Python, so that other modules are imported meanwhile.
 
     A compiler in C makes what Triton asks the driver by, and what launches; Triton's own compiler is hashed.
     """
@@ -93,7 +93,7 @@ def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
 
 
 def _load(kernel: Any, device: int) -> Loaded | None:
-    """What was compiled, put on a device."""
+    """Put what was compiled on a device."""
     # a thread begins on the first device
     with torch.cuda.device(device):
         return loaded(private.result(kernel), device)
@@ -142,7 +142,7 @@ class _Launcher:
         return lambda *args, **options: self._launch(grid, args, options)
 
     def knows(self, args: tuple, options: dict) -> bool:
-        """Whether a kernel for such a call was kept."""
+        """Tell whether a kernel for such a call was kept."""
         return self._key(args, options)[0] in self._loaded
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:

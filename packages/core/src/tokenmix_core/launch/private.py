@@ -54,7 +54,7 @@ _lacking: dict[str, str] = {}
 
 @functools.cache
 def find(name: str) -> Any:
-    """What one of `NAMES` stands for; None where it is missing."""
+    """The object that one of `NAMES` stands for; None where it is missing."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -138,7 +138,7 @@ def constant_when_traced(fn: Callable) -> Callable:
 
 
 def storage(x: Tensor) -> Any:
-    """What tensors have in common that lie in the same memory."""
+    """A mark that tensors share if they lie in the same memory."""
     if _KNOWS_STORAGES:
         return x.untyped_storage()._cdata
     # empty ones have no address, and nothing to tell apart
@@ -146,7 +146,7 @@ def storage(x: Tensor) -> Any:
 
 
 def forward_mode() -> bool:
-    """Whether forward-mode derivatives may be asked for."""
+    """Tell whether forward-mode derivatives may be asked for."""
     return not _KNOWS_LEVELS or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -158,7 +158,7 @@ def direct_apply(function: Any) -> Callable:
 
 
 class Operation(NamedTuple):
-    """What an operation of torch does: gives a view, makes a tensor, has sizes or numbers that depend on numbers."""
+    """Effects of an operation: it gives a view, makes a tensor, has sizes or numbers that depend on numbers."""
 
     views: bool
     makes: bool
@@ -170,7 +170,7 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 @functools.cache
 def operation(func: Any) -> Operation | None:
-    """What an operation that a mode is shown does; None where that cannot be known."""
+    """The effects of an operation that a mode is shown; None where they cannot be known."""
     try:
         makes = all(x.alias_info is None for x in func._schema.returns)
         return Operation(func.is_view, makes, not _BY_VALUE.isdisjoint(func.tags))
@@ -180,7 +180,7 @@ def operation(func: Any) -> Operation | None:
 
 
 class Launching(NamedTuple):
-    """What launches without Triton's own need of it."""
+    """The parts of Triton that launches need which are not made by Triton itself."""
 
     driver: Any
     build: Callable[..., Any]
@@ -190,7 +190,7 @@ class Launching(NamedTuple):
 
 @functools.cache
 def launching() -> Launching | None:
-    """What own launches need; None where Triton has to make them."""
+    """The parts of Triton that own launches need; None where Triton has to make the launches."""
     if any(find(name) is None for name, lost in NAMES.items() if lost == _OWN_LAUNCH):
         return None
     return Launching(
@@ -242,14 +242,14 @@ def let_assembler_allocate(kernel: Any) -> None:
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Whether an error is what Triton's compiler says of a kernel."""
+    """Tell whether an error is what Triton's compiler says of a kernel."""
     kind = find("triton.errors:TritonError")
     # passes over a kernel's code fail with a plain RuntimeError
     return (kind is not None and isinstance(error, kind)) or "PassManager::run failed" in str(error)
 
 
 def prepare() -> list[Callable[[], Any]]:
-    """What Triton does before a first kernel, each of which can be done ahead, outside Python for the most part."""
+    """The steps that Triton takes before a first kernel, each of which can be taken ahead, mostly outside Python."""
     names = launching()
     first = [] if names is None else [lambda: names.driver.active]
     key = find("triton.runtime.cache:triton_key")
@@ -263,7 +263,7 @@ def side_by_side() -> Callable[..., Any] | None:
 
 
 def result(compiled: Any) -> Any:
-    """What was compiled side by side, once it is; what was not, at once."""
+    """A compiled kernel; of one that is compiled side by side with others, once it is."""
     future = find("triton:FutureKernel")
     return compiled.result() if future is not None and isinstance(compiled, future) else compiled
 
@@ -282,7 +282,7 @@ def kernels_of(kernel: Any) -> Iterable[Any]:
 
 
 def can_drop(kernel: Any) -> bool:
-    """Whether `drop` can be asked for."""
+    """Tell whether `drop` can be asked for."""
     if hasattr(kernel, "device_caches"):
         return True
     _lacking["triton.JITFunction.device_caches"] = _ONE_BY_ONE
@@ -324,7 +324,7 @@ class Described(NamedTuple):
 
 
 def described(kernel: Any) -> Described | None:
-    """What own launches have to know of a compiled kernel; None where Triton does not say it."""
+    """The facts of a compiled kernel that own launches need; None where Triton does not say them."""
     try:
         x, types = kernel.metadata, list(kernel.src.signature.values())
         # of these, not every version has the last two

@@ -39,12 +39,12 @@ on_gpu = attrgetter("is_cuda")
 
 
 def is_real(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor, with an address, in eager mode."""
+    """Tell whether x is an ordinary tensor, with an address, in eager mode."""
     return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is real where nobody watches operations, who would miss kernels."""
+    """Tell whether x is real and no dispatch mode watches operations: a mode would not see kernels."""
     if not is_real(x):
         return False
     number = private.modes()
@@ -319,7 +319,7 @@ class _Recorder(private.Mode):
         self._buffers = []
 
     def replay(self, output: Any) -> Callable | None:
-        """What was recorded, `call(stream, tensors, pointers)`; None if that is not all there was to it."""
+        """The recorded call, `call(stream, tensors, pointers)`; None if more happened than was recorded."""
         single = isinstance(output, Tensor)
         outputs = [None if x is None else self._find(x) or (-1, None) for x in ((output,) if single else output)]
         if not self._steps or not self._possible or (-1, None) in outputs:
@@ -330,7 +330,7 @@ class _Recorder(private.Mode):
 
 
 def _foreseen(foresee: Callable, *inputs: Any) -> list:
-    """What a call would launch; nothing is launched, so that its numbers are undefined."""
+    """Record what a call would launch; nothing is launched, so that its numbers are undefined."""
     launches: list = []
     # what fails here will fail by itself if it is ever asked for
     with _launching().taken(launches.append), suppress(Exception):

@@ -177,7 +177,7 @@ def _code(text: str) -> CodeType:
 
 
 def _slots(step: Step) -> list[int]:
-    """What a step uses or makes."""
+    """The tensors that a step uses or makes."""
     return [slot for _, slot, _ in step.places] + ([] if step.result is None else [step.result])
 
 

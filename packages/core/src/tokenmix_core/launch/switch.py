@@ -1,4 +1,4 @@
-"""Whether calls are recorded: the switch that users have."""
+"""Tell whether calls are recorded: the switch that users have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _VARIABLE = "TOKENMIX_RECORD"
 
 
 def wanted() -> bool:
-    """Whether the environment leaves recording on; a ValueError for what is neither 0 nor 1."""
+    """Tell whether the environment leaves recording on; a ValueError for what is neither 0 nor 1."""
     value = os.environ.get(_VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 (run every call) or 1 (replay recorded calls), got {value!r}")

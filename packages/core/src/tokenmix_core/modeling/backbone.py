@@ -29,7 +29,7 @@ from tokenmix_core.nn.state import Bounds, Span
 
 @dataclass
 class HybridOutput(ModelOutput):
-    """What the backbone returns.
+    """The output of the backbone.
 
     Attributes:
         last_hidden_state: `[B, T, D]`, normalised; zero at padding.
@@ -66,7 +66,7 @@ class HybridBlock(GradientCheckpointingLayer):
 
 
 class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
-    """What transformers needs to know of the family."""
+    """The family as transformers needs to know it."""
 
     config: HybridConfig
     config_class = HybridConfig

@@ -114,7 +114,7 @@ class HybridCache(Cache):
 
     @property
     def fixed(self) -> bool:
-        """Whether everything stays in the same memory."""
+        """Tell whether everything stays in the same memory."""
         return self._fixed_lengths is not None
 
     def fix(self, room: int, storage: Storage | None = None) -> Storage:
@@ -204,7 +204,7 @@ class HybridCache(Cache):
             self.length, self.past, self.span, self.broken = length, past, None, False
 
     def ends_in_padding(self) -> bool:
-        """Whether the last token seen by some sequence was padding; waits for the device after a call with padding."""
+        """Tell whether some sequence's last token was padding; waits for the device after a call with padding."""
         self.padding_at_end = bool(self.padding_at_end)
         return self.padding_at_end
 
@@ -239,7 +239,7 @@ class HybridCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there was a call."""
+        """Tell whether there was a call."""
         return self._batch is not None
 
     @property

@@ -22,7 +22,7 @@ from tokenmix_core.nn.state import Bounds
 
 @dataclass
 class HybridCausalLMOutput(ModelOutput):
-    """What the language model returns.
+    """The output of the language model.
 
     Attributes:
         loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.

@@ -36,7 +36,7 @@ _KINDS = 3
 
 
 def choosing_needs_host(criterion: Any) -> bool:
-    """Whether a stopping criterion has to be asked on the host after every token."""
+    """Tell whether a stopping criterion has to be asked on the host after every token."""
     return type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)
 
 

@@ -237,12 +237,12 @@ class _Loop:
 
 
 def _outlives(cache: Any, config: Any) -> bool:
-    """Whether somebody sees the cache after the generation."""
+    """Tell whether somebody sees the cache after the generation."""
     return bool(config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
 def _loops_here(config: Any, stopping: StoppingCriteriaList, given: dict[str, Any], synced: bool) -> bool:
-    """Whether our own loop does what is asked; transformers' does the rest, with recorded steps, too."""
+    """Tell whether our own loop does what is asked; transformers' does the rest, with recorded steps, too."""
     records = config.return_dict_in_generate and (
         config.output_scores or config.output_logits or config.output_hidden_states or config.output_attentions
     )

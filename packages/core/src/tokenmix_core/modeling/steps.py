@@ -154,7 +154,7 @@ class Steps:
         return None
 
     def takes(self, given: dict[str, Any]) -> bool:
-        """Whether a call of the model is a step to be made here."""
+        """Tell whether a call of the model is a step to be made here."""
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False

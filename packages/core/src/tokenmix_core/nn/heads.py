@@ -52,7 +52,7 @@ class HeadFit:
         return x if self.parts == 1 else x.unflatten(-1, (self.parts, -1)).flatten(-3, -2)
 
     def gates(self, x: Shaped[Tensor, "*places HV"]) -> Shaped[Tensor, "*places parts_HV"]:
-        """Values of heads, such as gates, of tokens or of one token of each row, repeated for the parts of the heads."""
+        """Values of heads, such as gates, of tokens or of one token of each row, repeated for the heads' parts."""
         return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
     def outputs(self, x: Float[Tensor, "B T parts_HV size"], heads: int) -> Float[Tensor, "B T HV V"]:

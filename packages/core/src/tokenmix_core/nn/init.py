@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def is_loaded(x: Tensor) -> bool:
-    """Whether transformers has filled this tensor from a checkpoint."""
+    """Tell whether transformers has filled this tensor from a checkpoint."""
     return getattr(x, "_is_hf_initialized", False)
 
 

@@ -77,7 +77,7 @@ def linear_cross_entropy(
 
 
 def at_least_one(items: Tensor | int) -> Tensor | int:
-    """What a sum over so many predicted tokens is divided by: where there are none the loss is zero, not NaN."""
+    """The divisor of a sum over so many predicted tokens: where there are none the loss is zero, not NaN."""
     return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
 
 

@@ -1,4 +1,4 @@
-"""What every token mixer is: a module that the backbone can build, run, cache and count."""
+"""The base of every token mixer: a module that the backbone can build, run, cache and count."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ _GIVEN = ("self", "hidden_size", "norm_eps")
 
 
 def stepping(x: Tensor, state: LayerState | None) -> bool:
-    """Whether a call is a decoding step: one token of each sequence, a state to update in place, no gradients."""
+    """Tell whether a call is a decoding step: one token of each sequence, a state to update in place, no gradients."""
     one = state is not None and state.span.tokens == 1 and state.span.mask is None
     return one and not (torch.is_grad_enabled() and x.requires_grad)

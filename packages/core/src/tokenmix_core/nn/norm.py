@@ -85,7 +85,7 @@ def gated_rms_norm(
     gate: GatePlace = "after",
     groups: int = 1,
 ) -> Float[Tensor, "*rows size"]:
-    """What `GatedRMSNorm` computes."""
+    """Compute what `GatedRMSNorm` does."""
     gates = None if z is None else F.silu(z)
     if gates is not None and gate == "before":
         x = x * gates

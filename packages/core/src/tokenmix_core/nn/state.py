@@ -1,4 +1,4 @@
-"""What mixers keep between calls, and where the tokens of one call lie in the sequences kept.
+"""States that mixers keep between calls, and where the tokens of one call lie in the sequences kept.
 
 A layer's `LayerState` is made of named parts, each with the batch as its first dimension: `TensorState` holds one
 tensor of constant size (a recurrent state, the last inputs of a convolution), `KVState` keys and values, all or a
@@ -83,16 +83,16 @@ class Span:
 
     @property
     def uniform(self) -> bool:
-        """Whether all sequences hold the same number of tokens before and after, known without asking the device."""
+        """Tell, without asking the device, whether all sequences hold the same number of tokens before and after."""
         return self.lengths is None and self.mask is None
 
     @property
     def keeps_padding(self) -> bool:
-        """Whether padding is among the call's tokens."""
+        """Tell whether padding is among the call's tokens."""
         return self.aligned or self.fixed
 
     def ends(self, every: int) -> bool:
-        """Whether some sequence's token, in a call of one, is the last of a run of `every`, counted from its first.
+        """Tell of a call of one token whether some sequence's is the last of a run of `every`, counted from its first.
 
         Waits for the device where the host does not know the lengths.
         """
@@ -213,7 +213,7 @@ class Bounds(NamedTuple):
 
 
 class StatePart:
-    """What a layer's state is made of: `TensorState`, `KVState`, or a mixer's own, which the cache handles unseen.
+    """One part of a layer's state: `TensorState`, `KVState`, or a mixer's own, which the cache handles unseen.
 
     Attributes:
         window: tokens kept; None where nothing leaves by its age.
@@ -450,7 +450,7 @@ class KVState(StatePart):
         return keys, values, torch.arange(first, stop, device=span.device)
 
     def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        """What a uniform call sees of the past: all of it, or the sinks and the last window − 1 tokens, in order."""
+        """The past that a uniform call sees: all of it, or the sinks and the last window − 1 tokens, in order."""
         if self.window is None:
             return self.keys[:, : span.past], self.values[:, : span.past]
         head = min(self.sinks, span.past)

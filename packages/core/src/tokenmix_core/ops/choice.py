@@ -1,4 +1,4 @@
-"""Whether an operation's kernels in Gluon run: decided here for all operations, and what if one does not compile.
+"""Tell whether an operation's kernels in Gluon run: decided here for all operations, and what if one does not compile.
 
 Gluon is the part of Triton that speaks to Hopper's matrix units directly. It still changes between versions, so that
 kernels in it are tried, and where one does not compile the operation's portable kernels take over for the process.
@@ -65,7 +65,7 @@ class GluonForm:
     def runs(
         self, impl: str | None, device: torch.device, dtype: torch.dtype, limit: str | None = None, op: str = ""
     ) -> bool:
-        """Whether kernels in Gluon are to be launched for a call that asks for `impl`: None, "gluon" or "triton".
+        """Tell whether kernels in Gluon are to be launched for a call that asks for `impl`: None, "gluon" or "triton".
 
         Raises:
             ValueError: "gluon" where the kernels do not run, or there is a `limit` of their own.

@@ -1,4 +1,4 @@
-"""What all operations share: return types, the choice of an implementation, and checks of arguments."""
+"""Common parts of all operations: return types, the choice of an implementation, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 class ScanOutput(NamedTuple):
-    """What a recurrence returns.
+    """The result of a recurrence.
 
     Attributes:
         o: outputs, `[B, T, HV, V]`.
@@ -36,7 +36,7 @@ class ScanOutput(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What attention returns.
+    """The result of attention.
 
     Attributes:
         o: outputs, `[B, T, HQ, V]`.
@@ -48,7 +48,7 @@ class AttentionOutput(NamedTuple):
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter (`TRITON_INTERPRET=1`)."""
+    """Tell whether Triton kernels run in Triton's interpreter (`TRITON_INTERPRET=1`)."""
     import os
 
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -225,7 +225,7 @@ def aligned(x: Tensor | None) -> Any:
 
 
 class _Rehearsed:
-    """What an autograd function keeps of a call, outside of autograd."""
+    """The parts of a call that an autograd function keeps, outside of autograd."""
 
     def __init__(self, inputs: Sequence) -> None:
         self.needs_input_grad = [isinstance(x, Tensor) for x in inputs]

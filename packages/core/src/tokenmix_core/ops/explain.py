@@ -20,7 +20,7 @@ WHOLE = "all steps"
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs for a kind of call.
+    """The kernels that run for a kind of call, and why.
 
     Attributes:
         operation: its name.
@@ -42,7 +42,7 @@ class Explanation:
 
 
 class Operation(NamedTuple):
-    """What `explain` knows of an operation.
+    """An operation as `explain` knows it.
 
     Attributes:
         function: the public function.

@@ -1,4 +1,4 @@
-"""What `explain` knows of core's operations."""
+"""Core's operations as `explain` knows them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None =
 
 
 def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
-    """What makes each step of the chunkwise gated delta rule by kernels."""
+    """Name the kernels of each step of the chunkwise gated delta rule."""
     plan = delta_rule_plan.plan(k, v, None, True, impl)
     steps = {"chunks' terms": plan.prepare, "outputs": plan.outputs, "states for the gradients": plan.states}
     if plan.at_once:
@@ -40,7 +40,7 @@ def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str
 
 
 def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
-    """What makes each step of chunkwise SSD by kernels."""
+    """Name the kernels of each step of chunkwise SSD."""
     plan = ssd_plan.plan(q, v, None, impl)
     gradients = "triton" if plan.gradients.hopper is None else "gluon"
     return {
@@ -51,7 +51,7 @@ def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
 
 
 def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
-    """What makes each step of causal attention by kernels of ours."""
+    """Name our kernels of each step of causal attention."""
     plan = attention_plan.plan(q, k, v, Mask(True, None, 0), False, impl, v)
     steps = "outputs", "gradients of queries", "gradients of keys and values"
     return {name: "gluon" if tile is None else "triton" for name, tile in zip(steps, plan, strict=True)}

@@ -69,7 +69,7 @@ def assert_agrees(
 
 
 def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[str]]:
-    """What `run()` returns, and the operations of torch that a mode around it is shown."""
+    """Run `run()`: its results, and the operations of torch that a mode around it is shown."""
     seen: list[str] = []
 
     class Watching(TorchDispatchMode):

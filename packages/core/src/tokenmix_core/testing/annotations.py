@@ -1,6 +1,7 @@
-"""A plugin of pytest that holds calls to the shapes and dtypes of their annotations: `-p tokenmix_core.testing.annotations`.
+"""A plugin of pytest that holds calls to the shapes and dtypes of their annotations.
 
-It is for a run of its own, in eager mode: torch.compile cannot trace what checks, nor Triton what is wrapped.
+`pytest -p tokenmix_core.testing.annotations` is a run of its own, in eager mode: torch.compile cannot trace checks, nor
+Triton compile functions with them.
 """
 
 from __future__ import annotations

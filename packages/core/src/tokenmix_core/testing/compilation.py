@@ -22,7 +22,7 @@ EVERY = "TOKENMIX_EVERY_KERNEL"
 
 
 def compiled_by(script: str) -> list[dict]:
-    """What `compile_calls` of a script prints, run in a process of its own; the script's errors are raised here."""
+    """Run `compile_calls` of a script in a process of its own and return what it prints; its errors are raised here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""What every package's conftest imports: kernels run on the GPU where there is one, else in Triton's interpreter."""
+"""Fixtures of every package's conftest: kernels run on the GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 

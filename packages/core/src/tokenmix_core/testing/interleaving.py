@@ -1,4 +1,4 @@
-"""What mixers promise of models that hold several kinds of them, as tests to inherit."""
+"""The contract of models that hold several kinds of mixers, as tests to inherit."""
 
 from __future__ import annotations
 

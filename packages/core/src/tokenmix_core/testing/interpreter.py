@@ -51,7 +51,7 @@ def _languages(fn: Callable) -> frozenset[str]:
 
 
 class _Nothing:
-    """What a call that replaced nothing has to restore."""
+    """The patch of a call that replaced nothing: it has nothing to restore."""
 
     def restore(self) -> None: ...
 

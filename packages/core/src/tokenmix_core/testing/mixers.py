@@ -1,4 +1,4 @@
-"""What every token mixer promises, as tests to inherit."""
+"""The contract of every token mixer, as tests to inherit."""
 
 from __future__ import annotations
 

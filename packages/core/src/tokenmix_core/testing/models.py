@@ -1,4 +1,4 @@
-"""What every model family promises, as tests to inherit."""
+"""The contract of every model family, as tests to inherit."""
 
 from __future__ import annotations
 

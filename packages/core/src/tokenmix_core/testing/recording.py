@@ -132,7 +132,7 @@ def _several(out: Any) -> list | tuple:
 
 
 def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
-    """What finds an argument when the tape runs: a tensor that was made then is the one that is made now."""
+    """A function that finds an argument when the tape runs: in the place of a tensor made then, the one made now."""
     if isinstance(x, Tensor):
         key = id(x)
         return (lambda: new[key]) if key in made else (lambda: x)

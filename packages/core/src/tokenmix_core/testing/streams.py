@@ -1,4 +1,4 @@
-"""What a training step must not do to a CUDA stream, and must survive: waiting for it, and being captured."""
+"""Checks that a training step never waits for a CUDA stream, and can be captured from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Gluon kernels for Hopper share: layouts, copies into shared memory beside the matrix units, where tokens lie.
+"""Common parts of Gluon kernels for Hopper: layouts, copies into shared memory beside the matrix units, borders.
 
 Gluon is the part of Triton that names layouts and leaves the order of copies and products to the kernel.
 """
@@ -172,7 +172,7 @@ def causal_decay(b_row, b_col, o_row, o_col):
 
 @gluon.jit
 def add(x, y):
-    """What `gl.associative_scan` makes sums of."""
+    """The sum, for `gl.associative_scan`."""
     return x + y
 
 

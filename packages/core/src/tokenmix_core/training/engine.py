@@ -223,7 +223,7 @@ def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -
 
 
 def device_name(args: TrainingArguments) -> str:
-    """What the run computes on."""
+    """The device that the run computes on."""
     cuda = args.device.type == "cuda"
     return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
 

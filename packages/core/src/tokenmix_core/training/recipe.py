@@ -62,7 +62,7 @@ def _check(owner: Any, **bounds: tuple[float, float]) -> None:
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """What a model is trained on.
+    """The data that a model is trained on.
 
     Attributes:
         sources: one or several of "stdlib" (the built-in corpus), "mqar", "s-niah-1" to "s-niah-3", or the folder of a
@@ -274,7 +274,7 @@ class Recipe:
         return {**plain, "model": dict(self.model)}
 
     def identity(self) -> dict[str, Any]:
-        """What the loss curve depends on; a checkpoint goes on only under an equal one."""
+        """The fields that the loss curve depends on; a checkpoint goes on only under equal ones."""
         values = self.values()
         about_run = {f.name for f in dataclasses.fields(RunRecipe)} - {"precision", "seed"}
         kept = {k: v for k, v in values.items() if k not in about_run and k != "micro_batch_tokens"}

@@ -1,4 +1,4 @@
-"""What a run was, kept beside it as plain data, and the recipe made from that when it goes on."""
+"""The record of a run, kept beside it as plain data, and the recipe made from that when it goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN_RECORD = "run.json"
 
 
 def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
-    """What a run was, as plain data."""
+    """The record of a run, as plain data."""
     import torch
     import transformers
 

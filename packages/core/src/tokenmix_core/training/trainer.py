@@ -42,7 +42,7 @@ MQAR = "mqar"
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run ended with.
+    """The outcome of a run.
 
     Attributes:
         output_dir: where model, tokenizer, log and checkpoints are.

@@ -1,4 +1,4 @@
-"""What core's `explain` knows of this package's operations with kernels."""
+"""This package's operations with kernels, as core's `explain` knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What core's `explain` knows of this package's operations."""
+"""This package's operations as core's `explain` knows them."""
 
 from __future__ import annotations
 

@@ -90,6 +90,6 @@ def first_answer(row: dict[str, Any]) -> str:
 
 
 def contains(row: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the completion contains one of the answers."""
+    """Tell whether the completion contains one of the answers."""
     said = results[0].lower()
     return {"contains": float(any(answer.lower() in said for answer in _answers(row)))}

@@ -96,12 +96,12 @@ def _oldest() -> tuple[int, int]:
 
 @constant_when_traced
 def on_hopper() -> bool:
-    """Whether every CUDA device is a Hopper GPU."""
+    """Tell whether every CUDA device is a Hopper GPU."""
     return (9, 0) <= _oldest() < (10, 0)
 
 
 def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
-    """Whether cuDNN computes this attention of 16-bit tensors on CUDA: plain, with heads it has kernels for."""
+    """Tell whether cuDNN computes this attention of 16-bit tensors on CUDA: plain, with heads it has kernels for."""
     plain = mask.window is None and not packed and (tq == tk or not mask.causal) and tq > 1
     return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
 
@@ -135,7 +135,7 @@ def choose_impl(call: Call) -> str:
 
 
 def _leads(call: Call) -> bool:
-    """Whether FlashAttention-4 is the fastest for a call like those that it was timed in, on Hopper."""
+    """Tell whether FlashAttention-4 is the fastest for a call like those that it was timed in, on Hopper."""
     wide = call.mask.window is None or call.mask.window >= _WIDE
     many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
     return wide and many and call.head_k == call.head_v and call.head_k in (64, 128)

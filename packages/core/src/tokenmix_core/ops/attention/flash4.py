@@ -29,7 +29,7 @@ _PARAMETERS = {
 
 @functools.cache
 def is_here() -> bool:
-    """Whether the package is installed and has what is called of it; a warning says so where the second is untrue.
+    """Tell whether the package is installed and has what is called of it; a warning says so where the second is untrue.
 
     flash-attn 2 brings an early form along under the same name, so that the package is asked for by its own.
     """

@@ -110,7 +110,7 @@ def attention_decode_reference(
 
 
 def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
-    """Whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`, positions in keys."""
+    """Tell which keys at `o_k[j]` the query at position `o_q[i]` sees: `[len(o_q), len(o_k)]`, positions in keys."""
     o_q, o_k = o_q[:, None], o_k[None, :]
     mask = (o_k <= o_q) if causal else torch.ones_like(o_k <= o_q)
     return mask if window is None else mask & ((o_k > o_q - window) | (o_k < sinks))

@@ -90,7 +90,7 @@ def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
 
 
 def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
-    """Whether the kernel's own causal mask serves, and else what is added to the scores: 0 or −∞, `[TQ, TK]`."""
+    """Tell whether the kernel's own causal mask serves, and else what is added to the scores: 0 or −∞, `[TQ, TK]`."""
     tq, tk = q.shape[1], k.shape[1]
     if mask.window is None and (tq == tk or tq == 1 or not mask.causal):
         return mask.causal and tq > 1, None

@@ -12,7 +12,7 @@ from tokenmix_core.tile.sequences import sequence_span
 
 @triton.jit
 def selected_rows(selected, o_row, first, rows, BM: tl.constexpr):
-    """Whether each of the rows `first` … `first + BM − 1` is selected, rows counted from `o_row` on."""
+    """Tell whether each of the rows `first` … `first + BM − 1` is selected, rows counted from `o_row` on."""
     o_t = first + tl.arange(0, BM)
     return tl.load(selected + o_row + o_t, mask=o_t < rows, other=0) != 0
 

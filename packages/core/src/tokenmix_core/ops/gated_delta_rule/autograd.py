@@ -171,7 +171,7 @@ def _keep(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, w
 
 
 def _parts(k, v, cu_seqlens, kept, entering, transitions):
-    """What `_keep` kept as `run_backward` takes it: Ã, the gates, what enters segments, their M; R and S or neither."""
+    """The tensors of `_keep` for `run_backward`: Ã, the gates, what enters segments, their M; R and S or neither."""
     layouts = term_layouts(k, v.shape[2])
     if len(kept) > room_for(layouts):
         layouts += state_layouts(k, v, cu_seqlens)

@@ -1,4 +1,4 @@
-"""What the launchers share: the chunk length, the shapes of what is kept, and the precision of products."""
+"""Common parts of the launchers: the chunk length, the shapes of what is kept, and the precision of products."""
 
 from typing import NamedTuple
 

@@ -135,7 +135,7 @@ def plan(
 
 
 def _busy(programs: int) -> bool:
-    """Whether rounds of a program a multiprocessor keep enough of them busy."""
+    """Tell whether rounds of a program a multiprocessor keep enough of them busy."""
     return programs >= _BUSY * tuning.one_round() * cdiv(programs, tuning.one_round())
 
 

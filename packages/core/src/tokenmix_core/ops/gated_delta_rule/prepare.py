@@ -1,4 +1,4 @@
-"""What a chunk's keys and gates decide alone: cumulative decays, key norms and the inverse Ã. Parallel over chunks."""
+"""Terms of a chunk's keys and gates alone: cumulative decays, key norms and the inverse Ã. Parallel over chunks."""
 
 from collections.abc import Sequence
 

@@ -112,7 +112,7 @@ def segment_kernel(
 
 @triton.jit
 def all_forget(p_gates, segments, segment, BT: tl.constexpr):
-    """Whether `forgotten` finds something in every segment, all of which are looked at together."""
+    """Tell whether `forgotten` finds something in every segment, all of which are looked at together."""
     BS: tl.constexpr = 16
     BC: tl.constexpr = 128
     chunks = segment // BT

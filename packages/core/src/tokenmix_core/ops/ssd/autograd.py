@@ -194,7 +194,7 @@ backward = direct_when_eager(ssd_backward_op, run_backward)
 
 
 def _save(ctx, inputs, output) -> None:
-    """What backward needs; the recurrent form has no third result and its backward makes the segments' states anew."""
+    """Keep what backward needs; the recurrent form has no third result and makes the segments' states anew."""
     q, k, v, g, scale, initial_state, cu_seqlens, dt, D, ctx.impl = inputs
     before = output[2] if len(output) > 2 else None
     ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, before, dt, D)
@@ -225,7 +225,7 @@ step = direct_when_eager(ssd_step_op, run_step, writes=4)
 
 
 def needs_widening(x: Tensor, *sizes: int) -> bool:
-    """Whether gradients of heads of such sizes, and of x's dtype and device, may be wrong as they are.
+    """Tell whether gradients of heads of such sizes, and of x's dtype and device, may be wrong as they are.
 
     dv and dg of K 16, V 32 are in float32 on a GPU, Triton 3.6.
     """

@@ -96,7 +96,7 @@ def segment_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """What a segment makes of a state of zeros, a tile of it a program, and the decay over the segment."""
+    """Make the state that a segment leaves of zeros, a tile of it a program, and the decay over the segment."""
     begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
         tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, True, PACKED
     )

@@ -85,7 +85,7 @@ def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"
 
 
 def _there(x: Tensor, offset: int, begin: Tensor | None, cu_seqlens: Tensor | None) -> Bool[Tensor, "B_or_1 T"] | None:
-    """Whether the token at t + offset is one of the same sequence, where that is more than a matter of both ends."""
+    """Tell where the token at t + offset is of the same sequence, if that is more than a matter of both ends."""
     T = x.shape[2]
     at = torch.arange(T, device=x.device) + offset
     if cu_seqlens is not None:

@@ -78,7 +78,7 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
 
 
 class Gates(NamedTuple):
-    """What the gates of a chunk come to, by token and slot: `slot_gates_kernel`."""
+    """The cumulative gates of a chunk, by token and slot: `slot_gates_kernel`."""
 
     weight: Tensor
     row: Tensor
@@ -195,7 +195,7 @@ slot_window_attention_op.register_fake(_outputs)
 
 
 def _local(walk: tuning.Walk, y: Layout, q: Tensor) -> tuple[Tensor | None, ...]:
-    """What the segments of a sequence leave for the later ones: their own slots and decays."""
+    """The slots and decays that the segments of a sequence leave for the later ones."""
     if walk.segments == 1:
         return None, None, None
     M, K, V = (y.constants[x] for x in "MKV")
@@ -352,7 +352,7 @@ def _keep(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, bef
 
 
 def _parts(q, k, v, f, k_slots, start, cu_seqlens, kept, before, window) -> list[Tensor]:
-    """What `_keep` kept, in tensors of their own."""
+    """The tensors that `_keep` kept, each of its own."""
     return parts_of(kept, _kept_layouts(q, _layout(q, k, v, f, k_slots, start, cu_seqlens, before, window)))
 
 

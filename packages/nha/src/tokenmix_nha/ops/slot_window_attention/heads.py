@@ -34,7 +34,7 @@ def any_strong(
     i_c, i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT: tl.constexpr, HEADS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Whether the i_c-th chunk of keys is strong for any of HEADS heads from i_h on."""
+    """Tell whether the i_c-th chunk of keys is strong for any of HEADS heads from i_h on."""
     i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
     entry = (first_entry(i_n, begin + i_n.to(tl.int64) * before, entries, BT, PACKED) + i_t) * H
     o_h = i_h + tl.arange(0, HEADS)

@@ -20,7 +20,7 @@ from tokenmix_core.ops.common import AttentionOutput, differentiable, recorded_o
 
 
 def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
-    """What a softmax gives `slots` ≥ 1 logits 0 that join those of `lse`."""
+    """The share that a softmax gives `slots` ≥ 1 logits 0 that join those of `lse`."""
     return (math.log(slots) - lse).sigmoid()
 
 

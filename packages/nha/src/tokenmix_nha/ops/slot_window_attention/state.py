@@ -1,4 +1,4 @@
-"""What a sequence leaves behind: its slots and its window, in constant size."""
+"""The state of a sequence: its slots and its window, in constant size."""
 
 from __future__ import annotations
 

@@ -230,14 +230,14 @@ def opposite_pairs(o_t, o_j, half):
 
 @triton.jit
 def block_to_border(b_log, size, half, BT: tl.constexpr, DOT: tl.constexpr):
-    """What takes factors from the beginning of blocks of `size` tokens to the middle of blocks of twice `half`: ≤ 1."""
+    """Factors from the beginning of blocks of `size` tokens to the middle of blocks of twice `half`: ≤ 1."""
     o_r = tl.arange(0, BT)
     return tl.exp2(-tl.abs(gates_between(b_log, (o_r & -(2 * half)) + half - 1, (o_r & -size) - 1, BT, DOT)))
 
 
 @triton.jit
 def block_to_start(b_log, size, BT: tl.constexpr, DOT: tl.constexpr):
-    """What takes row factors from the beginning of blocks of `size` tokens to that of the chunk: ≤ 1."""
+    """Row factors from the beginning of blocks of `size` tokens to that of the chunk: ≤ 1."""
     return tl.exp2(gates_between(b_log, -1, (tl.arange(0, BT) & -size) - 1, BT, DOT))
 
 

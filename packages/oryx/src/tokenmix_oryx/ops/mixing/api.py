@@ -25,7 +25,7 @@ from tokenmix_oryx.ops.mixing.reference import mix_reference
 
 
 class MixOptions(NamedTuple):
-    """What kind of layer it is.
+    """The kind of a layer.
 
     Attributes:
         heads: H.

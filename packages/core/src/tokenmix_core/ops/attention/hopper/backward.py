@@ -33,7 +33,7 @@ from tokenmix_core.tile.masks import visible
 
 @gluon.jit
 def holds_selected(selected, first, rows, BT: gl.constexpr):
-    """Whether one of the rows `first` … `first + BT − 1` is selected."""
+    """Tell whether one of the rows `first` … `first + BT − 1` is selected."""
     o_t = first + gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.max(gl.load(selected + o_t, mask=o_t < rows, other=0).to(gl.int32), 0) != 0
 

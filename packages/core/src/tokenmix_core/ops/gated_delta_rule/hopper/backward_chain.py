@@ -1,4 +1,4 @@
-"""What leads `backward` on Hopper along the chunks: copies into shared memory, and the groups of warps that hold dS."""
+"""The way of `backward` along the chunks on Hopper: copies into shared memory, and the groups of warps that hold dS."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -181,7 +181,7 @@ def backward_state_kernel(
 
 
 class Reverse(NamedTuple):
-    """What every form of the reverse pass takes; segments of `segment` tokens, which is a multiple of the chunk."""
+    """The inputs of every form of the reverse pass; segments of `segment` tokens, which is a multiple of the chunk."""
 
     q: Tensor
     k: Tensor

@@ -36,7 +36,7 @@ def factors_of_scores(
     s_q, g_b, g_p, g_q, scale, o_i, o_j, row: gl.constexpr, col: gl.constexpr, L2NORM: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What makes P' = tril(Q Kᵀ ⊙ Γ) diag(β) of Q Kᵀ, with the norms of both; b and n by row.
+    """The factors that make P' = tril(Q Kᵀ ⊙ Γ) diag(β) of Q Kᵀ, with the norms of both; b and n by row.
 
     n is the scale over the norms of Q, if they are wanted.
     """

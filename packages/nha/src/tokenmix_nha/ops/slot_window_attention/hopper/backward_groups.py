@@ -1,4 +1,4 @@
-"""What the query heads that share a head of keys ask of a weak chunk's tokens, one head after the other, on Hopper.
+"""Gradients that the query heads of one key head send to a weak chunk's tokens, one head after the other, on Hopper.
 
 Tiles are transposed, `[token, query]`. Each head's tiles take the places of those of the head before.
 """
@@ -22,7 +22,7 @@ def _arrived(b_x, dtype: gl.constexpr):
 
 @gluon.jit
 def entries_of_heads(s_k, s_q, s_v, s_do, s_p, s_dz, q, do, p, dz, o_q, length, HQ, GROUP: gl.constexpr):
-    """What all heads ask of the tokens that enter, by slot `[64, M]`; tiles of the first head are there."""
+    """Sum what all heads send to the tokens that enter, by slot `[64, M]`; tiles of the first head are there."""
     K: gl.constexpr = s_k.shape[1]
     V: gl.constexpr = s_v.shape[1]
     M: gl.constexpr = s_p.shape[1]

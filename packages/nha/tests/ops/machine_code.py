@@ -1,4 +1,4 @@
-"""What the assembler made of a kernel: reads of registers that nothing has written, which results need not show.
+"""Search a kernel's machine code for reads of registers that nothing has written, which results need not show.
 
 ptxas 12.8, which Triton 3.6 and 3.7 bring along, leaves out the first half of finding some descriptors of shared tiles:
 the kernel goes on from whatever a register holds, which may happen to be right. Where something else was written there
@@ -25,7 +25,7 @@ _HARMLESS = r"(PRMT {r}, .*, {r}$|LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\
 
 
 def disassembler() -> Path:
-    """What Triton brings along to read machine code; some installations leave it out."""
+    """The disassembler that Triton brings along; some installations leave it out."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -99,7 +99,7 @@ def _next(i: int, code: list[tuple], labels: dict[str, int]) -> list[int]:
 
 
 def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
-    """What an instruction reads and writes; of wide sources only the first register counts as read."""
+    """The registers that an instruction reads and writes; of wide sources only the first counts as read."""
     if op.startswith("HGMMA"):
         return _of_product(op, rest)
     names = ["".join(x) for x in _REGISTER.findall(rest)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from tokenmix_core.testing.machine_code import unwritten_reads_of
+from machine_code import unwritten_reads_of
 
 
 def listing(*instructions):
