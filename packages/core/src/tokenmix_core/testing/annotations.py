@@ -6,17 +6,19 @@ Triton compile functions with them.
 
 from __future__ import annotations
 
-import pkgutil
+import re
 from importlib.util import find_spec
+from pathlib import Path
 
 from jaxtyping import install_import_hook
 
 _PACKAGES = ("tokenmix_core", "tokenmix_lte", "tokenmix_nats_l", "tokenmix_nha", "tokenmix_oryx")
 # folders of core whose functions run in eager mode; of operations their public functions and references
-_FOLDERS = ("modeling", "nn")
-_OF_OPERATIONS = ("api", "reference")
-# in a module's source: it defines kernels, or operators whose schema torch reads from its own annotations
-_NOT_IN_EAGER_MODE = ("triton.jit", "gluon.jit", "custom_op(", "triton_op(", "library.define")
+_FOLDERS = ("modeling", "nn", "ops")
+_OF_OPERATIONS = ("api.py", "reference.py")
+# in a module's source: kernels, operators whose schema torch reads from annotations, configurations, whose constructors
+# transformers makes
+_LEFT_OUT = re.compile(r"(triton|gluon)\.jit|(custom|triton)_op\(|library\.define|^class \w*Config\(", re.MULTILINE)
 
 
 def checked_modules() -> list[str]:
@@ -24,23 +26,17 @@ def checked_modules() -> list[str]:
     found = []
     for package in _PACKAGES:
         spec = find_spec(package)
-        for folder in [] if spec is None else spec.submodule_search_locations or []:
-            for module in pkgutil.walk_packages([folder], f"{package}."):
-                _, first, *rest = module.name.split(".")
-                if module.ispkg or (first == "ops" and rest[-1:] not in ([name] for name in _OF_OPERATIONS)):
+        for root in [] if spec is None else spec.submodule_search_locations or []:
+            # found as files: an import before the hook would leave a module unchecked
+            for path in sorted(Path(root).rglob("*.py")):
+                first, *rest = inside = path.relative_to(root).parts
+                if package == "tokenmix_core" and first not in _FOLDERS:
                     continue
-                if package == "tokenmix_core" and first not in (*_FOLDERS, "ops", "chunking"):
+                if path.name == "__init__.py" or (first == "ops" and rest[-1] not in _OF_OPERATIONS):
                     continue
-                found.append(module.name)
-    return [name for name in found if not _runs_elsewhere(name)]
-
-
-def _runs_elsewhere(name: str) -> bool:
-    # found without importing it
-    path = find_spec(name.partition(".")[0]).submodule_search_locations[0]  # type: ignore[union-attr, index]
-    with open(f"{path}/{'/'.join(name.split('.')[1:])}.py", encoding="utf-8") as file:
-        source = file.read()
-    return any(word in source for word in _NOT_IN_EAGER_MODE)
+                if not _LEFT_OUT.search(path.read_text(encoding="utf-8")):
+                    found.append(".".join((package, *inside)).removesuffix(".py"))
+    return found
 
 
 install_import_hook(checked_modules(), "beartype.beartype")
