@@ -137,6 +137,40 @@ def test_few_programs_take_two_steps(on_hopper, monkeypatch):
     assert on_hopper == set(STEPS) - {"backward"}
 
 
+WITHHELD = {
+    "heads of 128": (dict(K=128), {"forward", "backward_state"}),
+    "heads of 64": (dict(K=64), {"backward_state"}),
+    "wide keys": (dict(K=128, V=64), {"forward_tiled", "backward_state_tiled"}),
+    "without norm": (dict(K=128, norm=False), {"forward", "backward_state"}),
+}
+
+
+@pytest.mark.parametrize(("case", "decay", "signed"), [
+    *((case, 0.5, True) for case in WITHHELD), ("heads of 128", 0.5, False), ("wide keys", 0.001, False),
+])  # fmt: skip
+def test_withheld_writes(case, decay, signed, on_hopper, monkeypatch):
+    # segments begin from states before them that decays have forgotten, where factors let decays bound them
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    sizes, ran = WITHHELD[case]
+    sizes = dict(sizes)
+    norm = sizes.pop("norm", True)
+    x = inputs(1, 230, 1, 1, N=3, decay=decay, **sizes)
+    if not norm:
+        x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    generator = torch.Generator().manual_seed(2)
+    x["writes"] = (torch.randn if signed else torch.rand)(1, 230 // 64 + 3, 1, generator=generator)
+    check(x, cu_seqlens=torch.tensor([0, 20, 20, 230], dtype=torch.int32), qk_l2norm=norm)
+    assert on_hopper == {"prepare"} | ran
+
+
+def test_writes_of_several_chunks_are_refused(on_hopper, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("tokenmix_core.ops.choice.device_limit", lambda device: None)
+    x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 200, 1, 1, 64).items()}
+    with pytest.raises(ValueError, match="takes `writes` for chunks of 64 tokens alone"):
+        chunk_gated_delta_rule(**x, writes=torch.ones(1, 2, 1), write_chunk=128, impl="gluon")
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_without_norm_or_states(D, on_hopper):
     x = inputs(2, 70, 1, 1, D)

@@ -21,7 +21,7 @@ def tensors(dtype=torch.bfloat16, **shapes):
     }
 
 
-FLOAT32 = ("g", "beta", "dt", "D", "initial_state", "state")
+FLOAT32 = ("g", "beta", "dt", "D", "initial_state", "state", "writes")
 
 
 def both(op, x, borders, **options):
@@ -31,12 +31,15 @@ def both(op, x, borders, **options):
     torch.autograd.grad(list(output), list(x.values()), [torch.empty_like(y) for y in output])
 
 
-def gated_delta_rule(B=8, T=4096, H=16, HV=None, K=128, V=None, N=0, borders=None, norm=True, dtype=torch.bfloat16):
+def gated_delta_rule(
+    B=8, T=4096, H=16, HV=None, K=128, V=None, N=0, borders=None, norm=True, withheld=False, dtype=torch.bfloat16
+):  # fmt: skip
     from tokenmix_core.ops import chunk_gated_delta_rule
 
     V, HV = V or K, HV or H
     x = tensors(dtype, q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), g=(B, T, HV), beta=(B, T, HV))
     x |= tensors(initial_state=(N, HV, K, V)) if N else {}
+    x |= tensors(writes=(B, T // 64, HV)) if withheld else {}
     both(chunk_gated_delta_rule, x, borders, qk_l2norm=norm)
 
 
@@ -112,6 +115,7 @@ for K in (64, 128, 256):
         sizes = dict(K=K, V=V)
         CALLS[f"gated delta rule {K} {V}"] = partial(gated_delta_rule, B=2, T=2048, **sizes)
         CALLS[f"gated delta rule {K} {V}, packed"] = partial(gated_delta_rule, **PACKED, H=2, HV=4, N=4, **sizes)
+        CALLS[f"gated delta rule {K} {V}, withheld"] = partial(gated_delta_rule, B=2, T=2048, withheld=True, **sizes)
         CALLS[f"SSD {K} {V}"] = partial(ssd, **sizes)
         CALLS[f"SSD {K} {V}, packed"] = partial(ssd, **PACKED, HV=4, N=4, steps=True, **sizes)
         CALLS[f"SSD {K} {V}, short"] = partial(ssd, B=2, T=256, HV=8, N=2, **sizes)

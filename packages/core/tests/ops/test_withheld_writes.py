@@ -10,6 +10,7 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from tokenmix_core.ops.gated_delta_rule.plan import GLUON
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
@@ -175,11 +176,27 @@ def test_kernels_agree_for_every_size_on_a_gpu(K, V, dtype, chunk):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("borders", [None, PACKED])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_for_hopper_agree_on_a_gpu(K, V, dtype, borders):
+    if GLUON.limit(torch.device("cuda", 0), dtype) is not None:
+        pytest.skip("kernels in Gluon run on Hopper")
+    cu_seqlens = None if borders is None else packed("cuda")
+    B, N = (2, 2) if borders is None else (1, 6)
+    x = inputs(B=B, T=330, H=2, HV=4, K=K, V=V, N=N, borders=cu_seqlens, dtype=dtype, device="cuda")
+    check(x, impl="gluon", cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "gluon"])
 @pytest.mark.parametrize("chunk", [64, 256])
-def test_long_sequences_of_few_heads_agree_on_a_gpu(chunk):
+def test_long_sequences_of_few_heads_agree_on_a_gpu(chunk, impl):
+    if impl == "gluon" and (chunk > 64 or GLUON.limit(torch.device("cuda", 0), torch.bfloat16) is not None):
+        pytest.skip("kernels in Gluon run on Hopper, for runs of a chunk")
     x = inputs(B=1, T=9000, H=1, HV=2, K=128, V=128, N=1, chunk=chunk, dtype=torch.bfloat16, device="cuda")
     x["writes"] = (x["writes"] > 0).float()
-    check(x, write_chunk=chunk)
+    check(x, impl=impl, write_chunk=chunk)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def backward_state(
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
 
         reverse = on_hopper.Reverse(
-            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment
+            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, writes.factors
         )
         out = (dv, dstates, gates.new_empty(len(dstates), HV, V), dinitial_state)
         if form == "gluon":

@@ -268,13 +268,13 @@ def forward(
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
 
-        terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
+        terms = (inverse, gates, writes.factors, entering, initial_state, cu_seqlens, order)
         on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, output, save, results[:4])
         return results
     if form == "gluon tiled":
         from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles
 
-        terms = (inverse, gates, entering, initial_state, cu_seqlens, order)
+        terms = (inverse, gates, writes.factors, entering, initial_state, cu_seqlens, order)
         by_tiles.forward_tiled(q, k, v, *terms, scale, qk_l2norm, segment, save, results)
         return results
     launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)

@@ -86,8 +86,8 @@ def plan(
     """
     even = all(x is None or x.data_ptr() % 16 == 0 for x in (k, v, *others))
     limit = None if even else "takes tensors that begin at multiples of 16 bytes"
-    if run and impl == "gluon":
-        limit = "writes all that there is: it takes no `writes`"
+    if run > 1 and impl == "gluon":
+        limit = "takes `writes` for chunks of 64 tokens alone"
     gluon = GLUON.runs(impl, k.device, k.dtype, limit)
     (B, T, _, K), (HV, V) = k.shape, v.shape[2:]
     half, packed = k.element_size() == 2, cu_seqlens is not None
@@ -97,8 +97,8 @@ def plan(
     reverse_segment = tuning.gated_delta_rule_backward_segment(*shape, packed, parts) if qk_l2norm else 0
     programs = chunk_slots(B, T, reverse_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     segment = forward_segment(k, v, cu_seqlens, impl, run)
-    if run:
-        # what a chunk's keys and gates decide knows nothing of writes
+    if run and (impl != "gluon" or not through_outputs):
+        # what a chunk's keys and gates decide knows nothing of writes; not yet measured, the rest waits to be asked for
         prepare = "gluon" if gluon else "triton"
         return GDNPlan(segment, 0, prepare, "triton", False, "triton", half, False, "triton", "triton")
     if not gluon:
@@ -119,6 +119,9 @@ def plan(
         reverse = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
     if through_outputs and qk_l2norm:
         chunks = "gluon tiled" if wide else "gluon"
+    if run:
+        # which alone knows the gradients of writes, and takes whole sequences
+        chunks, reverse_segment = "triton", 0
     return GDNPlan(
         segment=segment,
         reverse_segment=reverse_segment,

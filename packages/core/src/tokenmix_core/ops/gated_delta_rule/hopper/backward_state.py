@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
@@ -29,7 +29,7 @@ from tokenmix_core.tile.hopper import (
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
+    q, k, inverse, gates, writes, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
     dinitial_state, scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
     REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
@@ -40,7 +40,8 @@ def backward_state_kernel(
     Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: that of the
     initial state is wanted; REMAINDERS: S comes in two parts; ORDERED: programs take segments by `order`.
     LOCAL: only what a segment passes back if nothing enters it, into `passed`, where it or the one before remembers.
-    CARRIED: what is passed back to a segment lies there, if the one that passes it remembers.
+    CARRIED: what is passed back to a segment lies there, if the one that passes it remembers. With factors `writes`
+    each chunk writes to the state by its own.
     """
     # all columns of V are one program's
     WARPS: gl.constexpr = V // 16
@@ -122,7 +123,7 @@ def backward_state_kernel(
         s_k, s_q, s_a, s_do = k_2.index(here), q_2.index(here), a_2.index(here), do_2.index(here)
         s_s = s_2.index(here)
         last = b_last
-        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM)
+        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM, share_of(writes, slot + i_c, i_hv, HV))
         async_copy.wait_group(0)
         if i_c > first:
             before = token.to(gl.int64) - BT
@@ -194,6 +195,8 @@ class Reverse(NamedTuple):
     scale: float
     qk_l2norm: bool
     segment: int
+    # a factor a chunk, by which it writes to the state
+    writes: Tensor | None = None
 
 
 def launch_kernel(
@@ -211,7 +214,7 @@ def launch_kernel(
     HV, V = x.do.shape[2:]
     order = longest_first(T, x.segment, x.cu_seqlens)
     kernel[(chunk_slots(B, T, x.segment, x.cu_seqlens) * HV * (V // columns),)](
-        x.q, x.k, x.inverse, x.gates, x.cu_seqlens, order, x.states, remainders, x.do,
+        x.q, x.k, x.inverse, x.gates, x.writes, x.cu_seqlens, order, x.states, remainders, x.do,
         x.gates if x.dfinal_state is None else x.dfinal_state, passed, *out,
         x.scale, T, num_sequences(x.q, x.cu_seqlens), H, HV // H, B * T, x.segment,
         K, V, CHUNK, columns, x.dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0,

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
@@ -50,7 +50,7 @@ def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def backward_state_kernel(
-    q, k, inverse, gates, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
+    q, k, inverse, gates, writes, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
     dinitial_state, scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
     REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
@@ -59,7 +59,7 @@ def backward_state_kernel(
     """dS is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
 
     S comes in two parts, half of their rows at a time, to be multiplied with dS' while both are as exact as they were.
-    Flags are those of `backward_state.py`.
+    Flags, and `writes`, are those of `backward_state.py`.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held with this factor
@@ -141,7 +141,7 @@ def backward_state_kernel(
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
-        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM)
+        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM, share_of(writes, slot + i_c, i_hv, HV))
         await_copies(2)
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 

@@ -45,11 +45,11 @@ def load_last(p_gates, rows):
 @gluon.jit
 def copy_chunks(
     pointers, tiles, full, empty, rows, chunks, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr,
-    QUERIES: gl.constexpr,
+    QUERIES: gl.constexpr, WRITES: gl.constexpr,
 ):  # fmt: skip
     """Bring what a chunk reads into one of the places, as soon as the chunk that was there has left it."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    p_q, p_k, p_v, p_a, p_gates = pointers
+    p_q, p_k, p_v, p_a, p_gates, p_w = pointers
     q_s, k_s, v_s, a_s, gates_s = tiles
     # strides are known to the compiler: as numbers they would take the registers of this group, and more
     s_qk: gl.constexpr = H * k_s.shape[2]
@@ -59,6 +59,10 @@ def copy_chunks(
         here = i % PLACES
         b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
         b_r, last = load_gate(p_gates + 2, rows, line), load_last(p_gates, rows)
+        share = 1.0
+        if WRITES:
+            share = gl.load(p_w)
+            p_w += HV
         mbarrier.wait(empty.index(here), (i // PLACES + 1) & 1)
         fetch_rows(k_s.index(here), p_k, s_qk, rows, 4)
         fetch_rows(v_s.index(here), p_v, s_vo, rows, 4)
@@ -69,7 +73,7 @@ def copy_chunks(
         gates_s.index(here * 4).store(b_b)
         gates_s.index(here * 4 + 1).store(b_w)
         gates_s.index(here * 4 + 2).store(-gl.exp2(b_b) * b_r)
-        gates_s.index(here * 4 + 3).store(b_w * gl.exp2(last - b_b))
+        gates_s.index(here * 4 + 3).store(b_w * gl.exp2(last - b_b) * share)
         mbarrier.arrive(full.index(here))
         p_q += 64 * s_qk
         p_k += 64 * s_qk
@@ -240,7 +244,7 @@ def write_results(
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "tokens", "segment"])
 def forward_kernel(
-    q, k, v, inverse, gates, entering, initial_state, cu_seqlens, order, o, final_state, residual, saved,
+    q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, saved,
     scale, T, N, tokens, segment,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     OUTPUT: gl.constexpr, SAVE: gl.constexpr, INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
@@ -248,7 +252,7 @@ def forward_kernel(
 ):  # fmt: skip
     """With OUTPUT outputs and final states; with SAVE R and the state entering each chunk: of BV columns a program.
 
-    With ORDERED programs take segments by `order`.
+    With ORDERED programs take segments by `order`. With factors `writes` each chunk writes to the state by its own.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -286,12 +290,13 @@ def forward_kernel(
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return
-    begun = begun_at(gates, i_hv, tokens, begin, first, segment, L2NORM, 4)
+    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    begun = begun_at(gates, writes, slot, i_hv, HV, tokens, begin, first, segment, L2NORM, 4)
     token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
-    slot = first_chunk(i_n, begin, T, BT, PACKED) + begun // BT
+    slot += begun // BT
 
     rows, end = length - begun, gl.minimum(first + segment, length)
     # the chunks before the segment come first, and nothing of them is stored
@@ -308,7 +313,10 @@ def forward_kernel(
     if OUTPUT & (end >= length):
         wanted = V
     tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states, residuals)
-    inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates)
+    p_w = p_gates
+    if writes is not None:
+        p_w = writes + slot.to(gl.int64) * HV + i_hv
+    inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates, p_w)
     ends = (p_initial, final_state + o_state, p_gates)
     outputs = (o + o_vo, residual + o_vo, saved + (slot * HV + i_hv) * K * V + i_v * BV)
     # the first group takes the registers that the others leave of 512, or 504, a thread of each
@@ -318,7 +326,7 @@ def forward_kernel(
                 (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
                 (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
                 (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, OUTPUT, SAVE)),
-                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT)),
+                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
             [4, 4, 4], [160, 136, 56],
         )  # fmt: skip
@@ -327,7 +335,7 @@ def forward_kernel(
             [
                 (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
                 (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, OUTPUT, SAVE)),
-                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT)),
+                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
             [4, 4], [200, 96],
         )  # fmt: skip
@@ -339,6 +347,7 @@ def forward(
     v: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    writes: Tensor | None,
     entering: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -352,7 +361,7 @@ def forward(
 ) -> None:
     """Write, with `output`, outputs and final states and, with `save`, R and the states of chunks into `out`, all four.
 
-    Sequences are split into segments of `segment` tokens, unless that is 0.
+    Sequences are split into segments of `segment` tokens, unless that is 0. `writes` has a factor a chunk.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -361,8 +370,8 @@ def forward(
     programs = chunk_slots(B, T, segment, cu_seqlens) * HV
     BV = tuning.gated_delta_rule_columns(programs, V)
     forward_kernel[(programs * (V // BV),)](
-        q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
-        scale, T, num_sequences(q, cu_seqlens), B * T, segment,
+        q, k, v, inverse, gates, writes, entering, gates if initial_state is None else initial_state, cu_seqlens, order,
+        *out, scale, T, num_sequences(q, cu_seqlens), B * T, segment,
         H, HV, K, V, CHUNK, BV, output, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
         order is not None, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.tile.hopper import (
@@ -30,15 +30,15 @@ WARPS = gl.constexpr(8)
 @cached_launch
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def forward_kernel(
-    q, k, v, inverse, gates, entering, initial_state, cu_seqlens, order, o, final_state, residual, states, remainders,
-    scale, T, N, H, group, tokens, segment,
+    q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, states,
+    remainders, scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, SAVE: gl.constexpr, INITIAL: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Outputs and final states or, with SAVE, R and the state entering each chunk, in two 16-bit parts.
 
     S is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
-    With ORDERED programs take segments by `order`.
+    With ORDERED programs take segments by `order`. With factors `writes` each chunk writes to the state by its own.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = group_layout(K, WARPS)
@@ -55,8 +55,8 @@ def forward_kernel(
     # an empty sequence has a segment too, which hands its state on
     if (first >= length) & (first > 0):
         return
-    begun = begun_at(gates, i_hv, tokens, begin, first, segment, L2NORM, WARPS)
     slot = first_chunk(i_n, begin, T, BT, PACKED)
+    begun = begun_at(gates, writes, slot, i_hv, HV, tokens, begin, first, segment, L2NORM, WARPS)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
@@ -108,7 +108,8 @@ def forward_kernel(
         s_k, s_v, s_a = k_2.index(here), v_2.index(here), a_2.index(here)
         kept = start >= first
         last = b_last
-        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last)
+        share = share_of(writes, slot + start // BT, i_hv, HV)
+        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, 1.0, share)
         # S, and what rounding takes from it
         b_h = b_s.to(dtype)
         s_s.permute((1, 0)).store(b_h)
@@ -184,6 +185,7 @@ def forward_tiled(
     v: Tensor,
     inverse: Tensor,
     gates: Tensor,
+    writes: Tensor | None,
     entering: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -200,8 +202,8 @@ def forward_tiled(
     # one that no sequence exceeds
     segment = segment or (T // CHUNK + 1) * CHUNK
     forward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // COLUMNS),)](
-        q, k, v, inverse, gates, entering, gates if initial_state is None else initial_state, cu_seqlens, order, *out,
-        scale, T, num_sequences(q, cu_seqlens), H, HV // H, B * T, segment,
+        q, k, v, inverse, gates, writes, entering, gates if initial_state is None else initial_state, cu_seqlens, order,
+        *out, scale, T, num_sequences(q, cu_seqlens), H, HV // H, B * T, segment,
         K, V, CHUNK, COLUMNS, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
         num_warps=8,
     )  # fmt: skip

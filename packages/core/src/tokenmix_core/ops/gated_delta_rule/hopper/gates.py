@@ -23,11 +23,23 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 
 
 @gluon.jit
-def share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM: gl.constexpr = 1.0):
-    """Store b, β r, 2^(b_last − b) β r and −γ r, with `room`, in shared memory: every layout is read from there."""
+def share_of(writes, slot, i_hv, HV):
+    """The share of its writes to the state that the chunk in a slot does not withhold: all without `writes`."""
+    if writes is None:
+        return 1.0
+    else:
+        return gl.load(writes + slot.to(gl.int64) * HV + i_hv)
+
+
+@gluon.jit
+def share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM: gl.constexpr = 1.0, share=1.0):
+    """Store b, β r, 2^(b_last − b) β r and −γ r, with `room`, in shared memory: every layout is read from there.
+
+    The third, by which a chunk writes to the state, is that of the `share` that it does not withhold.
+    """
     g_b.store(b_b)
     g_p.store(b_w)
-    g_w.store(b_w * gl.exp2(last - b_b))
+    g_w.store(b_w * gl.exp2(last - b_b) * share)
     g_y.store(-gl.exp2(b_b) * b_r * ROOM)
 
 

@@ -34,15 +34,32 @@ def forgotten(p_gates, segment, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def begun_at(gates, i_hv, tokens, begin, first, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
+def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
+    """As in `..forward`: `skipped`, if the factors of writes of so many chunks lie between 0 and 1; else 0."""
+    beyond = 0
+    for i in range(0, chunks, 128):
+        o_c = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        b_w = gl.load(p_w + o_c.to(gl.int64) * stride, mask=o_c < chunks, other=0.0)
+        beyond += gl.sum(((b_w < 0.0) | (b_w > 1.0)).to(gl.int32), 0)
+    return gl.where(beyond > 0, 0, skipped)
+
+
+@gluon.jit
+def begun_at(
+    gates, writes, slot, i_hv, HV, tokens, begin, first, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
     """The token that a segment's state is run from: of chunks before the segment, if they forget all before them.
 
-    `first` itself means that the state entering the segment is not forgotten within the segment before.
+    `first` itself means that the state entering the segment is not forgotten within the segment before. `slot` is that
+    of the sequence's first chunk.
     """
     begun = first
     if L2NORM and first > 0:
         before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
         skipped = forgotten(before, segment, WARPS)
+        if writes is not None:
+            p_w = writes + (slot + (first - segment) // 64).to(gl.int64) * HV + i_hv
+            skipped = bounded(skipped, p_w, HV, segment // 64, WARPS)
         if skipped > 0:
             begun = first - segment + skipped * 64
     return begun
