@@ -272,3 +272,12 @@ def test_under_autocast_scores_are_float32_and_everything_learns():
     assert all(p.grad.isfinite().all() and p.grad.any() for p in layer.parameters())
     exact = run_mixer(build().train(), inputs(T=60))
     assert relative_error(out, exact) < 0.1
+
+
+@torch.no_grad()
+def test_kernels_prefill_and_step_as_the_eager_layer_does(device):
+    eager, kernels = (build(head_dim=16, cap=8, impl=impl).float().to(device) for impl in ("reference", "triton"))
+    x = inputs(B=1, T=43).float().to(device)
+    whole = run_mixer(eager, x)
+    outputs, _ = run_in_pieces(kernels, x, [28, *[1] * 15])
+    torch.testing.assert_close(outputs, whole, rtol=1e-4, atol=1e-4)

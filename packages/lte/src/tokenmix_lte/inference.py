@@ -11,13 +11,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.state import LayerState
 from tokenmix_core.ops import kept_attention
+from tokenmix_core.ops.common import unless_gluon
 from tokenmix_lte.cap import eviction_times
+from tokenmix_lte.ops import evict_step
 
 if TYPE_CHECKING:
     from tokenmix_lte.mixer import Lte, Tokens
@@ -42,37 +44,19 @@ def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ
     q, k, raw, v = tokens
     _prepare(layer, tokens, state, len(k))
     kv: RaggedKVState = state.kv
-    scores, ages, span = state.scores.value, state.ages.value, state.span
-    N, W, cap, H = len(k), layer.window, layer.cap, layer.num_kv_heads
-    before = span.before
-    if layer.step_form(span):
+    if layer.step_form(state.span):
         _score(layer, state)
-    # the token whose place is needed
-    place = (before % W).view(N, 1).expand(N, H)
-    index = place[..., None, None].expand(N, H, 1, layer.head_dim)
-    key, value = (x.gather(2, index).squeeze(2) for x in (kv.keys, kv.values))
-    age = (before - W).view(N, 1).expand(N, H)
-    score = scores.gather(2, place.unsqueeze(-1)).squeeze(-1)
-    if layer.uniform:
-        score = layer.uniform_ranks(age.clamp(min=0)).to(score.dtype)
-    score = score.masked_fill((age >= 0) & (age < layer.sinks), torch.inf)
-    # where it goes
-    far = kv.lengths - before.clamp(max=W).unsqueeze(1)
-    filled = torch.arange(cap, device=k.device) < far.unsqueeze(-1)
-    lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
-    youngest = torch.where(filled & (scores[:, :, W:] == lowest.unsqueeze(-1)), ages, -1).argmax(-1)
-    free = far < cap
-    enters = (age >= 0) & (score > 0) & (free | (score > lowest))
-    target = torch.where(free, far, youngest).long()
-    kv.replace(W + target, key, value, enters)
-    _put(scores, W + target, score, enters)
-    _put(ages, target, age.to(ages.dtype), enters)
-    # the new token
-    kv.replace(place, k.squeeze(1), v.squeeze(1), torch.ones_like(enters))
-    if layer.reach:
-        at = (before % layer.reach).view(N, 1, 1, 1)
-        state.raw.value.scatter_(1, at.expand_as(raw), raw.detach())
-    kv.lengths.add_((enters & free).int() + (age < 0).int())
+    one = (x.squeeze(1) for x in (k, v, raw))
+    memory = kv.keys, kv.values, kv.lengths, state.scores.value, state.ages.value, state.raw.value
+    evict_step(
+        *one,
+        *memory,
+        state.span.before,
+        window=layer.window,
+        sinks=layer.sinks,
+        uniform=layer.uniform,
+        impl=unless_gluon(layer.impl),
+    )
     return kv.attend(q.squeeze(1), impl=layer.impl).o
 
 
@@ -190,14 +174,6 @@ def _score(layer: Lte, state: LayerState) -> None:
     scores.scatter_(2, places, torch.where(there, logits.to(scores.dtype), scores.gather(2, places)))
 
 
-def _put(
-    x: Shaped[Tensor, "N H places"], at: Int[Tensor, "N H"], new: Shaped[Tensor, "N H"], where: Bool[Tensor, "N H"]
-) -> None:
-    """Write one place of each head, in place, where `where` says so."""
-    at = at.unsqueeze(-1)
-    x.scatter_(2, at, torch.where(where.unsqueeze(-1), new.unsqueeze(-1).to(x.dtype), x.gather(2, at)))
-
-
 def _prepare(layer: Lte, tokens: Tokens, state: LayerState, batch: int) -> None:
     """Make the state's tensors before the first call."""
     if state.kv.places:
@@ -220,6 +196,7 @@ def _store(state: LayerState, held: Held) -> None:
     filled = torch.arange(held.keys.shape[1], device=held.keys.device) < held.lengths.unsqueeze(-1)
     state.kv.clear()
     state.kv.append(held.keys, held.values, filled.transpose(1, 2))
-    state.scores.set(held.scores)
-    state.ages.set(held.ages)
+    # steps write them in place
+    state.scores.set(held.scores.contiguous())
+    state.ages.set(held.ages.contiguous())
     state.raw.set(held.raw)

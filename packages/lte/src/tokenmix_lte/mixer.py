@@ -20,6 +20,7 @@ from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_lte.cap import eviction_times
 from tokenmix_lte.inference import go_on, step
+from tokenmix_lte.ops.eviction.reference import uniform_ranks
 from tokenmix_lte.scorers import Scorers, make_scorer
 
 Estimator = Literal["values", "inside"]
@@ -200,19 +201,10 @@ class Lte(Mixer):
     def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
         """The ranks that decide who stays: the logit where it is positive, −∞ elsewhere, and +∞ for sinks."""
         if self.uniform:
-            ranks = self.uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
+            ranks = uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
         else:
             ranks = logits.detach().masked_fill(~(logits > 0), -torch.inf)
         return ranks.masked_fill((position < self.sinks).unsqueeze(-1), torch.inf)
-
-    @staticmethod
-    def uniform_ranks(position: Int[Tensor, "*places"]) -> Float[Tensor, "*places"]:
-        """1 and how often a position can be halved: what every n-th token is for an n that doubles; +∞ for the first.
-
-        With the older one staying of two that are equal, 2ⁿ-th tokens make way for 2ⁿ⁺¹-th ones, the newest first.
-        """
-        lowest = (position & -position).double()
-        return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()
 
     def _whole(self, tokens: Tokens, cu_seqlens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs `[B, T, HQ, K]` of whole sequences, and what is told of them."""

@@ -168,6 +168,24 @@ def test_kernels_agree_with_the_reference_in_value_and_gradient(case, dtype, dev
         assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [16, 64, 96, 128])
+@pytest.mark.parametrize("case", ["two tiles", "dropout", "packed", "padded", "past"])
+def test_every_tile_agrees_with_the_reference_on_a_gpu(case, size, dtype, device):
+    options = {**KERNEL_CASES[case], "size": size, "T": 601}
+    if "cu_seqlens" in options:
+        options["cu_seqlens"] = torch.tensor([0, 1, 1, 9, 340, 601])
+    tensors, options = kernel_case(**options, device=device)
+    tensors |= {name: tensors[name].bfloat16().float() for name in "kv"}
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    exact = scored(tensors, options, torch.float64, torch.float64, "reference")
+    with RoundedProducts(dtype):
+        eager = scored(tensors, options, dtype, torch.float32, "reference")
+    for name, x in scored(tensors, options, dtype, torch.float32, None).items():
+        assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
+
+
 def test_a_logit_is_the_same_number_in_any_piece(device):
     tensors, _ = kernel_case(T=60, device=device)
     k, v = tensors["k"].half(), tensors["v"].half()

@@ -1,0 +1,120 @@
+"""The step's public function: shapes, validation and the choice of an implementation."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Checked, is_plain
+from tokenmix_core.ops.common import (
+    Impl,
+    bind_shapes,
+    check_dtype,
+    check_same_dtype,
+    resolve_impl,
+)
+from tokenmix_lte.ops.eviction.reference import evict_step_reference
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_WRITTEN = ("keys", "values", "lengths", "scores", "ages", "raws")
+
+
+@torch.no_grad()
+def evict_step(
+    k: Float[Tensor, "N H K"],
+    v: Float[Tensor, "N H K"],
+    raw: Float[Tensor, "N H K"],
+    keys: Float[Tensor, "N H S K"],
+    values: Float[Tensor, "N H S K"],
+    lengths: Int[Tensor, "N H"],
+    scores: Float[Tensor, "N H S"],
+    ages: Int[Tensor, "N H cap"],
+    raws: Float[Tensor, "N P H K"],
+    before: Int[Tensor, "N"],
+    *,
+    window: int,
+    sinks: int = 0,
+    uniform: bool = False,
+    impl: Impl | None = None,
+) -> None:
+    """Take one token into the memory of each row and head: one leaves the window, and of the far ones the worst goes.
+
+    Memory, S = `window` + cap places a head, is written in place. Not differentiable; nothing waits for the device.
+
+    Args:
+        k, v: the new token's key, as attention reads it, and value.
+        raw: its key before rotation.
+        keys, values: the ring of the window, where the token at position p is at p mod `window`, then the far tokens.
+        lengths: places filled, int32.
+        scores: the tokens' scores, float32 (the reference also float64): of the ring those known so far.
+        ages: positions of far tokens, int32.
+        raws: keys before rotation, that of position p at p mod P; P may be 0.
+        before: tokens that each row held before, int32 or int64.
+        window: W.
+        sinks: first tokens that stay whatever their score.
+        uniform: tokens are ranked by position (Unif.+SWA) and not by `scores`.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or what is written is not contiguous.
+    """
+    tensors = (k, v, raw, keys, values, lengths, scores, ages, raws, before)
+    chosen = _check(*tensors, window, sinks, impl)
+    if chosen == "reference":
+        evict_step_reference(*tensors, window, sinks, uniform)
+    else:
+        k, v, raw = (x.contiguous() for x in (k, v, raw))
+        _step(k, v, raw, *tensors[3:], window, sinks, uniform)
+
+
+@Checked
+def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, impl) -> str | None:
+    """Validate a call; return the implementation, as `resolve_impl` does."""
+    op = "evict_step"
+    dims = bind_shapes(
+        op, {}, k=(k, "N H K"), v=(v, "N H K"), raw=(raw, "N H K"), keys=(keys, "N H S K"), values=(values, "N H S K"),
+        lengths=(lengths, "N H"), scores=(scores, "N H S"), ages=(ages, "N H cap"), raws=(raws, "N P H K"),
+        before=(before, "N"),
+    )  # fmt: skip
+    impl = resolve_impl(op, impl, k)
+    if window < 1 or dims["cap"] < 1 or window + dims["cap"] != dims["S"] or not 0 <= sinks <= dims["cap"]:
+        raise ValueError(
+            f"{op}: expected at least one place of the window and one far one, S in all, and sinks from 0 to the far "
+            f"places, got window={window}, {dims['cap']} far places, S={dims['S']} and sinks={sinks}"
+        )
+    eager = impl == "reference"
+    check_dtype(op, (*FLOATS, torch.float64) if eager else FLOATS, k=k)
+    check_same_dtype(op, k=k, v=v, raw=raw, keys=keys, values=values, raws=raws)
+    check_dtype(op, (torch.float32, torch.float64) if eager else (torch.float32,), scores=scores)
+    check_dtype(op, (torch.int32,), lengths=lengths, ages=ages)
+    check_dtype(op, (torch.int32, torch.int64), before=before)
+    for name, x in zip(_WRITTEN, (keys, values, lengths, scores, ages, raws), strict=True):
+        if not x.is_contiguous():
+            raise ValueError(f"{op}: {name} must be contiguous, got strides {x.stride()}")
+    return impl
+
+
+def _step(*inputs) -> None:
+    """The kernel: directly in eager mode, as a custom op where torch traces."""
+    if not is_plain(inputs[0]):
+        _evict_step_op(*inputs)
+        return
+    from tokenmix_lte.ops.eviction.kernel import run
+
+    run(*inputs)
+
+
+@torch.library.custom_op("tokenmix_lte::evict_step", mutates_args=_WRITTEN)
+def _evict_step_op(
+    k: Tensor, v: Tensor, raw: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scores: Tensor, ages: Tensor,
+    raws: Tensor, before: Tensor, window: int, sinks: int, uniform: bool,
+) -> None:  # fmt: skip
+    from tokenmix_lte.ops.eviction.kernel import run
+
+    run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform)
+
+
+@_evict_step_op.register_fake
+def _(*_):
+    return None

@@ -1,0 +1,69 @@
+"""The step in one launch: a program for each row and head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import next_power_of_2
+from tokenmix_core.launch.kernels import cached_launch
+
+# far places that a warp holds in registers
+_OF_A_WARP = 512
+
+
+@cached_launch
+@triton.jit
+def evict_step_kernel(
+    k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, reach, H, K,
+    BC: tl.constexpr, BK: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Pop the token that leaves the ring, put it among the far ones if it is good enough, and write the new one."""
+    i_nh = tl.program_id(0).to(tl.int64)
+    i_n, i_h = i_nh // H, i_nh % H
+    o_c, o_k = tl.arange(0, BC), tl.arange(0, BK)
+    m_c, m_k = o_c < cap, o_k < K
+    position = tl.load(before + i_n).to(tl.int64)
+    length = tl.load(lengths + i_nh)
+    place, age = position % window, position - window
+    p_scores = scores + i_nh * (window + cap)
+    p_ring, p_far = (i_nh * (window + cap) + place) * K + o_k, (i_nh * (window + cap) + window) * K + o_k
+    b_key = tl.load(keys + p_ring, mask=m_k)
+    b_value = tl.load(values + p_ring, mask=m_k)
+    if UNIFORM:
+        # the exponent of a power of two
+        exponent = (age & (0 - age)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+        score = tl.where(age == 0, float("inf"), (exponent - 126).to(tl.float32))
+    else:
+        score = tl.load(p_scores + place)
+    score = tl.where(age < sinks, float("inf"), score)
+    far = length - tl.minimum(position, window).to(tl.int32)
+    b_scores = tl.load(p_scores + window + o_c, mask=m_c & (o_c < far), other=float("inf"))
+    lowest = tl.min(b_scores, 0)
+    b_ages = tl.load(ages + i_nh * cap + o_c, mask=m_c & (o_c < far) & (b_scores == lowest), other=-1)
+    free = far < cap
+    enters = (age >= 0) & (score > 0) & (free | (score > lowest))
+    target = tl.where(free, far, tl.argmax(b_ages, 0)).to(tl.int64)
+    b_enters = m_k & (tl.zeros([BK], tl.int32) + enters.to(tl.int32) > 0)
+    tl.store(keys + p_far + target * K, b_key, mask=b_enters)
+    tl.store(values + p_far + target * K, b_value, mask=b_enters)
+    tl.store(p_scores + window + target, score, mask=enters)
+    tl.store(ages + i_nh * cap + target, age.to(tl.int32), mask=enters)
+    tl.store(keys + p_ring, tl.load(k + i_nh * K + o_k, mask=m_k), mask=m_k)
+    tl.store(values + p_ring, tl.load(v + i_nh * K + o_k, mask=m_k), mask=m_k)
+    if reach > 0:
+        p_raw = ((i_n * reach + position % reach) * H + i_h) * K + o_k
+        tl.store(raws + p_raw, tl.load(raw + i_nh * K + o_k, mask=m_k), mask=m_k)
+    tl.store(lengths + i_nh, length + (enters & free).to(tl.int32) + (age < 0).to(tl.int32))
+
+
+def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
+    """`evict_step` by Triton; all tensors are contiguous."""
+    N, H, K = k.shape
+    cap = scores.shape[2] - window
+    BC = next_power_of_2(cap)
+    # a token's numbers are loaded and stored by the same threads, and all loads of far scores end in their reduction
+    evict_step_kernel[(N * H,)](
+        k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, raws.shape[1], H, K,
+        BC, next_power_of_2(K), uniform, num_warps=1 if BC <= _OF_A_WARP else 4,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The step, eager: the specification, on any device and in any float dtype."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
+    """`evict_step`, in place; nothing waits for the device."""
+    (N, H, S), W = scores.shape, window
+    cap, K = S - W, k.shape[-1]
+    # the token whose place is needed
+    place = (before % W).view(N, 1).expand(N, H)
+    index = place[..., None, None].expand(N, H, 1, K)
+    key, value = (x.gather(2, index).squeeze(2) for x in (keys, values))
+    age = (before - W).view(N, 1).expand(N, H)
+    score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _of(scores, place)
+    score = score.masked_fill((age >= 0) & (age < sinks), torch.inf)
+    # where it goes
+    far = lengths - before.clamp(max=W).unsqueeze(1)
+    filled = torch.arange(cap, device=k.device) < far.unsqueeze(-1)
+    lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
+    youngest = torch.where(filled & (scores[:, :, W:] == lowest.unsqueeze(-1)), ages, -1).argmax(-1)
+    free = far < cap
+    enters = (age >= 0) & (score > 0) & (free | (score > lowest))
+    target = torch.where(free, far, youngest).long()
+    everywhere = torch.ones_like(enters)
+    for held, old, new in ((keys, key, k), (values, value, v)):
+        _put(held, W + target, old, enters)
+        _put(held, place, new, everywhere)
+    _put(scores, W + target, score, enters)
+    _put(ages, target, age.to(ages.dtype), enters)
+    if raws.shape[1]:
+        at = (before % raws.shape[1]).view(N, 1, 1, 1)
+        raws.scatter_(1, at.expand(N, 1, H, K), raw.unsqueeze(1))
+    lengths.add_((enters & free).int() + (age < 0).int())
+
+
+def uniform_ranks(position: Int[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+    """1 and how often a position can be halved: what every n-th token is for an n that doubles; +∞ for the first.
+
+    With the older one staying of two that are equal, 2ⁿ-th tokens make way for 2ⁿ⁺¹-th ones, the newest first.
+    """
+    lowest = (position & -position).double()
+    return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()
+
+
+def _of(x: Float[Tensor, "N H places"], at: Int[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+    return x.gather(2, at.unsqueeze(-1)).squeeze(-1)
+
+
+def _put(
+    x: Float[Tensor, "N H places *K"], at: Int[Tensor, "N H"], new: Float[Tensor, "N H *K"], where: Bool[Tensor, "N H"]
+) -> None:
+    """Write one place of each head, in place, where `where` says so."""
+    one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
+    index = at[one].expand(*at.shape, 1, *x.shape[3:])
+    x.scatter_(2, index, torch.where(where[one], new.unsqueeze(2).to(x.dtype), x.gather(2, index)))
