@@ -46,11 +46,16 @@ def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ
     kv: RaggedKVState = state.kv
     if layer.step_form(state.span):
         _score(layer, state)
-    one = (x.squeeze(1) for x in (k, v, raw))
-    memory = kv.keys, kv.values, kv.lengths, state.scores.value, state.ages.value, state.raw.value
     evict_step(
-        *one,
-        *memory,
+        k.squeeze(1),
+        v.squeeze(1),
+        raw.squeeze(1),
+        kv.keys,
+        kv.values,
+        kv.lengths,
+        state.scores.value,
+        state.ages.value,
+        state.raw.value,
         state.span.before,
         window=layer.window,
         sinks=layer.sinks,
