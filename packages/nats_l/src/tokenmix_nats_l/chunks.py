@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -36,18 +35,38 @@ def chunk_means(
 
     Chunks are counted from each sequence's start; of a packed batch their slots are `chunking.slot_ids`'.
     """
-    T, D = x.shape[1:]
-    x = at_least_float32(x)
+    T = x.shape[1]
+    # sums widen what they read: nothing is copied in float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     if cu_seqlens is None:
-        padded = F.pad(x, (0, 0, 0, -T % size)).unflatten(1, (-1, size))
-        counts = torch.full((padded.shape[1],), size, dtype=x.dtype, device=x.device)
-        counts[-1] = T - (padded.shape[1] - 1) * size
-        return padded.sum(2) / counts.unsqueeze(-1)
-    slots = chunk_slots(1, T, size, cu_seqlens)
+        whole = T // size * size
+        sums = x[:, :whole].unflatten(1, (whole // size, size)).sum(2, dtype=wide)
+        if whole == T:
+            return sums / size
+        return torch.cat((sums / size, x[:, whole:].sum(1, dtype=wide, keepdim=True) / (T - whole)), 1)
+    slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
+    begin = cu_seqlens[sequence] + (slots - firsts[sequence]) * size
+    places = begin.unsqueeze(1) + torch.arange(size, device=x.device)
+    there = places < cu_seqlens[sequence + 1].unsqueeze(1)
     ids = slot_ids(cu_seqlens, T, size).long()
-    sums = x.new_zeros(slots, D).index_add(0, ids, x[0])
-    counts = x.new_zeros(slots).index_add(0, ids, x.new_ones(T))
-    return (sums / counts.clamp(min=1).unsqueeze(-1)).unsqueeze(0)
+    back = ids * size + torch.arange(T, device=x.device) - begin[ids]
+    # tokens side by side, not sums by slot: a fixed order, so that a forward pass made again finds the same types
+    chunks = _Moved.apply(x[0], places.clamp(max=T - 1), back) * there.unsqueeze(-1)
+    return (chunks.sum(1, dtype=wide) / there.sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows in other places; `back` says where each one's gradient is, as what is masked afterwards repeats rows."""
+
+    @staticmethod
+    def forward(ctx, x, places, back):
+        ctx.save_for_backward(back)
+        return x[places]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (back,) = ctx.saved_tensors
+        return gradients[0].flatten(0, 1)[back], None, None
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:

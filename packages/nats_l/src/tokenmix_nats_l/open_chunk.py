@@ -8,20 +8,26 @@ softmax chunk's are kept, and the running state goes back to that of the chunk's
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.state import LayerState, Span
 from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention
-from tokenmix_nats_l.ablations import carried, far_softmax
+from tokenmix_nats_l.ablations import carried, far_attention, far_softmax
 from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL, Tokens
+
+# chunks that are looked at together for what is kept of them
+_PIECE = 32
 
 
 def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
@@ -69,12 +75,15 @@ def go_on(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[T
     span = state.span
     if span.uniform:
         return _go_on_evenly(layer, x, tokens, state, span.past)
-    # rows of unequal lengths, as of a padded prompt, go on one by one
-    borders = [0, *(span.after - span.before).cumsum(0).tolist()]
+    borders, before = [0, *(span.after - span.before).cumsum(0).tolist()], span.before.tolist()
     x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
     _prepare(state, x, span.batch)
+    if not any(before) and layer.own_chunk != "softmax" and layer.decay:
+        linear, softmax = _begin(layer, x, type(tokens)(*flat), state, borders)
+        return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
+    # later pieces of unequal rows, whose open chunks are filled differently, go on one by one
     outputs, kept = [], [state.kept.row(n) for n in range(span.batch)]
-    for n, past in enumerate(span.before.tolist()):
+    for n, past in enumerate(before):
         here = slice(borders[n], borders[n + 1])
         if here.start == here.stop:
             continue
@@ -124,6 +133,59 @@ def _go_on_evenly(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, pa
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
     return torch.cat(outputs, 1), softmax
+
+
+def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: list[int]) -> tuple[Tensor, Tensor]:
+    """`go_on` for packed sequences that hold nothing yet, as a padded prompt's, all at once.
+
+    Attention takes them as they are. The delta rule takes the whole chunks of all, whose types are known, and then the
+    open chunks, which go on from the states that those end in.
+    """
+    C, device, N = layer.chunk, x.device, len(borders) - 1
+    cu_seqlens = torch.tensor(borders, device=device)
+    types = layer.types_of(x, cu_seqlens)
+    attend = layer.attend if layer.own_chunk == "both" else partial(far_attention, layer)
+    softmax = attend(tokens, types.softmax, cu_seqlens)
+
+    lengths = cu_seqlens.diff()
+    wholes, sequence = lengths // C * C, sequence_ids(cu_seqlens, x.shape[1])
+    place = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
+    # tokens of whole chunks in front, then the others, both in their order
+    order = (place >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
+    total = sum((end - start) // C * C for start, end in pairwise(borders))
+    first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))
+    outputs, start = [], state.start.value
+    if total:
+        ends = cu_seqlens_from_lengths(wholes)
+        # a chunk's slot among all tokens, and among those of whole chunks
+        at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
+        writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
+        writes = writes.index_copy(1, slots.long(), types.linear[:, at])
+        o, start = layer.delta_rule(first, writes, None, ends)
+        outputs.append(o)
+    running = start.clone()
+    if total < x.shape[1]:
+        o, running = layer.delta_rule(last, None, start, cu_seqlens_from_lengths(lengths - wholes))
+        outputs.append(o)
+        rows, places = sequence[order[total:]], place[order[total:]] % C
+        state.decay.value = state.decay.value.index_add(0, rows, layer.fit.gates(last.g)[0])
+        state.inputs.value = state.inputs.value.index_add(0, rows, at_least_float32(x[0, order[total:]]))
+        state.open_keys.value[rows, places] = last.softmax_k[0].detach()
+        state.open_values.value[rows, places] = last.softmax_v[0].detach()
+    state.start.value, state.recurrent.value = start, running
+    for name in _TENSORS:
+        getattr(state, name).set(getattr(state, name).value)
+
+    # what is kept, in pieces of all sequences side by side
+    slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
+    for begin in range(0, max((end - start) // C * C for start, end in pairwise(borders)), _PIECE * C):
+        i = begin + torch.arange(_PIECE * C, device=device)
+        there = i < wholes.unsqueeze(1)
+        at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
+        take = (types.softmax[0, torch.where(there, slots + i // C, 0)] > 0.5) & there.unsqueeze(-1)
+        keys, values = (y[0, at] for y in (tokens.softmax_k, tokens.softmax_v))
+        state.kept.append(keys, values, take.repeat_interleave(layer.group, -1))
+    return torch.cat(outputs, 1)[:, order.argsort()], softmax
 
 
 def _enter(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
@@ -182,8 +244,9 @@ def _keep(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor) -> N
     """Hold the keys and values of those whole chunks that are marked in `softmax [N, chunks, H]`."""
     take = softmax.repeat_interleave(layer.group, -1).repeat_interleave(layer.chunk, 1)
     # piece by piece, so that room is made for what is kept instead of for everything
-    piece = 32 * layer.chunk
-    for parts in zip(*(y.split(piece, 1) for y in (chunks.softmax_k, chunks.softmax_v, take)), strict=True):
+    for parts in zip(
+        *(y.split(_PIECE * layer.chunk, 1) for y in (chunks.softmax_k, chunks.softmax_v, take)), strict=True
+    ):
         state.kept.append(*parts)
 
 
