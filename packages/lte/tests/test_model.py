@@ -14,6 +14,7 @@ from tokenmix_lte.model import LteForCausalLM, LteModel
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
 # without dropout, so that a gradient is the same twice
 OPTIONS = {"num_heads": 4, "num_kv_heads": 2, "window": 13, "cap": 4, "sinks": 2, "dropout": 0.0}
+NSA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "block": 4, "blocks": 3, "window": 6}
 
 
 class TestLteModel(ModelContract):
@@ -23,6 +24,11 @@ class TestLteModel(ModelContract):
             **SIZES,
             "mixers": ["gated_delta_net", "lte"],
             "mixer_options": {"lte": OPTIONS, "gated_delta_net": {"num_heads": 2, "head_dim": 8}},
+        },
+        "native sparse attention": {
+            **SIZES,
+            "mixers": ["gated_delta_net", "nsa"],
+            "mixer_options": {"nsa": NSA, "gated_delta_net": {"num_heads": 2, "head_dim": 8}},
         },
     }
     config_class = LteConfig

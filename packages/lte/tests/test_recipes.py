@@ -29,9 +29,9 @@ def test_every_recipe_is_complete(name):
     ("name", "millions"),
     [
         ("gdn-0.4b", 367.0), ("gdn-swa-0.4b", 354.0), ("gdn-attention-0.4b", 354.0), ("lalte-0.4b", 360.2),
-        ("transformer-0.4b", 341.1), ("lte-0.4b", 353.5),
+        ("lansa-0.4b", 358.4), ("nsa-0.4b", 349.8), ("transformer-0.4b", 341.1), ("lte-0.4b", 353.5),
         ("gdn-1.4b", 1466), ("gdn-swa-1.4b", 1340), ("gdn-attention-1.4b", 1340), ("lalte-1.4b", 1343),
-        ("transformer-1.4b", 1213), ("lte-1.4b", 1220),
+        ("lansa-1.4b", 1323), ("nsa-1.4b", 1180), ("transformer-1.4b", 1213), ("lte-1.4b", 1220),
     ],
 )  # fmt: skip
 def test_models_have_the_paper_s_parameters(name, millions):
@@ -44,7 +44,7 @@ def test_models_of_a_size_differ_in_their_mixers_alone(size):
         recipe = RECIPES[f"{name}-{size}"]()
         return recipe.data, recipe.optimizer, {**recipe.model, "mixers": None, "mixer_options": None}
 
-    for name in ("gdn", "gdn-swa", "gdn-attention", "transformer", "lte"):
+    for name in ("gdn", "gdn-swa", "gdn-attention", "transformer", "lte", "lansa", "nsa"):
         assert settings(name) == settings("lalte")
     config = RECIPES[f"lalte-{size}"]().model_config()
     assert config.mixers == ["gated_delta_net", "lte"] * 12

@@ -6,9 +6,11 @@ from typing import Any
 
 from tokenmix_core.modeling import HybridConfig, register_mixer
 from tokenmix_lte.mixer import Lte
+from tokenmix_lte.nsa import Nsa
 from tokenmix_lte.tova import Tova
 
 register_mixer("lte", Lte)
+register_mixer("nsa", Nsa)
 register_mixer("tova", Tova)
 
 

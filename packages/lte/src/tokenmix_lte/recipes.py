@@ -19,7 +19,7 @@ from tokenmix_lte.baselines import BASELINES, SIZES, baseline
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-MODEL_TYPE, LTE = "tokenmix_lte", "lte"
+MODEL_TYPE, LTE, NSA = "tokenmix_lte", "lte", "nsa"
 EVALUATIONS = ["perplexity-by-position", "retention"]
 # what differs from laLTE; without a far segment there is nothing to steer
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -65,10 +65,37 @@ def ablation(name: str, size: str) -> Recipe:
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of laLTE: {name}, {size.upper()}")
 
 
+def nsa(size: str, *, pure: bool = False) -> Recipe:
+    """laNSA, or NSA alone, at one of the paper's sizes: 32 query heads and 2 key heads of 64 at both."""
+    name = f"nsa-{size}" if pure else f"lansa-{size}"
+    description = f"{'NSA alone' if pure else 'laNSA'} with {size.upper()} parameters, as trained in the paper"
+    return _with_nsa(paper(size, pure=pure), name, description, {"num_heads": 32, "num_kv_heads": 2, "head_dim": 64})
+
+
+def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, Any]) -> Recipe:
+    """The recipe with NSA in the place of LTE."""
+    mixers = [NSA if mixer == LTE else mixer for mixer in recipe.model["mixers"]]
+    others = {mixer: x for mixer, x in recipe.model["mixer_options"].items() if mixer != LTE}
+    evaluations = [suite for suite in recipe.run.evaluations if suite != "retention"]
+    return replace(
+        recipe,
+        name=name,
+        description=description,
+        model={**recipe.model, "mixers": mixers, "mixer_options": {**others, NSA: options}},
+        run=replace(recipe.run, evaluations=evaluations),
+        callbacks=(),
+    )
+
+
 # window, cap and sinks of the recall models: together less than half of a row, whose first half are pairs
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
+}
+# as many tokens in blocks as the cap, and the query heads that make up for few key heads
+_RECALL_NSA = {
+    "small": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block": 16, "blocks": 8, "window": 64},
+    "100m": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block": 32, "blocks": 8, "window": 128},
 }
 RECALL = ("lalte", *(f"lalte-{name}" for name in ABLATIONS), "gdn-swa", "gdn-attention", "gdn", "transformer")
 
@@ -103,6 +130,17 @@ def recall_recipe(kind: str, size: str) -> Recipe:
     )
 
 
+def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
+    """The same with laNSA, or NSA alone, whose blocks and window hold what LTE's window and cap do."""
+    kind = NSA if pure else "lansa"
+    description = f"multi-query associative recall, {kind}, {size}; minutes on one GPU"
+    recipe = _with_nsa(recall_recipe("lalte", size), f"recall-{kind}-{size}", description, _RECALL_NSA[size])
+    if not pure:
+        return recipe
+    model = {**recipe.model, "mixers": [NSA], "mixer_options": {NSA: _RECALL_NSA[size]}}
+    return replace(recipe, model=model)
+
+
 def tiny() -> Recipe:
     """Gated DeltaNet with LTE at odd layers, for two CPU cores, on Python's standard library."""
     base = tiny_hybrid()
@@ -120,15 +158,27 @@ def tiny() -> Recipe:
     )
 
 
+def tiny_nsa() -> Recipe:
+    """Gated DeltaNet with NSA at odd layers in the setting of `tiny`."""
+    options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block": 16, "blocks": 4, "window": 64}
+    description = "GDN with NSA at every other layer, on the built-in corpus; minutes on a laptop"
+    return _with_nsa(tiny(), "tiny-nsa", description, options)
+
+
 def _callbacks(changes: dict[str, Any]) -> tuple:
     return () if changes.get("scorer") == "none" else (steer,)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny,
+    "tiny-nsa": tiny_nsa,
     **{f"lalte-{size}": partial(paper, size) for size in SIZES},
     **{f"lte-{size}": partial(paper, size, pure=True) for size in SIZES},
+    **{f"lansa-{size}": partial(nsa, size) for size in SIZES},
+    **{f"nsa-{size}": partial(nsa, size, pure=True) for size in SIZES},
     **{f"lalte-{size}-{name}": partial(ablation, name, size) for name in ABLATIONS for size in SIZES},
     **{f"{kind}-{size}": partial(baseline, kind, size) for kind in BASELINES for size in SIZES},
     **{f"recall-{kind}-{size}": partial(recall_recipe, kind, size) for kind in RECALL for size in _RECALL},
+    **{f"recall-lansa-{size}": partial(recall_nsa, size) for size in _RECALL},
+    **{f"recall-nsa-{size}": partial(recall_nsa, size, pure=True) for size in _RECALL},
 }

@@ -99,18 +99,33 @@ def select_blocks_reference(
             block = block - first_slots(cu_seqlens, block_size)[at.sequence[run], None]
         grouped = wide(q[:, run]).unflatten(2, (H, -1))
         s = scale * torch.einsum("bihgk,buhk->bihgu", grouped, wide(pooled))
-        p = (s - lse[:, run].to(s).unflatten(2, (H, -1)).unsqueeze(-1)).exp()
-        # where nothing before the own block is seen, there is no sum to speak of
-        before: Bool[Tensor, "TQ U"] = (block >= 0) & (block < b_own)
-        p = torch.where(before[:, None, None], p, 0.0).sum(3)
-        forced = (block == 0) | (block == b_own) | (block == b_own - 1)
-        rank = torch.where(forced[:, None], torch.inf, torch.where(before[:, None], p, -1.0))
-        rank = torch.where(((block >= 0) & (block <= b_own))[:, None], rank, -1.0)
-        # sorting keeps the lower of equal ones in front
-        order = rank.sort(dim=-1, descending=True, stable=True)
-        last = torch.iinfo(torch.int32).max
-        local = block.to(torch.int32)[:, None].expand_as(order.indices).gather(-1, order.indices)
-        local = torch.where(order.values >= 0, local, last)[..., :count].sort(-1).values
-        local = torch.nn.functional.pad(local, (0, count - local.shape[-1]), value=last)
-        chosen.append(torch.where(local == last, -1, local))
+        chosen.append(most_attended(s, lse[:, run].to(s), block, b_own, count))
     return torch.cat(chosen, 1) if chosen else torch.empty(B, 0, H, count, dtype=torch.int32, device=q.device)
+
+
+def most_attended(
+    scores: Float[Tensor, "*T H G U"],
+    lse: Float[Tensor, "*T HQ"],
+    block: Int[Tensor, "*T U"],
+    own: Int[Tensor, "*T 1"],
+    count: int,
+) -> Int[Tensor, "*T H count"]:
+    """The choice among blocks whose numbers in the sequence of a query with block `own` are `block`.
+
+    `block` and `own` broadcast against the first dimensions; numbers below 0 and above `own` are never chosen.
+    """
+    p = (scores - lse.unflatten(-1, scores.shape[-3:-1]).unsqueeze(-1)).exp()
+    block, own = block.unsqueeze(-2), own.unsqueeze(-2)
+    before: Bool[Tensor, "*T 1 U"] = (block >= 0) & (block < own)
+    # what a query does not see may exceed all bounds
+    p = torch.where(before.unsqueeze(-2), p, 0.0).sum(-2)
+    forced = (block == 0) | (block == own) | (block == own - 1)
+    rank = torch.where(forced, torch.inf, torch.where(before, p, -1.0))
+    rank = torch.where((block >= 0) & (block <= own), rank, -1.0)
+    # sorting keeps the lower of equal ones in front
+    order = rank.sort(dim=-1, descending=True, stable=True)
+    last = torch.iinfo(torch.int32).max
+    chosen = block.to(torch.int32).expand_as(order.indices).gather(-1, order.indices)
+    chosen = torch.where(order.values >= 0, chosen, last)[..., :count].sort(-1).values
+    chosen = torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=last)
+    return torch.where(chosen == last, -1, chosen)

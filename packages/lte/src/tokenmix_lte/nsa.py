@@ -1,0 +1,205 @@
+"""Native Sparse Attention: compressed blocks, selected blocks and a window, each a softmax of its own, added by gates."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.nn.attention import mean_visible
+from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.state import KVState, LayerState, TensorState
+from tokenmix_core.ops import attention, attention_decode
+from tokenmix_core.ops.common import Impl
+from tokenmix_lte.nsa_state import PooledKVState
+from tokenmix_lte.ops import block_attention, select_blocks
+from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
+from tokenmix_lte.ops.selected_blocks.reference import most_attended
+
+
+class Branches(NamedTuple):
+    """Outputs `[B, T, HQ, K]` of the three branches, in the order of their gates."""
+
+    compressed: Tensor
+    selected: Tensor
+    window: Tensor
+
+
+class Nsa(Mixer):
+    """o = W_o Σ_branch g_branch ⊙ o_branch with gates g = sigmoid(W_g x), three for each query head.
+
+    All branches have the same rotated q and k and the same v. *Compressed*: attention to the means of keys and values
+    of complete blocks. *Selected*: attention to `blocks` blocks, the first, the query's own, the one before and those
+    that the compressed branch gives most attention, summed over the query heads of a key head. *Window*: attention to
+    the newest tokens. No gradient passes through the choice of blocks.
+
+    Args:
+        hidden_size: D.
+        num_heads: query heads HQ.
+        num_kv_heads: key heads H, a divisor of HQ, each with a choice of its own.
+        head_dim: K, even.
+        block: tokens of a block.
+        blocks: blocks that a query attends to, at least 3.
+        window: a token sees itself and the window − 1 before it in the third branch.
+        norm_eps: taken and not used, as there are no norms.
+        impl: implementation of the operations, None, "triton" or "reference".
+
+    Raises:
+        ValueError: head counts that do not divide, an odd head size, a block or window below 1, fewer than 3 blocks.
+    """
+
+    attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 32,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        block: int = 64,
+        blocks: int = 16,
+        window: int = 512,
+        norm_eps: float = 1e-6,
+        impl: Impl | None = None,
+    ):
+        super().__init__()
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"Nsa: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"Nsa: head_dim must be even and positive, got {head_dim}")
+        for name, value, least in (("block", block, 1), ("blocks", blocks, 3), ("window", window, 1)):
+            if value < least:
+                raise ValueError(f"Nsa: {name} must be at least {least}, got {value}")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.block, self.blocks, self.window = block, blocks, window
+        self.impl: Impl | None = impl
+        self.rotary_dim = head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.g_proj = nn.Linear(hidden_size, num_heads * len(Branches._fields), bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def make_state(self) -> LayerState:
+        """All keys and values, the means of complete blocks, and the sums of the block that is not complete yet."""
+        size = self.num_kv_heads, self.head_dim
+        return LayerState(
+            kv=KVState(*size, self.head_dim),
+            pooled=PooledKVState(*size, self.head_dim, block=self.block),
+            open=TensorState(2, *size, dtype=torch.float32),
+        )
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        assert rotary is not None
+        q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        gates = self.g_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).sigmoid()
+        if state is None:
+            pooled = (pool_blocks(x, self.block, cu_seqlens) for x in (k, v))
+            branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
+        else:
+            branches = (self._step if stepping(hidden_states, state) else self._go_on)(q, k, v, state)
+        o = sum(gate.unsqueeze(-1) * o for gate, o in zip(gates.unbind(-1), branches, strict=True))
+        return self.o_proj(o.flatten(-2)), None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pooled_k: Tensor, pooled_v: Tensor, *, cu_seqlens: Tensor | None = None
+    ) -> Branches:
+        """The branches of the last queries of sequences, given all of their keys."""
+        shift, packed = k.shape[1] - q.shape[1], {"cu_seqlens": cu_seqlens, "impl": self.impl}
+        compressed, lse = compressed_attention(q, pooled_k, pooled_v, self.block, shift=shift, **packed)
+        blocks = select_blocks(q, pooled_k, lse, self.blocks, block_size=self.block, shift=shift, **packed)
+        selected = block_attention(q, k, v, blocks, block_size=self.block, **packed).o
+        return Branches(compressed, selected, attention(q, k, v, window=self.window, **packed).o)
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
+        """The branches of one token of each sequence, which is written in place; nothing waits for the device."""
+        kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
+        N, H, K = len(k), self.num_kv_heads, self.head_dim
+        kv.write(k, v, span)
+        before, after = span.before, span.after
+        new = torch.stack((k, v), 2).squeeze(1).detach()
+        sums = state.open.get(N, new)
+        sums.copy_(torch.where((before % block == 0).view(-1, 1, 1, 1), 0.0, sums) + new)
+        # the mean of a block that is not complete is written, too, and not read
+        bound = span.past // block + 1
+        pooled.make_room(k, N, bound)
+        pooled.write_one(*(sums / block).unbind(1), before // block)
+
+        keys, values = (x[:, : span.past + 1] for x in (kv.keys, kv.values))
+        means = pooled.keys[:, :bound]
+        compressed, lse = attention_decode(q, means, pooled.values[:, :bound], after // block, impl=self.impl)
+        window = attention_decode(q, keys, values, after, window=self.window, impl=self.impl).o
+
+        grouped = at_least_float32(q).view(N, H, -1, K) * K**-0.5
+        scores = torch.einsum("nhgk,nuhk->nhgu", grouped, at_least_float32(means))
+        own = (before // block).unsqueeze(1)
+        number = torch.arange(bound, device=q.device).unsqueeze(0)
+        blocks = most_attended(scores, lse.squeeze(1).to(scores), number, own, self.blocks).long()
+        # what is read: the chosen blocks, of which the own one comes last, and ends with the new token
+        listed = (blocks >= 0).sum(-1)
+        filled = (listed - 1) * block + (before % block).unsqueeze(1) + 1
+        tokens = blocks.clamp(min=0).unsqueeze(-1) * block + torch.arange(block, device=q.device)
+        tokens = tokens.flatten(2).clamp(max=keys.shape[1] - 1).unsqueeze(-1).expand(-1, -1, -1, K)
+        near = (x.transpose(1, 2).gather(2, tokens).flatten(0, 1).unsqueeze(2) for x in (keys, values))
+        selected = attention_decode(q.view(N * H, 1, -1, K), *near, filled.flatten(), impl=self.impl).o
+        return Branches(compressed, selected.view_as(q), window)
+
+    def _go_on(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
+        """The branches of a call's tokens, in its layout; the state holds them afterwards."""
+        kv, pooled, span = state.kv, state.pooled, state.span
+        rows = span.sequences
+        pooled.make_room(k, rows, cdiv(span.past + span.tokens, self.block))
+        sums = state.open.get(rows, k)
+        if span.uniform:
+            parts = [(slice(None), slice(None), slice(None), span.past)]
+        else:
+            # sequences of different lengths, one by one
+            packed = span.cu_seqlens is not None
+            borders = pairwise(span.cu_seqlens.tolist() if packed else range(rows + 1))
+            whole = slice(None)
+            parts = [
+                (slice(n, n + 1), *((whole, slice(i, j)) if packed else (slice(i, j), whole)), past)
+                for n, ((i, j), past) in enumerate(zip(borders, span.before.tolist(), strict=True))
+            ]
+        outputs = []
+        for row, batch, tokens, past in parts:
+            b_q, b_k, b_v = (x[batch, tokens] for x in (q, k, v))
+            if not b_k.shape[1]:
+                continue
+            if past:
+                b_k, b_v = torch.cat((kv.keys[row, :past], b_k), 1), torch.cat((kv.values[row, :past], b_v), 1)
+            # blocks that were complete before, and those that new tokens belong to
+            known = past // self.block
+            means = [pool_blocks(x[:, known * self.block :], self.block) for x in (b_k, b_v)]
+            held = (pooled.keys, pooled.values)
+            means = [torch.cat((x[row, :known], new), 1) for x, new in zip(held, means, strict=True)]
+            outputs.append(self._attend(b_q, b_k, b_v, *means))
+            for x, new in zip(held, means, strict=True):
+                x[row, known : new.shape[1]] = new[:, known:].detach()
+            rest = b_k.shape[1] % self.block
+            last = (at_least_float32(x[:, x.shape[1] - rest :].detach()).sum(1) for x in (b_k, b_v))
+            sums[row] = torch.stack(tuple(last), 1).to(sums)
+        kv.write(k, v, span)
+        joined = 1 if span.cu_seqlens is not None else 0
+        return Branches(*(torch.cat(x, joined) for x in zip(*outputs, strict=True)))
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # a query sees half of all means; choosing scores them again, without values
+        means = mean_visible(seq_len) / self.block
+        seen = mean_visible(seq_len, self.window) + mean_visible(seq_len, self.blocks * self.block) + 1.5 * means
+        return 4.0 * self.num_heads * self.head_dim * seen

@@ -1,0 +1,56 @@
+"""What a layer of Native Sparse Attention keeps beside keys and values: the means of its blocks."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.nn.state import Bounds, KVState
+
+
+class PooledKVState(KVState):
+    """Means of the keys and values of complete blocks, `[N, places, H, K]`: block c of a sequence is at place c.
+
+    Args:
+        heads: H.
+        key_size, value_size: K and V.
+        block: tokens of a block.
+    """
+
+    def __init__(self, heads: int, key_size: int, value_size: int, *, block: int):
+        super().__init__(heads, key_size, value_size)
+        self.block = block
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for the blocks of so many tokens at the first write."""
+        super().reserve(cdiv(max_length, self.block))
+
+    def make_room(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:
+        """Have room for so many blocks of each of `rows` sequences, in the dtype of `like`."""
+        if blocks > self.places or self._stored is None:
+            room = max(blocks + blocks // 2, self._expected, 1)
+            grown = []
+            for i, size in enumerate((self.key_size, self.value_size)):
+                x = like.new_zeros(rows, room, self.heads, size)
+                if self._stored is not None:
+                    x[:, : self.places] = self._stored[i]
+                grown.append(x)
+            self._stored = grown[0], grown[1]
+
+    def write_one(
+        self, k: Float[Tensor, "N H K"], v: Float[Tensor, "N H V"], place: Int[Tensor, "N"]
+    ) -> None:
+        """Put one block of each sequence in a place of its own; nothing waits for the device."""
+        index = place.view(-1, 1, 1, 1)
+        for held, new in ((self.keys, k), (self.values, v)):
+            held.scatter_(1, index.expand(-1, 1, *held.shape[2:]), new.unsqueeze(1).to(held.dtype))
+
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """The bytes of the complete blocks of `batch_size` sequences of `seq_len` tokens."""
+        return super().bounds(seq_len // self.block, batch_size, dtype)
+
+    def held(self, seq_len: int) -> int:
+        """Bytes of the means of complete blocks now held."""
+        return super().held(seq_len // self.block)

@@ -1,0 +1,75 @@
+"""Means of blocks, and attention to those that are complete: the definition, in pieces and packed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
+
+BLOCK = 4
+
+
+def inputs(B=2, T=23, HQ=4, H=2, K=6) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(B, T, h, K, generator=rng, dtype=torch.float64).requires_grad_() for h in (HQ, H, H)]
+
+
+def literal(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, query by query."""
+    (T, HQ, K), H = q.shape[1:], k.shape[2]
+    o, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
+    for b, i, a in itertools.product(range(len(q)), range(T), range(HQ)):
+        h, blocks = a * H // HQ, range((i + 1) // BLOCK)
+        if blocks:
+            keys, values = (torch.stack([x[b, c * BLOCK : (c + 1) * BLOCK, h].mean(0) for c in blocks]) for x in (k, v))
+            s = keys @ q[b, i, a] * K**-0.5
+            o[b, i, a], lse[b, i, a] = s.softmax(0) @ values, s.logsumexp(0)
+    return o, lse
+
+
+def gradients(o, lse, tensors):
+    rng = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=rng, dtype=torch.float64) for x in (o, lse)]
+    return torch.autograd.grad((o * weights[0]).sum() + (lse.clamp(min=-99) * weights[1]).sum(), tensors)
+
+
+@pytest.mark.parametrize("T", [1, 3, 4, 23, 24])
+def test_queries_see_the_means_of_blocks_that_are_complete(T):
+    tensors = inputs(T=T)
+    q, k, v = tensors
+    wanted = literal(q, k, v)
+    got = compressed_attention(q, pool_blocks(k, BLOCK), pool_blocks(v, BLOCK), BLOCK)
+    torch.testing.assert_close(tuple(got), wanted)
+    if T >= BLOCK:
+        torch.testing.assert_close(gradients(*got, tensors), gradients(*wanted, tensors))
+
+
+def test_queries_that_begin_later_see_the_same():
+    q, k, v = inputs()
+    pooled = pool_blocks(k, BLOCK), pool_blocks(v, BLOCK)
+    whole = compressed_attention(q, *pooled, BLOCK)
+    for start, stop in [(0, 2), (0, 3), (2, 9), (3, 4), (7, 8), (8, 20), (22, 23)]:
+        got = compressed_attention(q[:, start:stop], *(x[:, : -(-stop // BLOCK)] for x in pooled), BLOCK, shift=start)
+        torch.testing.assert_close(tuple(got), tuple(x[:, start:stop] for x in whole))
+
+
+def test_packed_sequences_have_blocks_of_their_own():
+    tensors = inputs(B=1, T=30)
+    q, k, v = tensors
+    borders = torch.tensor([0, 3, 3, 16, 17, 30])
+    got = compressed_attention(
+        q, pool_blocks(k, BLOCK, borders), pool_blocks(v, BLOCK, borders), BLOCK, cu_seqlens=borders
+    )
+    parts = [literal(*(x[:, i:j] for x in tensors)) for i, j in itertools.pairwise(borders.tolist()) if j > i]
+    wanted = [torch.cat(x, 1) for x in zip(*parts, strict=True)]
+    torch.testing.assert_close(list(got), wanted)
+    torch.testing.assert_close(gradients(*got, tensors), gradients(*wanted, tensors))
+
+
+def test_the_last_block_is_pooled_over_the_tokens_there_are():
+    x = torch.arange(10.0).view(1, 10, 1, 1)
+    assert pool_blocks(x, BLOCK).flatten().tolist() == [1.5, 5.5, 8.5]
+    assert pool_blocks(x, BLOCK, torch.tensor([0, 5, 10])).flatten().tolist() == [1.5, 4, 6.5, 9]
