@@ -31,6 +31,7 @@ VARIANTS = {
     "no-sinks": {"sinks": 0},
     "uniform": {"scorer": "uniform", "window": 5, "cap": 8, "sinks": 0},
     "inside": {"estimator": "inside"},
+    "norms and biases": {"qk_norm": True, "qkv_bias": True},
 }
 
 

@@ -128,7 +128,6 @@ def test_the_command_writes_a_model_that_loads_as_such(tmp_path, capsys):
         ({}, "h2o", 64, "method must be one of"),
         ({}, "tova", 3, "held must be at least 4"),
         ({"window": 8}, "tova", 64, "no full attention layer"),
-        ({"qk_norm": True}, "uniform", 64, "qk_norm=False"),
         ({"rope": False}, "uniform", 64, "rope=True"),
     ],
 )

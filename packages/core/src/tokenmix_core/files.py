@@ -8,6 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def check_new_folder(path: Path) -> None:
+    """Raise a ValueError for a path where something lies already; an empty folder is fine."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is not empty; choose another folder")
+
+
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
     """Write a file so that a reader, and whoever comes after a kill, sees the old content or the new, never a part.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_commands(add: cli.AddCommand) -> None:
     sub = add(
+        "convert",
+        "let the attention of a pretrained transformer learn which keys to keep: a model to be trained further",
+        "models/Llama-3.2-1B --layers 1,3,5,7,9,11,13,15 --out converted",
+        "tokenmix_lte.conversion:command",
+    )
+    sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Mistral, Qwen2 or Qwen3 checkpoint")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    sub.add_argument("--layers", type=_indices, metavar="I,I", help="layers to convert, from 0 on (default: all)")
+    sub.add_argument("--window", type=int, default=768, metavar="W", help="tokens that a layer sees exactly")
+    sub.add_argument("--cap", type=int, default=512, metavar="N", help="far keys that a head holds in evaluation")
+    sub.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens that stay visible, of the cap")
+    sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)")
+
+    sub = add(
         "evict",
         "let the full attention of a trained model hold so many tokens, without training",
         "runs/gdn-attention --method tova --held 1024 --out evicting",
@@ -36,6 +51,13 @@ def _add_commands(add: cli.AddCommand) -> None:
         help="tova drops the token with the least attention; uniform holds a window and every n-th token before it",
     )
     sub.add_argument("--held", type=int, default=1024, metavar="N", help="tokens that a layer holds (default: 1024)")
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected layers separated by commas, got {text!r}") from None
 
 
 if __name__ == "__main__":

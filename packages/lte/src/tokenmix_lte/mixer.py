@@ -13,6 +13,7 @@ from tokenmix_core.chunking import packed_positions, sequence_ids
 from tokenmix_core.nn.attention import mean_visible
 from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
+from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, Span, TensorState
@@ -72,7 +73,9 @@ class Lte(Mixer):
         estimator: how logits learn: "values" as in the paper, or "inside", by a factor before the exponentials of kept
             far keys.
         dropout: of the scorer's layers, in training.
-        norm_eps: taken and not used, as there are no norms.
+        qk_norm: RMS-normalise every head of q and k, before the scorer reads k and before both are rotated (Qwen3).
+        qkv_bias: biases of the q, k and v projections (Qwen2).
+        norm_eps: of the q/k norms.
         impl: implementation of attention and of the scorer, None, "triton" or "reference".
 
     Raises:
@@ -94,6 +97,8 @@ class Lte(Mixer):
         scorer: Scorers = "cnn",
         estimator: Estimator = "values",
         dropout: float = 0.1,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
         norm_eps: float = 1e-6,
         impl: Impl | None = None,
     ):
@@ -122,10 +127,12 @@ class Lte(Mixer):
         self.window, self.sinks, self.estimator = window, sinks, estimator
         self.impl: Impl | None = impl
         self.rotary_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout, unless_gluon(impl))
         # where nothing is scored, sinks alone are ever far
         self.cap = max(1, sinks) if scorer == "none" else cap
@@ -179,10 +186,10 @@ class Lte(Mixer):
     ) -> MixerOutput:
         assert rotary is not None
         x, auxiliary = hidden_states, None
-        q = apply_rotary(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), rotary)
-        raw = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        tokens = Tokens(q, apply_rotary(raw, rotary), raw, v)
+        q, raw, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, raw = self.q_norm(q), self.k_norm(raw)
+        tokens = Tokens(apply_rotary(q, rotary), apply_rotary(raw, rotary), raw, v)
         if state is None:
             o, auxiliary = self._whole(tokens, cu_seqlens)
         else:

@@ -1,9 +1,9 @@
-"""Native Sparse Attention: compressed blocks, selected blocks and a window, each a softmax of its own, added by gates."""
+"""Native Sparse Attention: compressed blocks, selected blocks and a window, each with a softmax, added by gates."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -113,7 +113,8 @@ class Nsa(Mixer):
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._go_on)(q, k, v, state)
-        o = sum(gate.unsqueeze(-1) * o for gate, o in zip(gates.unbind(-1), branches, strict=True))
+        compressed, selected, window = (g.unsqueeze(-1) * o for g, o in zip(gates.unbind(-1), branches, strict=True))
+        o = compressed + selected + window
         return self.o_proj(o.flatten(-2)), None
 
     def _attend(
@@ -138,7 +139,8 @@ class Nsa(Mixer):
         # the mean of a block that is not complete is written, too, and not read
         bound = span.past // block + 1
         pooled.make_room(k, N, bound)
-        pooled.write_one(*(sums / block).unbind(1), before // block)
+        mean_k, mean_v = (sums / block).unbind(1)
+        pooled.write_one(mean_k, mean_v, before // block)
 
         keys, values = (x[:, : span.past + 1] for x in (kv.keys, kv.values))
         means = pooled.keys[:, :bound]
@@ -155,8 +157,8 @@ class Nsa(Mixer):
         filled = (listed - 1) * block + (before % block).unsqueeze(1) + 1
         tokens = blocks.clamp(min=0).unsqueeze(-1) * block + torch.arange(block, device=q.device)
         tokens = tokens.flatten(2).clamp(max=keys.shape[1] - 1).unsqueeze(-1).expand(-1, -1, -1, K)
-        near = (x.transpose(1, 2).gather(2, tokens).flatten(0, 1).unsqueeze(2) for x in (keys, values))
-        selected = attention_decode(q.view(N * H, 1, -1, K), *near, filled.flatten(), impl=self.impl).o
+        keys, values = (x.transpose(1, 2).gather(2, tokens).flatten(0, 1).unsqueeze(2) for x in (keys, values))
+        selected = attention_decode(q.view(N * H, 1, -1, K), keys, values, filled.flatten(), impl=self.impl).o
         return Branches(compressed, selected.view_as(q), window)
 
     def _go_on(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:

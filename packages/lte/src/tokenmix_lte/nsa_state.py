@@ -39,9 +39,7 @@ class PooledKVState(KVState):
                 grown.append(x)
             self._stored = grown[0], grown[1]
 
-    def write_one(
-        self, k: Float[Tensor, "N H K"], v: Float[Tensor, "N H V"], place: Int[Tensor, "N"]
-    ) -> None:
+    def write_one(self, k: Float[Tensor, "N H K"], v: Float[Tensor, "N H V"], place: Int[Tensor, "N"]) -> None:
         """Put one block of each sequence in a place of its own; nothing waits for the device."""
         index = place.view(-1, 1, 1, 1)
         for held, new in ((self.keys, k), (self.values, v)):

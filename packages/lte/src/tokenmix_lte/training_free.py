@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from tokenmix_core.files import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM
@@ -52,9 +53,8 @@ def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, 
     kept = {name: x for name, x in attention.items() if name not in ("type", "window", "sinks", "impl")}
     if method == "tova":
         return {**kept, "type": "tova", "held": held}
-    for name, plain in (("rope", True), ("qk_norm", False), ("qkv_bias", False)):
-        if kept.pop(name, plain) != plain:
-            raise ValueError(f"method 'uniform' needs attention with {name}={plain}; use 'tova'")
+    if not kept.pop("rope", True):
+        raise ValueError("method 'uniform' needs attention with rope=True; use 'tova'")
     window = held * 3 // 4
     return {**kept, "type": "lte", "scorer": "uniform", "window": window, "cap": held - window, "sinks": 0}
 
@@ -63,8 +63,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     """`tokenmix-lte evict`: write a checkpoint whose attention evicts; the tokenizer comes along."""
     from tokenmix_core.commands import load_model, load_tokenizer
 
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ValueError(f"{args.out} is not empty; choose another folder")
+    check_new_folder(args.out)
     model = load_model(args.checkpoint, torch.device("cpu"), torch.float32)
     if not isinstance(model, HybridForCausalLM):
         raise ValueError(f"{args.checkpoint} holds a {type(model).__name__}; expected a model that tokenmix trained")

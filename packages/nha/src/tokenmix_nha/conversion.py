@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tokenmix_core.modeling.checkpoint import load_checked
+from tokenmix_core.files import check_new_folder
+from tokenmix_core.modeling.checkpoint import copy_companions, load_checked
 from tokenmix_nha.hybridized import FAMILIES
 from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows, nha_mixers
-
-# what belongs to a checkpoint beside its model, copied as it is
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 
 
 def convert(
@@ -98,8 +95,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     source = Path(args.model)
     if not is_checkpoint(source):
         raise ValueError(f"{args.model} holds no model: expected a folder with config.json and weights")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ValueError(f"{args.out} is not empty; choose another folder")
+    check_new_folder(args.out)
     if args.dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {args.dtype!r}")
     config = AutoConfig.from_pretrained(source, local_files_only=True)
@@ -111,9 +107,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     model: Any = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
     converted = convert(model, windows, slots=args.slots)
     converted.save_pretrained(args.out)
-    for pattern in _COMPANIONS:
-        for file in source.glob(pattern):
-            shutil.copy(file, args.out / file.name)
+    copy_companions(source, args.out)
     full = sum(mixer.window == FULL for mixer in nha_mixers(converted))
     held = {n: converted.state_bytes(n, 1, torch.bfloat16) for n in (2048, 32768)}
     print(

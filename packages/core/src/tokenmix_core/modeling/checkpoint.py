@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+# what belongs to a checkpoint beside its model
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -80,6 +84,13 @@ class CheckedLoading:
         """
         load = super().from_pretrained  # type: ignore[misc]
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Copy what belongs to a checkpoint beside its model, such as the tokenizer, to another folder."""
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy(file, out / file.name)
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,90 @@
+"""Pretrained transformers as models of this family: Llama, Mistral, Qwen2 and Qwen3 in core's backbone.
+
+Their blocks are the backbone's: RMS norms, softmax attention with rotary positions, SwiGLU. So a configuration and new
+names for the weights are all that it takes, and any layer's attention may then be another mixer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# by the beginning of a weight's name after its layer
+_NAMES = {
+    "self_attn": "mixer",
+    "input_layernorm": "mixer_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp": "mlp",
+}
+_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def attention_options(config: Any) -> list[dict[str, Any]]:
+    """The options of core's attention for each layer of a configuration of transformers.
+
+    Raises:
+        ValueError: another kind of model, or attention that has no counterpart here.
+    """
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
+    if getattr(config, "attention_dropout", 0):
+        raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")
+    # in Llama and Qwen3 it is a bias of the output projection, too
+    if getattr(config, "attention_bias", False):
+        raise ValueError("attention_bias must be False: the output projection has no bias here")
+    heads = config.num_attention_heads
+    shared = {
+        "num_heads": heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "qk_norm": config.model_type == "qwen3",
+        "qkv_bias": config.model_type == "qwen2",
+    }
+    window = getattr(config, "sliding_window", None)
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    )
+    return [shared | {"window": window if kind == "sliding_attention" else None} for kind in kinds]
+
+
+def own_fields(config: Any) -> dict[str, Any]:
+    """The fields of a `HybridConfig`, but for its mixers, of a configuration of transformers.
+
+    Raises:
+        ValueError: an MLP that has no counterpart here.
+    """
+    if config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
+        raise ValueError(f"expected an MLP with silu and without biases, got {config.hidden_act!r}")
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "intermediate_size": config.intermediate_size,
+        "norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "rope_parameters": dict(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name) for name in _IDS},
+    }
+
+
+def own_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a language model of transformers, themselves and no copies, by the names that they have here.
+
+    Raises:
+        ValueError: a model without its output layer.
+    """
+    if not hasattr(model, "lm_head"):
+        raise ValueError(f"expected a language model with its output layer, got {type(model).__name__}")
+    state = {}
+    for name, weight in model.state_dict().items():
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            parts[3] = _NAMES[parts[3]]
+        state[".".join(parts)] = weight
+    return state

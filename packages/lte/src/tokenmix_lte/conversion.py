@@ -1,0 +1,109 @@
+"""Pretrained transformers with learned eviction: their weights, and scorers that keep everything at the start."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tokenmix_core.files import check_new_folder
+from tokenmix_core.modeling.checkpoint import copy_companions, load_checked
+from tokenmix_core.modeling.pretrained import FAMILIES, attention_options, own_fields, own_state
+from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_lte.config import LteConfig
+from tokenmix_lte.mixer import FIRST_WEIGHT
+from tokenmix_lte.model import LteForCausalLM
+from tokenmix_lte.scorers import FIXED, Scorers, make_scorer
+
+
+def convert(
+    model: PreTrainedModel,
+    *,
+    layers: Sequence[int] | None = None,
+    window: int = 768,
+    cap: int = 512,
+    sinks: int = 4,
+    scorer: Scorers = "cnn",
+    dropout: float = 0.1,
+) -> LteForCausalLM:
+    """The model with LTE in the place of its attention, to be trained further.
+
+    All weights are the original's own tensors. A scorer begins with logits of ½ whatever it reads, so that all keys are
+    kept: full attention that became LTE computes the same in training, and in evaluation up to window + cap tokens;
+    windowed attention sees farther than it did.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or Qwen3 language model of transformers.
+        layers: which layers get LTE; None for all. The others keep their attention.
+        window: of LTE, at most that of the layer's own attention.
+        cap, sinks, scorer, dropout: as of `Lte`; a scorer that learns nothing begins as it is.
+
+    Raises:
+        ValueError: another kind of model, layers that are not there, or options that LTE refuses.
+    """
+    attention = attention_options(model.config)
+    chosen = range(len(attention)) if layers is None else layers
+    if not set(chosen) <= set(range(len(attention))) or not chosen:
+        raise ValueError(
+            f"layers must be some of 0 to {len(attention) - 1}, got {', '.join(map(str, chosen)) or 'none'}"
+        )
+    state: dict[str, Tensor] = own_state(model)
+    labels, options = [], {}
+    for i, layer in enumerate(attention):
+        kind, width = "attention", layer["window"]
+        if i in chosen:
+            kind, width = "lte", window if width is None else min(window, width)
+            layer = layer | {"window": width, "cap": cap, "sinks": sinks, "scorer": scorer, "dropout": dropout}
+            state |= _fresh(layer, f"model.layers.{i}.mixer.", model)
+        label = kind if width is None else f"{kind}-{width}"
+        labels.append(label)
+        options[label] = layer | {"type": kind}
+    config = LteConfig(**own_fields(model.config), mixers=labels, mixer_options=options)
+    converted = LteForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
+    converted.generation_config = model.generation_config
+    return converted.to(model.device).train(model.training)
+
+
+@torch.no_grad()
+def _fresh(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    """By name, a new scorer's weights and the weights of its sparsity loss."""
+    heads, scorer = options["num_kv_heads"], options["scorer"]
+    made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"])
+    if made is None:
+        assert scorer in FIXED
+        return {}
+    # the last bias alone decides, until the first step
+    made.weight.zero_()  # type: ignore[operator]
+    parts = {"scorer": made.to(model.dtype), "sparsity": HeadWeights(heads, initial=FIRST_WEIGHT)}
+    return {f"{prefix}{part}.{name}": x for part, module in parts.items() for name, x in module.state_dict().items()}
+
+
+def command(args: argparse.Namespace, context: Any) -> None:
+    """`tokenmix-lte convert`: convert a checkpoint in a folder."""
+    from tokenmix_core.commands import DTYPES, is_checkpoint
+
+    source = Path(args.model)
+    if not is_checkpoint(source):
+        raise ValueError(f"{args.model} holds no model: expected a folder with config.json and weights")
+    check_new_folder(args.out)
+    if args.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {args.dtype!r}")
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
+    load = AutoModelForCausalLM.from_pretrained
+    model: Any = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
+    converted = convert(model, layers=args.layers, window=args.window, cap=args.cap, sinks=args.sinks)
+    converted.save_pretrained(args.out)
+    copy_companions(source, args.out)
+    kinds = [converted.config.mixer_type(i) for i in range(converted.config.num_hidden_layers)]
+    held = {n: converted.state_bytes(n, 1, torch.bfloat16) for n in (2048, 32768)}
+    print(
+        f"{args.out}: {converted.num_parameters():,} parameters, {kinds.count('lte')} of {len(kinds)} layers evict; "
+        + ", ".join(f"{size:,} bytes kept of {n:,} tokens" for n, size in held.items())
+    )
