@@ -1,4 +1,4 @@
-"""Layers that evict stand in one model with each other and with core's."""
+"""Layers that evict or choose blocks stand in one model with each other and with core's."""
 
 from typing import ClassVar
 
@@ -7,6 +7,7 @@ from tokenmix_lte.model import LteConfig, LteForCausalLM
 
 MIXERS = {
     "lte": {"num_heads": 4, "num_kv_heads": 2, "window": 8, "cap": 5, "sinks": 2, "scorer": "mlp", "dropout": 0.0},
+    "nsa": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "block": 4, "blocks": 3, "window": 6},
     "tova": {"num_heads": 4, "num_kv_heads": 2, "held": 9},
 }
 

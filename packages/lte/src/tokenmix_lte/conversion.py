@@ -73,7 +73,7 @@ def convert(
 def _fresh(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """By name, a new scorer's weights and the weights of its sparsity loss."""
     heads, scorer = options["num_kv_heads"], options["scorer"]
-    made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"])
+    made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"], None)
     if made is None:
         assert scorer in FIXED
         return {}

@@ -45,6 +45,9 @@ class PooledKVState(KVState):
         for held, new in ((self.keys, k), (self.values, v)):
             held.scatter_(1, index.expand(-1, 1, *held.shape[2:]), new.unsqueeze(1).to(held.dtype))
 
+    def _widen(self, room: int, more: int) -> None:
+        super()._widen(cdiv(room, self.block), more)
+
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
         """The bytes of the complete blocks of `batch_size` sequences of `seq_len` tokens."""
         return super().bounds(seq_len // self.block, batch_size, dtype)

@@ -6,6 +6,7 @@ from tokenmix_core.ops.explain import Operation, register_operation
 from tokenmix_core.ops.operations import whole
 from tokenmix_lte.ops.eviction.api import evict_step
 from tokenmix_lte.ops.scorer.api import retention_logits
+from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
 
 register_operation(
     Operation(
@@ -21,5 +22,21 @@ register_operation(
         {"k": "N H K"},
         {"N": 32, "H": 8, "K": 64},
         lambda x, impl: whole("evict_step", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        select_blocks,
+        {"q": "B T HQ K", "pooled": "B U H K"},
+        {"B": 8, "T": 4096, "U": 64, "HQ": 32, "H": 2, "K": 64},
+        lambda x, impl: whole("select_blocks", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        block_attention,
+        {"q": "B T HQ K", "k": "B T H K", "v": "B T H K"},
+        {"B": 8, "T": 4096, "HQ": 32, "H": 2, "K": 64},
+        lambda x, impl: whole("block_attention", x, impl),
     )
 )
