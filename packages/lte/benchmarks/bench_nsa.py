@@ -1,0 +1,184 @@
+"""NSA's three branches beside FLA's, causal attention and the window alone; and the selected branch beside FlexAttention.
+
+Lists are random where they are not chosen: neighbours have little in common then, the worst case for whoever shares
+reads among queries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops import attention
+from tokenmix_core.testing.benchmarking import first_call_seconds, measure
+from tokenmix_lte.ops import block_attention, select_blocks
+from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
+
+
+class Case(NamedTuple):
+    """A call of the paper's layer."""
+
+    B: int
+    T: int
+    HQ: int = 32
+    H: int = 2
+    K: int = 64
+    block: int = 64
+    blocks: int = 16
+    window: int = 512
+
+
+CASES = [Case(8, 4096), Case(1, 32768)]
+CPU_CASES = [Case(1, 128, 4, 2, 16, 16, 4, 32)]
+# longer, other groups, wider heads
+SWEEP = [
+    Case(1, 131072),
+    Case(4, 8192),
+    Case(8, 4096, HQ=16, H=16),
+    Case(8, 4096, HQ=32, H=8),
+    Case(8, 4096, HQ=16, H=1),
+    Case(4, 4096, HQ=32, H=2, K=128),
+]
+
+_FIRST_CALL = """
+import torch
+from tokenmix_lte.nsa import Nsa
+from tokenmix_core.nn.rotary import RotaryEmbedding
+layer = Nsa(1024).cuda().bfloat16()
+x = torch.randn(1, 4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+rotary = RotaryEmbedding(64, {"rope_theta": 1e4}).cuda()(torch.arange(4096, device="cuda").unsqueeze(0))
+torch.cuda.synchronize()
+"""
+_CALL = """
+layer(x, rotary=rotary)[0].sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def rows(device: str) -> Iterator[dict]:
+    """All branches with their gates, and the selected branch alone, at the paper's shapes."""
+    for case in CASES if device != "cpu" else CPU_CASES:
+        yield from _rows(case, device)
+
+
+def sweep(device: str) -> Iterator[dict]:
+    """The same for `SWEEP`."""
+    for case in SWEEP if device != "cpu" else CPU_CASES:
+        yield from _rows(case, device)
+
+
+def _rows(case: Case, device: str) -> Iterator[dict]:
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (
+        torch.randn(case.B, case.T, heads, case.K, device=device, dtype=dtype).requires_grad_()
+        for heads in (case.HQ, case.H, case.H)
+    )
+    gates = torch.rand(case.B, case.T, case.HQ, 3, device=device, dtype=dtype).requires_grad_()
+    forwards: dict[str, Callable[[], Tensor]] = {
+        "tokenmix": lambda: _branches(case, q, k, v, gates),
+        "causal attention, tokenmix": lambda: attention(q, k, v).o,
+        "the window alone, tokenmix": lambda: attention(q, k, v, window=case.window).o,
+    }
+    if (fla := _fla(case, q, k, v, gates)) is not None:
+        forwards["FLA"] = fla
+    first = (
+        {"tokenmix": lambda: first_call_seconds(_FIRST_CALL, _CALL)} if device != "cpu" and case == CASES[0] else None
+    )
+    heads = f"{case.HQ}/{case.H}"
+    shape = f"B{case.B} T{case.T} H{heads} K{case.K}, {case.blocks} blocks of {case.block}, window {case.window}"
+    leaves = (q, k, v, gates)
+    # gates have no part in attention alone
+    forwards |= {
+        name: _through(gates, run) for name, run in forwards.items() if "attention" in name or "window" in name
+    }
+    yield from measure("nsa", shape, device, forwards, leaves, first_calls=first, repeats=_repeats(device))
+    yield from _steps(case, shape, device, q, k, v)
+
+
+def _steps(case: Case, shape: str, device: str, q: Tensor, k: Tensor, v: Tensor) -> Iterator[dict]:
+    """What the branches are made of, each alone."""
+    with torch.no_grad():
+        pooled = pool_blocks(k, case.block), pool_blocks(v, case.block)
+        lse = compressed_attention(q, *pooled, case.block).lse
+        blocks = select_blocks(q, pooled[0], lse, case.blocks, block_size=case.block)
+    size, repeats = case.block, _repeats(device)
+
+    def compressed() -> Tensor:
+        return compressed_attention(q, pool_blocks(k, size), pool_blocks(v, size), size).o
+
+    selected = {"tokenmix": lambda: block_attention(q, k, v, blocks, block_size=size).o}
+    if device != "cpu" and case.T <= 32768:
+        selected["FlexAttention, compiled"] = _flex(case, q, k, v, blocks)
+    yield from measure("nsa, compressed branch", shape, device, {"tokenmix": compressed}, (q, k, v), repeats=repeats)
+    yield from measure("nsa, selected branch", shape, device, selected, (q, k, v), repeats=repeats)
+
+    def choose() -> Tensor:
+        # as a float with a gradient of nothing, since all is measured forward and backward
+        chosen = select_blocks(q, pooled[0], lse, case.blocks, block_size=size)
+        return chosen.float() + 0 * q[0, 0, 0, 0].float()
+
+    yield from measure("nsa, choice of blocks", shape, device, {"tokenmix": choose}, (q,), repeats=repeats)
+
+
+def _branches(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """The layer between its projections."""
+    size = case.block
+    pooled = pool_blocks(k, size), pool_blocks(v, size)
+    compressed, lse = compressed_attention(q, *pooled, size)
+    blocks = select_blocks(q, pooled[0], lse, case.blocks, block_size=size)
+    selected = block_attention(q, k, v, blocks, block_size=size).o
+    window = attention(q, k, v, window=case.window).o
+    a, b, c = gates.unsqueeze(-1).unbind(-2)
+    return a * compressed + b * selected + c * window
+
+
+def _through(gates: Tensor, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same output, on which the gates have a gradient, of 0."""
+    return lambda: run() + 0 * gates[0, 0, 0, 0]
+
+
+def _fla(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Callable[[], Tensor] | None:
+    """FLA's NSA with the same gates; None where it is not installed."""
+    try:
+        parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
+    except ImportError:
+        return None
+
+    def run() -> Tensor:
+        compressed, selected, window = (x.contiguous() for x in gates.unbind(-1))
+        return parallel_nsa(
+            q, k, v, g_cmp=compressed, g_slc=selected, g_swa=window, block_counts=case.blocks, block_size=case.block,
+            window_size=case.window,
+        )  # fmt: skip
+
+    return run
+
+
+def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Callable[[], Tensor]:
+    """FlexAttention with the lists as a mask, whose blocks are found beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    group, size = case.HQ // case.H, case.block
+    named = torch.zeros(case.B, case.T, case.H, case.T // size + 1, dtype=torch.bool, device=q.device)
+    named.scatter_(3, torch.where(blocks < 0, case.T // size, blocks).long(), True)
+
+    def seen(b, h, i, j):
+        return (j <= i) & named[b, i, h // group, j // size]
+
+    mask = torch.compile(create_block_mask)(seen, case.B, case.HQ, case.T, case.T, device=q.device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run() -> Tensor:
+        x = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(*x, block_mask=mask, enable_gqa=group > 1).transpose(1, 2)
+
+    return run
+
+
+def _repeats(device: str) -> int:
+    return 3 if device == "cpu" else 50
