@@ -1,4 +1,4 @@
-"""NSA's three branches beside FLA's, causal attention and the window alone; and the selected branch beside FlexAttention.
+"""NSA's branches beside FLA's, causal attention and the window alone; the selected branch beside FlexAttention.
 
 Lists are random where they are not chosen: neighbours have little in common then, the worst case for whoever shares
 reads among queries.
@@ -81,21 +81,18 @@ def _rows(case: Case, device: str) -> Iterator[dict]:
     gates = torch.rand(case.B, case.T, case.HQ, 3, device=device, dtype=dtype).requires_grad_()
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: _branches(case, q, k, v, gates),
-        "causal attention, tokenmix": lambda: attention(q, k, v).o,
-        "the window alone, tokenmix": lambda: attention(q, k, v, window=case.window).o,
+        # gates have no part in attention alone
+        "causal attention, tokenmix": _through(gates, lambda: attention(q, k, v).o),
+        "the window alone, tokenmix": _through(gates, lambda: attention(q, k, v, window=case.window).o),
     }
     if (fla := _fla(case, q, k, v, gates)) is not None:
         forwards["FLA"] = fla
-    first = (
-        {"tokenmix": lambda: first_call_seconds(_FIRST_CALL, _CALL)} if device != "cpu" and case == CASES[0] else None
-    )
+    first = None
+    if device != "cpu" and case == CASES[0]:
+        first = {"tokenmix": lambda: first_call_seconds(_FIRST_CALL, _CALL)}
     heads = f"{case.HQ}/{case.H}"
     shape = f"B{case.B} T{case.T} H{heads} K{case.K}, {case.blocks} blocks of {case.block}, window {case.window}"
     leaves = (q, k, v, gates)
-    # gates have no part in attention alone
-    forwards |= {
-        name: _through(gates, run) for name, run in forwards.items() if "attention" in name or "window" in name
-    }
     yield from measure("nsa", shape, device, forwards, leaves, first_calls=first, repeats=_repeats(device))
     yield from _steps(case, shape, device, q, k, v)
 

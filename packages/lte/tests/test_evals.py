@@ -9,6 +9,7 @@ from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.report import write_result
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_lte import evals, latency
 from tokenmix_lte.cli import main
 from tokenmix_lte.evals import held_shares, retention_suite, scorer_suite
 from tokenmix_lte.model import LteConfig, LteForCausalLM
@@ -70,6 +71,47 @@ def test_models_without_such_layers_and_short_texts_are_refused(model):
         retention_suite(other, byte_tokenizer(), EvalOptions(progress=False))
     with pytest.raises(ValueError, match="above the window of 16"):
         retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(16,), progress=False))
+
+
+def test_passages_are_cut_where_the_paper_cuts_them(model, monkeypatch):
+    asked = []
+
+    def recall(model, tokenizer, options):
+        asked.append(options.max_length)
+        return {"suite": "recall", "settings": {}, "rows": [], "plots": []}
+
+    monkeypatch.setattr(evals, "recall_suite", recall)
+    assert evals.evaporate_suite(model, None, EvalOptions())["suite"] == "evaporate"
+    evals.evaporate_suite(model, None, EvalOptions(max_length=1000))
+    assert asked == [4096, 1000]
+
+
+def test_latency_is_of_the_layers_that_keep_keys_and_of_scoring(monkeypatch):
+    monkeypatch.setattr(latency, "STEPS", 70)
+    options = {
+        "lte": {"num_heads": 2, "window": 100, "cap": 6, "sinks": 2},
+        "nsa": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block": 4, "blocks": 3, "window": 8},
+        "gated_delta_net": {"num_heads": 1, "head_dim": 16},
+    }
+    torch.manual_seed(0)
+    sizes = FIELDS | {"num_hidden_layers": 3}
+    hybrid = LteForCausalLM(LteConfig(**sizes, mixers=list(options), mixer_options=options)).eval()
+    asked = EvalOptions(lengths=(24, 16), batch_size=2, limit=3, progress=False)
+    result = latency.latency_suite(hybrid, byte_tokenizer(), asked)
+    assert [(row["phase"], row["context"]) for row in result["rows"]] == [
+        ("prefill", 16),
+        ("prefill", 24),
+        ("decoding", 24),
+    ]
+    # 70 steps score at least once
+    assert all(row["ms"] > row["scoring ms"] > 0 for row in result["rows"])
+    # nothing is left on the model
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in hybrid.modules())
+    linear = HybridForCausalLM(
+        HybridConfig(**FIELDS, mixers=["gated_delta_net"], mixer_options={"gated_delta_net": {"num_heads": 1}})
+    )
+    with pytest.raises(ValueError, match="layers that keep keys"):
+        latency.latency_suite(linear, byte_tokenizer(), asked)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""The paper's measurements of the layers: which keys are held by layer and head, and what the scorer takes."""
+"""The paper's measurements beside core's suites: which keys are held, and what scorers and layers take."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,12 @@ from tqdm import tqdm
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
 from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_core.evaluation.suites import recall_suite
+from tokenmix_lte.latency import latency_suite
 from tokenmix_lte.mixer import Lte
+
+# prompts are cut beyond it, as in the paper
+EVAPORATE_LENGTH = 4096
 
 
 def lte_layers(model: Any) -> dict[int, Lte]:
@@ -100,7 +106,15 @@ def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     return {"suite": "scorer", "settings": {"parameters": whole}, "rows": rows, "plots": []}
 
 
+def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """FDA, SWDE, NQ, SQuAD, TriviaQA and DROP in cloze form (Table 3): core's `recall`, prompts cut beyond 4,096."""
+    options = replace(options, max_length=options.max_length or EVAPORATE_LENGTH)
+    return {**recall_suite(model, tokenizer, options), "suite": "evaporate"}
+
+
 SUITES: dict[str, Suite] = {
+    "evaporate": Suite("recall from passages, prompts of 4K (Table 3), through lm-eval", evaporate_suite),
+    "latency": Suite("time of layers that keep keys, prefilling and decoding (Figure 4); offline", latency_suite),
     "retention": Suite("share of tokens out of the window that is held, by layer and head; offline", retention_suite),
     "scorer": Suite("what scoring takes of parameters and operations; offline", scorer_suite),
 }

@@ -1,0 +1,107 @@
+"""Attention to listed blocks on a CUDA device: all tiles that can be chosen, determinism, compilation, large offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.ops import attention
+from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_lte.ops import block_attention, select_blocks
+from tokenmix_lte.ops.selected_blocks import plan
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("o", "lse", "dq", "dk", "dv")
+HALF = torch.bfloat16
+
+
+def inputs(B=2, T=333, HQ=16, H=1, S=4, K=64, V=64, size=64, dtype=HALF, cu=None):
+    rng = torch.Generator("cuda").manual_seed(0)
+    shapes = (B, T, HQ, K), (B, T, H, K), (B, T, H, V)
+    tensors = [torch.randn(s, generator=rng, device="cuda").to(dtype).requires_grad_() for s in shapes]
+    blocks = torch.randint(-1, T // size + 2, (B, T, H, S), generator=rng, device="cuda")
+    return tensors, {
+        "blocks": blocks,
+        "block_size": size,
+        "cu_seqlens": None if cu is None else torch.tensor(cu).cuda(),
+    }
+
+
+def run(tensors, options):
+    out = block_attention(*tensors, **options)
+    rng = torch.Generator("cuda").manual_seed(1)
+    do, dlse = (torch.randn(x.shape, generator=rng, device="cuda").to(x) for x in out)
+    lse = out.lse.masked_fill(out.lse == -torch.inf, 0)
+    return [out.o, lse, *torch.autograd.grad((out.o, lse), tensors, (do, dlse))]
+
+
+SIZES = [
+    *(dict(K=K, V=V, dtype=dtype) for K, V in ((64, 64), (128, 128), (64, 128), (40, 24)) for dtype in (HALF, torch.float32)),
+    *(dict(HQ=HQ, H=H) for HQ, H in ((2, 2), (6, 2), (32, 2), (48, 1))),
+    *(dict(size=size) for size in (16, 32, 128)),
+    dict(B=1, T=700, cu=[0, 1, 1, 130, 639, 700]),
+    dict(dtype=torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_tile_errs_no_more_than_the_eager_reference(sizes):
+    tensors, options = inputs(**sizes)
+    got = run(tensors, options | {"impl": "triton"})
+    exact = run([x.detach().double().requires_grad_() for x in tensors], options | {"impl": "reference"})
+    eager = run(tensors, options | {"impl": "reference"})
+    for name, *values in zip(NAMES, got, exact, eager, strict=True):
+        assert_within(name, *values)
+
+
+def test_every_run_gives_the_same_bits_and_taken_in_pieces_too(monkeypatch):
+    tensors, options = inputs(T=2000, S=8, H=2, HQ=32)
+    first = run(tensors, options)
+    for again in (run(tensors, options), run(tensors, options)):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    monkeypatch.setattr(plan, "_ROOM", 1 << 24)
+    assert len(list(plan.slices(tensors[0], 64, 8))) > 3
+    Replayed.forget()
+    for a, b in zip(first, run(tensors, options), strict=True):
+        assert relative_error(a, b) < 1e-2
+
+
+def test_choices_have_as_much_attention_as_the_reference_s():
+    rng = torch.Generator("cuda").manual_seed(0)
+    q, pooled = (torch.randn(s, generator=rng, device="cuda").to(HALF) for s in ((2, 900, 32, 64), (2, 80, 2, 64)))
+    lse = torch.randn(2, 900, 32, generator=rng, device="cuda") + 5
+    options = {"block_size": 16, "shift": 380}
+    kernel, exact = (select_blocks(q, pooled, lse, 16, impl=impl, **options) for impl in ("triton", "reference"))
+    scores = torch.einsum("bthgk,buhk->bthgu", q.double().unflatten(2, (2, 16)), pooled.double()) / 8
+    attention = (scores - lse.double().unflatten(2, (2, 16)).unsqueeze(-1)).exp().sum(3)
+    sums = [attention.gather(-1, x.clamp(min=0).long()).sum(-1) for x in (kernel, exact)]
+    # equal up to choices between blocks that bfloat16 does not tell apart
+    torch.testing.assert_close(*sums, rtol=1e-3, atol=0)
+    assert (kernel != exact).float().mean() < 0.01
+
+
+def test_it_compiles_into_one_graph():
+    tensors, options = inputs(H=2)
+
+    def loss(q, k, v):
+        return block_attention(q, k, v, **options).o.float().square().sum()
+
+    exact = torch.autograd.grad(loss(*tensors), tensors)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*tensors), tensors)
+    for a, b in zip(got, exact, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_offsets_beyond_two_to_the_31():
+    T = (1 << 20) + 64 + 60
+    (q, k, v), options = inputs(B=1, T=T, HQ=32, H=2)
+    own = torch.arange(T, device="cuda") // 64
+    options["blocks"] = torch.stack((own * 0, own - 1, own), -1)[None, :, None].expand(-1, -1, 2, -1)
+    got = block_attention(q, k, v, **options).o[:, -60:]
+    # the last 60 queries share their own block
+    keys, values = (torch.cat((x[:, :64], x[:, -124:]), 1) for x in (k, v))
+    assert relative_error(got, attention(q[:, -60:], keys, values).o) < 1e-2
