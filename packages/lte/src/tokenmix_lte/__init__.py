@@ -1,4 +1,4 @@
-"""Learned token eviction: softmax attention to a window and to far keys that each head learns to keep.
+"""Learned token eviction: softmax attention to a window and to far keys that each head learns to keep; and NSA.
 
 Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
 know its family.
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from tokenmix_lte.config import LteConfig
     from tokenmix_lte.mixer import Lte
     from tokenmix_lte.model import LteForCausalLM, LteModel
+    from tokenmix_lte.nsa import Nsa
 
 __version__ = "0.1.0"
-__all__ = ["Lte", "LteConfig", "LteForCausalLM", "LteModel"]
+__all__ = ["Lte", "LteConfig", "LteForCausalLM", "LteModel", "Nsa"]
 
-announce({"tokenmix_lte": "tokenmix_lte.model"}, dict.fromkeys(("lte", "tova"), "tokenmix_lte.config"))
+announce({"tokenmix_lte": "tokenmix_lte.model"}, dict.fromkeys(("lte", "nsa", "tova"), "tokenmix_lte.config"))
 
-__getattr__ = lazily(__name__, {"Lte": "mixer", "LteConfig": "config", "LteForCausalLM": "model", "LteModel": "model"})
+__getattr__ = lazily(
+    __name__, {"Lte": "mixer", "LteConfig": "config", "LteForCausalLM": "model", "LteModel": "model", "Nsa": "nsa"}
+)
