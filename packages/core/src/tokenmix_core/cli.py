@@ -212,6 +212,16 @@ def _parser(
             arguments(name, parsed)
     if more is not None:
         more(partial(command, commands))
+    if "convert" not in commands.choices:
+        # a package's own stands in its place
+        example = "models/mamba2-130m --out models/ours"
+        sub = command(commands, "convert", "read another library's model folder, or write FLA's", example)
+        sub.add_argument(
+            "source", type=Path, metavar="DIR", help="of FLA, state-spaces or transformers; with --to, one of ours"
+        )
+        sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+        sub.add_argument("--to", choices=("fla",), help="write this library's layout instead of reading it")
+        sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the folder has it)")
     return parser
 
 

@@ -222,6 +222,22 @@ def prepare(args: argparse.Namespace, context: Context) -> None:
     print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out{skipped}")
 
 
+def convert(args: argparse.Namespace, context: Context) -> None:
+    """Read another library's model folder into ours, or write one of ours as FLA keeps it."""
+    from tokenmix_core.integrations import checkpoints, layouts
+
+    if args.to is None:
+        model = checkpoints.convert_folder(args.source, args.out, layouts.LAYOUTS, dtype=args.dtype)
+        what = checkpoints.layout_of(checkpoints.read_fields(args.source), layouts.LAYOUTS).what
+    else:
+        model = checkpoints.load_ours(args.source, args.dtype)
+        layout = layouts.fla_layout(model.config)
+        checkpoints.export(model, layout, args.out)
+        checkpoints.copy_companions(args.source, args.out)
+        what = f"as {layout.what}"
+    print(f"{args.out}: {what}, {model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}")
+
+
 def info(args: argparse.Namespace, context: Context) -> None:
     """Show versions, recipes and suites, or what a model is."""
     if args.fields:

@@ -32,6 +32,7 @@ class Attention(Mixer):
         qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
         qkv_bias: biases of the q, k and v projections (Qwen2).
         norm_eps: of the q/k norms.
+        qk_norm_eps: of the q/k norms, where it is not that of the model's other norms.
         impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
 
     Raises:
@@ -57,6 +58,7 @@ class Attention(Mixer):
         qk_norm: bool = False,
         qkv_bias: bool = False,
         norm_eps: float = 1e-6,
+        qk_norm_eps: float | None = None,
         impl: AttentionImpl | None = None,
     ):
         super().__init__()
@@ -88,6 +90,7 @@ class Attention(Mixer):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        norm_eps = norm_eps if qk_norm_eps is None else qk_norm_eps
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
 

@@ -1,0 +1,298 @@
+"""Model folders of other libraries, read into ours and written back: what every layout shares.
+
+A layout turns another library's `config.json` into a configuration of ours, and says under which name there each of our
+weights is. The rest is done once, here: weights are read as they lie in the folder, each is asked for, found, compared
+in shape and looked at, and none may be left over.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling.checkpoint import not_finite
+from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies
+
+CONFIG = "config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+# what belongs to a checkpoint beside its model, copied as it is
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
+# our names of weights by theirs; None for one that they do not have, which is zero
+Names = dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Another library's way to keep a model.
+
+    Attributes:
+        what: it in words.
+        fits: whether a configuration is of this layout.
+        read: our configuration, and their names by ours.
+        write: their configuration and their names by ours; None where it cannot be written.
+        ignored: ends of names in their files that are no weights of the model.
+    """
+
+    what: str
+    fits: Callable[[Fields], bool]
+    read: Callable[[Fields], tuple[HybridConfig, Names]]
+    write: Callable[[HybridConfig], tuple[dict[str, Any], Names]] | None = None
+    ignored: tuple[str, ...] = ()
+
+
+class Fields:
+    """Another library's configuration, whose values are asked for and held to what ours can compute."""
+
+    def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
+        self.source, self.values = source, values
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value under the first of these names that has one."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), default)
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """A positive number."""
+        value = self.get(*names, default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refused(f"{names[0]} must be a positive number, got {value!r}")
+        return value
+
+    def only(self, name: str, *known: Any, why: str) -> None:
+        """Refuse a value that changes what is computed into what ours cannot; the first one is the default."""
+        value = self.values.get(name, known[0])
+        value = tuple(value) if isinstance(value, list) else value
+        if value not in known:
+            raise self.refused(f"{name}={value!r} cannot be converted: {why}")
+
+    def refused(self, text: str) -> ValueError:
+        """The error that says why a folder is not converted."""
+        return ValueError(f"{self.source}: {text}")
+
+
+def read_fields(source: Path) -> Fields:
+    """The configuration of a folder.
+
+    Raises:
+        ValueError: there is none, or none that can be read.
+    """
+    path = source / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{source} holds no model: expected a folder with {CONFIG} and weights")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a dictionary of fields, and does not")
+    return Fields(source, values)
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """Infinity as transformers writes it, as a number."""
+    return float(value["__float__"]) if set(value) == {"__float__"} else value
+
+
+def read_weights(source: Path) -> dict[str, Tensor]:
+    """All tensors of a folder by name, from `model.safetensors` or `pytorch_model.bin`, whole or in numbered parts.
+
+    Raises:
+        ValueError: there are none, a part is missing, or one is damaged or cut short.
+    """
+    for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickled)):
+        index = source / f"{name}.index.json"
+        if index.is_file():
+            try:
+                places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{index} is damaged: {error}") from error
+        elif (source / name).is_file():
+            places = {"": name}
+        else:
+            continue
+        tensors: dict[str, Tensor] = {}
+        for part in sorted(set(places.values())):
+            path = source / part
+            if Path(part).name != part or not path.is_file():
+                raise ValueError(f"{source}: {index.name} names {part}, which is not there")
+            try:
+                tensors |= load(path)
+            except (SafetensorError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
+        if lost := sorted(set(places) - set(tensors) - {""}):
+            raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({_some(lost)})")
+        return tensors
+    raise ValueError(f"{source} holds no weights: expected model.safetensors or pytorch_model.bin")
+
+
+def layout_of(fields: Fields, layouts: Sequence[Layout]) -> Layout:
+    """The layout of a folder.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = next((layout for layout in layouts if layout.fits(fields)), None)
+    if found is None:
+        kind, known = fields.get("model_type"), "; ".join(layout.what for layout in layouts)
+        raise fields.refused(f"model_type {kind!r} is of no layout that is read here, which are: {known}")
+    return found
+
+
+def _load_pickled(path: Path) -> dict[str, Tensor]:
+    import pickle
+
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("it holds more than tensors, or something else") from error
+    if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise ValueError("it holds no dictionary of tensors")
+    return tensors
+
+
+def load_foreign(source: Path, layouts: Sequence[Layout], dtype: str = "auto") -> Any:
+    """The model of a folder of another library as one of ours, in evaluation mode.
+
+    Args:
+        source: the folder.
+        layouts: which may be.
+        dtype: "auto", that of the folder's embedding, or one of `DTYPES`; decay rates stay float32.
+
+    Raises:
+        ValueError: a layout that is not known, a field that ours cannot compute, or weights that are damaged, missing,
+            left over, misshapen or not finite.
+    """
+    _check_dtype(dtype)
+    fields = read_fields(source)
+    layout = layout_of(fields, layouts)
+    config, names = layout.read(fields)
+    weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
+    with torch.device("meta"):
+        model = HybridForCausalLM(config)
+    state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
+    wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]
+    chosen = state["model.embed_tokens.weight"].dtype if dtype == "auto" else getattr(torch, dtype)
+    kept = {f"model.{name}" for name in wide}
+    state = {n: x.to(torch.promote_types(chosen, torch.float32) if n in kept else chosen) for n, x in state.items()}
+    model.load_state_dict(state, strict=not config.tie_word_embeddings, assign=True)
+    model.tie_weights()
+    for table in model.modules():
+        if isinstance(table, RotaryEmbedding):
+            # no checkpoint holds it
+            table.inv_freq = rope_frequencies(*table.args)[0]
+    if bad := not_finite(model):
+        raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({_some(bad)})")
+    return model.eval()
+
+
+def _ours(
+    source: Path, layout: Layout, names: Names, weights: dict[str, Tensor], wanted: dict[str, Tensor], *, tied: bool
+) -> dict[str, Tensor]:
+    """Our weights, in the shapes that our model has."""
+    if tied:
+        head = weights.pop(names.pop("lm_head.weight") or "", None)
+        embedding = weights.get(names["model.embed_tokens.weight"] or "")
+        if head is not None and embedding is not None and not torch.equal(head, embedding):
+            raise ValueError(f"{source}: word embeddings are said to be tied, and lm_head.weight differs from them")
+    asked = {theirs for theirs in names.values() if theirs is not None}
+    problems = {"missing": sorted(asked - set(weights)), "unknown": sorted(set(weights) - asked)}
+    found: dict[str, Tensor] = {}
+    for ours, theirs in names.items():
+        shape = wanted[ours].shape
+        if theirs is None:
+            found[ours] = torch.zeros(shape)
+        elif theirs in weights:
+            x = weights[theirs]
+            # a convolution's weight may have a channel of its own
+            if [n for n in x.shape if n > 1] != [n for n in shape if n > 1]:
+                problems.setdefault("misshapen", []).append(f"{theirs} {list(x.shape)} for {list(shape)}")
+            else:
+                found[ours] = x.reshape(shape).contiguous()
+    if text := "; ".join(f"{len(some)} {kind} ({_some(some)})" for kind, some in problems.items() if some):
+        raise ValueError(f"{source}: the weights are not those of {layout.what} with this configuration: {text}")
+    return found
+
+
+def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype: str = "auto") -> Any:
+    """Read another library's folder and write ours; returns our model.
+
+    Args:
+        source: the folder to read.
+        out: the folder to make.
+        layouts, dtype: as for `load_foreign`.
+
+    Raises:
+        ValueError: as `load_foreign`, or `out` is not empty.
+    """
+    check_empty(out)
+    model = load_foreign(source, layouts, dtype)
+    model.save_pretrained(out)
+    copy_companions(source, out)
+    return model
+
+
+def load_ours(source: Path, dtype: str = "auto") -> Any:
+    """A model of core's in a folder, to be written in another layout.
+
+    Raises:
+        ValueError: a folder that holds another kind of model, or a damaged one.
+    """
+    _check_dtype(dtype)
+    kind = read_fields(source).get("model_type")
+    if kind != HybridConfig.model_type:
+        raise ValueError(f"{source}: expected a model of type {HybridConfig.model_type!r}, got {kind!r}")
+    return HybridForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def export(model: Any, layout: Layout, out: Path) -> None:
+    """Write a model of ours as another library keeps it.
+
+    Raises:
+        ValueError: a model that the other library does not have, or `out` is not empty.
+    """
+    check_empty(out)
+    assert layout.write is not None
+    values, names = layout.write(model.config)
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        names.pop("lm_head.weight", None)
+    tensors = {}
+    for ours, theirs in names.items():
+        assert theirs is not None
+        x = state[ours].detach().contiguous()
+        tensors[theirs] = x.unsqueeze(1) if theirs.endswith("conv1d.weight") else x
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    values |= {"dtype": str(model.dtype).removeprefix("torch.")}
+    (out / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_empty(out: Path) -> None:
+    """Raise a ValueError for a folder that holds something."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; choose another folder")
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Copy what belongs to a checkpoint beside its model, such as its tokenizer."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy(file, out / file.name)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
