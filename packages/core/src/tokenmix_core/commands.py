@@ -225,6 +225,7 @@ def prepare(args: argparse.Namespace, context: Context) -> None:
 def convert(args: argparse.Namespace, context: Context) -> None:
     """Read another library's model folder into ours, or write one of ours as FLA keeps it."""
     from tokenmix_core.integrations import checkpoints, layouts
+    from tokenmix_core.modeling.checkpoint import copy_companions
 
     if args.to is None:
         model = checkpoints.convert_folder(args.source, args.out, layouts.LAYOUTS, dtype=args.dtype)
@@ -233,7 +234,7 @@ def convert(args: argparse.Namespace, context: Context) -> None:
         model = checkpoints.load_ours(args.source, args.dtype)
         layout = layouts.fla_layout(model.config)
         checkpoints.export(model, layout, args.out)
-        checkpoints.copy_companions(args.source, args.out)
+        copy_companions(args.source, args.out)
         what = f"as {layout.what}"
     print(f"{args.out}: {what}, {model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}")
 

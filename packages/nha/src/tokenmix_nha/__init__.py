@@ -32,7 +32,14 @@ __all__ = [
 
 _CONVERTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 announce({f"tokenmix_nha_{kind}": "tokenmix_nha.hybridized" for kind in _CONVERTED})
-announce({"tokenmix_nha": "tokenmix_nha.model"}, {"nha": "tokenmix_nha.mixer", "gla": "tokenmix_nha.gla"})
+announce(
+    {"tokenmix_nha": "tokenmix_nha.model"},
+    {
+        "nha": "tokenmix_nha.mixer",
+        "gla": "tokenmix_nha.gla",
+        "gated_slot_attention": "tokenmix_nha.gsa",
+    },
+)
 
 __getattr__ = lazily(
     __name__,

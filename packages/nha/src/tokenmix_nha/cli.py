@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_commands(add: cli.AddCommand) -> None:
     sub = add(
         "convert",
-        "replace the attention of a pretrained transformer by NHA",
+        "replace the attention of a pretrained transformer by NHA, or read FLA's GLA and GSA models",
         "models/Llama-3.2-1B --full-layers 0,8 --slots 64 --window 32 --out converted",
         "tokenmix_nha.conversion:command",
     )
-    sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Qwen2, Qwen3 or Qwen3-MoE checkpoint")
+    sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Qwen2, Qwen3, Qwen3-MoE, GLA or GSA checkpoint")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     sub.add_argument(
         "--full-layers",

@@ -89,18 +89,23 @@ def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """`tokenmix-nha convert`: convert a checkpoint in a folder."""
-    from tokenmix_core.commands import DTYPES, is_checkpoint
+    """`tokenmix-nha convert`: convert a checkpoint in a folder, or read one of FLA's GLA and GSA models."""
+    from tokenmix_core.integrations import checkpoints
+    from tokenmix_nha.layouts import LAYOUTS
 
     source = Path(args.model)
-    if not is_checkpoint(source):
-        raise ValueError(f"{args.model} holds no model: expected a folder with config.json and weights")
+    fields = checkpoints.read_fields(source)
     check_new_folder(args.out)
-    if args.dtype not in ("auto", *DTYPES):
-        raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {args.dtype!r}")
+    checkpoints.check_dtype(args.dtype)
+    if any(layout.fits(fields) for layout in LAYOUTS):
+        model = checkpoints.convert_folder(source, args.out, LAYOUTS, dtype=args.dtype)
+        what = checkpoints.layout_of(fields, LAYOUTS).what
+        print(f"{args.out}: {what}, {model.num_parameters():,} parameters; import tokenmix_nha to load it")
+        return
     config = AutoConfig.from_pretrained(source, local_files_only=True)
     if config.model_type not in FAMILIES:
-        raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
+        known = ", ".join((*FAMILIES, "gla", "gsa"))
+        raise ValueError(f"{source}: expected a model of type {known}, got {config.model_type!r}")
     layers = config.num_hidden_layers
     windows = FULL if args.full_layers == "all" else hybrid_windows(layers, args.window, args.full_layers)
     load = AutoModelForCausalLM.from_pretrained

@@ -8,7 +8,6 @@ in shape and looked at, and none may be left over.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tokenmix_core.files import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.modeling.checkpoint import not_finite
+from tokenmix_core.modeling.checkpoint import copy_companions, not_finite, some
 from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
-# what belongs to a checkpoint beside its model, copied as it is
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 # our names of weights by theirs; None for one that they do not have, which is zero
 Names = dict[str, str | None]
 
@@ -129,7 +127,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
             except (SafetensorError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
         if lost := sorted(set(places) - set(tensors) - {""}):
-            raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({_some(lost)})")
+            raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({some(lost)})")
         return tensors
     raise ValueError(f"{source} holds no weights: expected model.safetensors or pytorch_model.bin")
 
@@ -171,7 +169,7 @@ def load_foreign(source: Path, layouts: Sequence[Layout], dtype: str = "auto") -
         ValueError: a layout that is not known, a field that ours cannot compute, or weights that are damaged, missing,
             left over, misshapen or not finite.
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
     fields = read_fields(source)
     layout = layout_of(fields, layouts)
     config, names = layout.read(fields)
@@ -190,7 +188,7 @@ def load_foreign(source: Path, layouts: Sequence[Layout], dtype: str = "auto") -
             # no checkpoint holds it
             table.inv_freq = rope_frequencies(*table.args)[0]
     if bad := not_finite(model):
-        raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({_some(bad)})")
+        raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({some(bad)})")
     return model.eval()
 
 
@@ -217,7 +215,7 @@ def _ours(
                 problems.setdefault("misshapen", []).append(f"{theirs} {list(x.shape)} for {list(shape)}")
             else:
                 found[ours] = x.reshape(shape).contiguous()
-    if text := "; ".join(f"{len(some)} {kind} ({_some(some)})" for kind, some in problems.items() if some):
+    if text := "; ".join(f"{len(some)} {kind} ({some(some)})" for kind, some in problems.items() if some):
         raise ValueError(f"{source}: the weights are not those of {layout.what} with this configuration: {text}")
     return found
 
@@ -233,7 +231,7 @@ def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype:
     Raises:
         ValueError: as `load_foreign`, or `out` is not empty.
     """
-    check_empty(out)
+    check_new_folder(out)
     model = load_foreign(source, layouts, dtype)
     model.save_pretrained(out)
     copy_companions(source, out)
@@ -246,14 +244,15 @@ def load_ours(source: Path, dtype: str = "auto") -> Any:
     Raises:
         ValueError: a folder that holds another kind of model, or a damaged one.
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
     kind = read_fields(source).get("model_type")
     if kind != HybridConfig.model_type:
         raise ValueError(f"{source}: expected a model of type {HybridConfig.model_type!r}, got {kind!r}")
     return HybridForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
 
 
-def _check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str) -> None:
+    """Raise a ValueError for a name that is no dtype of weights."""
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
 
@@ -264,7 +263,7 @@ def export(model: Any, layout: Layout, out: Path) -> None:
     Raises:
         ValueError: a model that the other library does not have, or `out` is not empty.
     """
-    check_empty(out)
+    check_new_folder(out)
     assert layout.write is not None
     values, names = layout.write(model.config)
     state = model.state_dict()
@@ -279,20 +278,3 @@ def export(model: Any, layout: Layout, out: Path) -> None:
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     values |= {"dtype": str(model.dtype).removeprefix("torch.")}
     (out / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def check_empty(out: Path) -> None:
-    """Raise a ValueError for a folder that holds something."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; choose another folder")
-
-
-def copy_companions(source: Path, out: Path) -> None:
-    """Copy what belongs to a checkpoint beside its model, such as its tokenizer."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            shutil.copy(file, out / file.name)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -40,11 +40,11 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             "misshapen": sorted(map(str, info["mismatched_keys"])),
         }
         if found := {kind: names for kind, names in problems.items() if names}:
-            text = "; ".join(f"{len(names)} {kind} ({_some(names)})" for kind, names in found.items())
+            text = "; ".join(f"{len(names)} {kind} ({some(names)})" for kind, names in found.items())
             raise ValueError(f"{source}: the weights do not fit {cls.__name__}: {text}; strict=False loads it anyway")
         if names := not_finite(model):
             raise ValueError(
-                f"{source}: weights are not finite: NaN or infinity in {len(names)} tensors ({_some(names)}); "
+                f"{source}: weights are not finite: NaN or infinity in {len(names)} tensors ({some(names)}); "
                 "strict=False loads it anyway"
             )
     return (model, info) if wants_info else model
@@ -93,5 +93,6 @@ def copy_companions(source: Path, out: Path) -> None:
             shutil.copy(file, out / file.name)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first of many names, for a sentence."""
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -1,0 +1,107 @@
+"""Gated slot attention as its authors train it (Zhang et al. 2024), the layer of FLA's GSA models."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixer
+from tokenmix_core.nn.mixer import stepping
+from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_nha.ops import slot_window_attention, slot_window_attention_step
+from tokenmix_nha.state import SlotWindowPart
+
+
+class GatedSlotAttention(Mixer):
+    """o_t = softmax(q_t S^K_tᵀ) S^V_t over M slots, S_t = Diag(α_t) S_{t−1} + (1 − α_t) ⊗ k_t; y = W_o norm(silu(o)).
+
+    q, k and v are projections of x, passed through SiLU; α = sigmoid(W_f x)^(1/τ). There is no window: a token is in
+    the slots before its query reads them.
+
+    Args:
+        hidden_size: D.
+        num_heads: query heads HQ, which divide D.
+        num_kv_heads: heads H of keys, values and slots, a divisor of HQ; None for HQ.
+        slots: M.
+        gate_normalizer: τ.
+        norm_eps: unused, as the output norm has its own.
+        out_norm_eps: of the output norm.
+        impl: implementation of the operation, as for `tokenmix_nha.ops.slot_window_attention`.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        slots: int = 64,
+        gate_normalizer: float = 8.0,
+        norm_eps: float = 1e-6,
+        out_norm_eps: float = 1e-5,
+        impl: Impl | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads or hidden_size % num_heads:
+            raise ValueError(
+                "GatedSlotAttention: num_kv_heads must divide num_heads, and these hidden_size, "
+                f"got {num_kv_heads}, {num_heads} and {hidden_size}"
+            )
+        if slots < 1 or not gate_normalizer > 0:
+            raise ValueError(
+                f"GatedSlotAttention: slots and gate_normalizer must be positive, got {slots} and {gate_normalizer}"
+            )
+        self.num_heads, self.num_kv_heads, self.slots = num_heads, num_kv_heads, slots
+        self.head_dim, self.gate_normalizer = hidden_size // num_heads, gate_normalizer
+        self.impl: Impl | None = impl
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
+        self.f_proj = nn.Linear(hidden_size, num_kv_heads * slots, bias=False)
+        self.o_norm = RMSNorm(hidden_size, out_norm_eps)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def make_state(self) -> LayerState:
+        return LayerState(slots=SlotWindowPart(self.num_kv_heads, self.slots, self.head_dim, self.head_dim, 0))
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        *,
+        state: LayerState | None = None,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        rotary: Rotation | None = None,
+    ) -> MixerOutput:
+        q, k, v = (
+            F.silu(proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        f = at_least_float32(self.f_proj(hidden_states)).unflatten(-1, (self.num_kv_heads, self.slots))
+        f = F.logsigmoid(f) / self.gate_normalizer
+        if state is not None and stepping(hidden_states, state):
+            past = state.slots.get(len(q), q)
+            q, k, v, f = (x.squeeze(1) for x in (q, k, v, f))
+            o = slot_window_attention_step(q, k, v, f, past, scale=1.0, impl=unless_gluon(self.impl)).unsqueeze(1)
+        else:
+            o, after = slot_window_attention(
+                q, k, v, f, window=0, scale=1.0, initial_state=None if state is None else state.slots.value,
+                cu_seqlens=cu_seqlens, output_final_state=state is not None, impl=self.impl,
+            )  # fmt: skip
+            if state is not None:
+                state.slots.set(after)
+        return self.o_proj(self.o_norm(F.silu(o).flatten(-2))), None
+
+    def mixing_flops(self, seq_len: int) -> float:
+        # keys and values of a slot: read with 2 K each, updated with 2 K each
+        return 4.0 * self.slots * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+
+register_mixer("gated_slot_attention", GatedSlotAttention)
