@@ -15,7 +15,7 @@ import torch
 import tokenmix_core
 from tokenmix_core.cli import main
 
-COMMANDS = ["train", "eval", "generate", "bench", "data prepare", "info"]
+COMMANDS = ["train", "eval", "generate", "bench", "push", "data prepare", "info", "convert"]
 
 
 @pytest.fixture

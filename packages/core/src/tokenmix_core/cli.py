@@ -1,4 +1,4 @@
-"""The command line of every package: `train`, `eval`, `generate`, `bench`, `data prepare`, `info`.
+"""The command line of every package: `train`, `eval`, `generate`, `bench`, `push`, `data prepare`, `info`, `convert`.
 
 A paper's console script calls `main` with its own recipes and suites. Nothing heavy is imported before a command runs,
 so that `--help` answers at once.
@@ -173,6 +173,16 @@ def _parser(
         "--out", type=Path, metavar="DIR", help="folder for tables, plots and JSON; without it none is written"
     )
     add_device(sub)
+
+    example = "runs/tiny me/tiny --dry-run"
+    push = "tokenmix_core.publishing:push"
+    sub = command(commands, "push", "write a model card and upload a model to the hub", example, push)
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model, or of its run")
+    sub.add_argument("repo", metavar="NAME", help="repository of the hub, as USER/NAME")
+    sub.add_argument("--dry-run", action="store_true", help="write the card into the folder, and upload nothing")
+    sub.add_argument("--keep-card", action="store_true", help="upload the README.md that is there")
+    sub.add_argument("--private", action="store_true", help="make a repository that others cannot see")
+    sub.add_argument("--license", metavar="ID", help="of the model, such as apache-2.0")
 
     data = commands.add_parser("data", help="prepare corpora", description="Prepare corpora.")
     group = data.add_subparsers(required=True, metavar="COMMAND")
