@@ -9,7 +9,7 @@ from types import MethodType
 import pytest
 import torch
 
-from tokenmix_core.integrations.transformers import FAMILIES, use_kernels
+from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.field import DELTA_RULE, field_model
 
@@ -263,6 +263,16 @@ def test_what_cannot_be_exchanged_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(type(layer), "forward", lambda self, x: x)
     with pytest.raises(ValueError, match=r"Mamba2Mixer of transformers .* does not call causal_conv1d_fn"):
         use_kernels(model)
+
+
+def test_the_fallback_is_transformers_own_functions():
+    for family in ("qwen3_5", "mamba2"):
+        model, ids = field_model(family), prompt(1)
+        expected = model(ids, use_cache=False).logits
+        with use_kernels(family):
+            use = use_fallback(model)
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+            use.undo()
 
 
 def test_no_family_is_without_its_norm_or_its_scan():

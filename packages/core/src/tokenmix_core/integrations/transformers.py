@@ -100,16 +100,41 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
         return KernelUse([_Exchange(cls, "forward", _ours(cls, impl)) for cls in classes])
     if not isinstance(model_or_family, nn.Module):
         raise ValueError(f"use_kernels: expected a model or a family, got {type(model_or_family).__name__}")
-    exchanges = []
-    for name, module in model_or_family.named_modules():
-        if (cls := _known(type(module))) is not None:
-            exchanges.append(_Exchange(module, _place(name, module), MethodType(_ours(cls, impl), module)))
-    if not exchanges:
+    return _use(model_or_family, lambda cls: _ours(cls, impl))
+
+
+def use_fallback(model: nn.Module) -> KernelUse:
+    """Let a model of these families run transformers' own functions in torch, whatever else is installed: to compare.
+
+    Raises:
+        ValueError: as `use_kernels`.
+    """
+
+    def theirs(cls: type) -> Callable[..., Any]:
+        family, home = _family(cls), importlib.import_module(cls.__module__)
+        if family is None or cls.__name__ == family.norm:
+            return vars(cls)["forward"]
+        # what chooses between packages wraps the function in torch
+        functions = {name: getattr(home, name).__wrapped__ for name in family.functions}
+        return _made_anew(cls, vars(cls)["forward"], functions)
+
+    return _use(model, theirs)
+
+
+def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> KernelUse:
+    """Exchange the forward of every layer of a model for the one that is made for its class."""
+    layers = [(name, m, cls) for name, m in model.named_modules() if (cls := _known(type(m))) is not None]
+    if not layers:
         raise ValueError(
-            f"use_kernels: {type(model_or_family).__name__} has no layers that could run our kernels; "
+            f"use_kernels: {type(model).__name__} has no layers that could run our kernels; "
             f"families that have are {', '.join(FAMILIES)}"
         )
-    return KernelUse(exchanges)
+    # all are looked at before the first is changed
+    made = {cls: forward(cls) for cls in dict.fromkeys(cls for _, _, cls in layers)}
+    places = [_place(name, m) for name, m, _ in layers]
+    return KernelUse(
+        [_Exchange(m, place, MethodType(made[cls], m)) for (_, m, cls), place in zip(layers, places, strict=True)]
+    )
 
 
 class _Exchange:
