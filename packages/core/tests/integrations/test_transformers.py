@@ -265,6 +265,18 @@ def test_what_cannot_be_exchanged_is_refused_with_the_reason(monkeypatch):
         use_kernels(model)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_kernels_give_what_the_model_gives_also_in_decoding(family):
+    model, ids = field_model(family, head=16, state=16), prompt(1, 6)
+    name = "cache_params" if family == "mamba2" else "past_key_values"
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with use_kernels(model, impl="triton"):
+            out = model(ids[:, :5], use_cache=True)
+            step = model(ids[:, 5:], use_cache=True, **{name: out[name]})
+    assert relative_error(torch.cat((out.logits, step.logits), 1), expected) < BAR
+
+
 def test_the_fallback_is_transformers_own_functions():
     for family in ("qwen3_5", "mamba2"):
         model, ids = field_model(family), prompt(1)
