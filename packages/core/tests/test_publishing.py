@@ -35,6 +35,7 @@ def folder(tmp_path):
     (folder / "evaluation").mkdir()
     result = {"suite": "mqar", "settings": {"seed": 0}, "rows": [{"pairs": 8, "accuracy": 0.625}], "plots": []}
     (folder / "evaluation" / "mqar.json").write_text(json.dumps(result))
+    (folder / "evaluation" / "mqar.png").write_bytes(b"picture")
     (folder / "checkpoint-4").mkdir()
     (folder / "checkpoint-4" / "model.safetensors").write_bytes(b"")
     return folder
@@ -91,7 +92,7 @@ def test_the_model_its_card_and_its_scores_are_uploaded_and_nothing_else(folder,
     assert hub[0] == ("me/tiny", {"private": True, "exist_ok": True})
     assert hub[1]["repo_id"] == "me/tiny"
     assert set(hub[1]["files"]) == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "evaluation/mqar.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "evaluation/mqar.png",
     }  # fmt: skip
     assert capsys.readouterr().out.endswith("there\n")
     # written again when it is its own

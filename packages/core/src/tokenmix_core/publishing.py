@@ -24,10 +24,10 @@ from tokenmix_core.training.record import RUN_RECORD
 CARD = "README.md"
 # by which a card that was written here is known
 MARK = "<!-- written by tokenmix push -->"
-# what is uploaded of a folder: no checkpoints to resume from, logs or records with paths
+# what is uploaded of a folder; logs and records hold paths of a machine, and what matters of them is in the card
 UPLOADED = (
     CARD, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS,
-    "evaluation/*.json", "evaluation/*.png", "evaluation/report.md",
+    "evaluation/*.png",
 )  # fmt: skip
 
 
@@ -144,18 +144,17 @@ def _recipe(folder: Path) -> list[str]:
         record = json.loads(path.read_text(encoding="utf-8"))
         name, values, data = record["recipe"], dict(record["values"]), dict(record["identity"]["data"])
         versions = ", ".join(f"{library} {number}" for library, number in record["versions"].items())
-        made = (
-            f"Trained by the recipe `{name}` on {record['device']}, in {record['processes']} process(es); {versions}."
-        )
+        place = f"{record['device']}, processes: {record['processes']}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}); move it away to write a card without it"
         ) from None
     fields = yaml.safe_dump(_without_paths(values), sort_keys=False, allow_unicode=True).strip()
-    rows = [{"source": source, "sha256 or sizes": print_} for source, print_ in data.items()]
+    rows = [{"source": source, "fingerprint": fingerprint} for source, fingerprint in data.items()]
     return [
-        "## Recipe", made, f"```yaml\n{fields}\n```",
-        "## Data", "Each source with the fingerprint of its tokens: the same one is the same data.", format_table(rows),
+        "## Recipe", f"Trained by the recipe `{name}` on {place}; {versions}.", f"```yaml\n{fields}\n```",
+        "## Data", "The fingerprint of a source is the sha256 of its tokens: the same one is the same data.",
+        format_table(rows),
     ]  # fmt: skip
 
 
@@ -176,7 +175,7 @@ def _scores(folder: Path) -> list[str]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if isinstance(result, dict) and result.get("rows") and {"suite", "settings", "plots"} <= set(result):
-            settings = format_settings(result["settings"])
+            settings = format_settings(_without_paths(result["settings"]))
             parts += [f"### {result['suite']}", *([settings] if settings else []), format_rows(result["rows"])]
             if (picture := path.with_suffix(".png")).is_file():
                 parts.append(f"![{result['suite']}](evaluation/{picture.name})")
