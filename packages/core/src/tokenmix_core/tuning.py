@@ -432,5 +432,25 @@ def short_conv_backward(tokens: int, channels: int) -> ShortConvRun:
     return ShortConvRun(min(max(BT, 16), 128), 4, 128)
 
 
+class RowTile(NamedTuple):
+    """BM rows of at most BD elements a step."""
+
+    BM: int
+    BD: int
+    num_warps: int
+
+
+def row_tile(size: int) -> RowTile:
+    """The tile of what works on whole rows of `size` elements, such as a norm: 4,096 elements, 16 a thread."""
+    BD = next_power_of_2(size)
+    BM = max(1, 4096 // BD)
+    return RowTile(BM, BD, min(max(BM * BD // 512, 4), 16))
+
+
+def row_programs(blocks: int) -> int:
+    """Programs that walk so many blocks of rows, each with a sum of its own: two a multiprocessor."""
+    return min(blocks, 2 * one_round())
+
+
 # recorded calls are forgotten with every change of these
 watch(__name__)

@@ -13,12 +13,11 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, Span, TensorState
-from tokenmix_core.ops import chunk_gated_delta_rule, kept_attention
+from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, kept_attention
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention
 from tokenmix_nats_l.chunks import (
@@ -236,12 +235,13 @@ class NatsL(Mixer):
                 ("v_conv", self.v_proj, self.v_conv),
             )
         )
-        softmax_q = self.q_norm(q.unflatten(-1, (self.num_softmax_heads, -1)))
-        softmax_k = self.k_norm(k.unflatten(-1, (self.num_softmax_heads, -1)))
-        if self.rotary_dim is not None:
+        softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
+        if self.rotary_dim is None:
+            softmax_q, softmax_k = self.q_norm(softmax_q), self.k_norm(softmax_k)
+        else:
             assert rotary is not None
-            softmax_q, softmax_k = apply_rotary(softmax_q, rotary), apply_rotary(softmax_k, rotary)
-        g = -self.A_log.exp() * F.softplus(at_least_float32(self.a_proj(x)) + self.dt_bias)
+            softmax_q = apply_rotary(softmax_q, rotary, self.q_norm)
+            softmax_k = apply_rotary(softmax_k, rotary, self.k_norm)
         return Tokens(
             q.unflatten(-1, (self.num_heads, -1)),
             k.unflatten(-1, (self.num_heads, -1)),
@@ -249,8 +249,7 @@ class NatsL(Mixer):
             softmax_q,
             softmax_k,
             v.unflatten(-1, (self.num_softmax_heads, -1)),
-            g,
-            at_least_float32(self.b_proj(x)).sigmoid(),
+            *delta_gates(self.a_proj(x), self.b_proj(x), self.A_log, self.dt_bias),
             q,
         )
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
 from tokenmix_core.modeling.packing import borders_where
-from tokenmix_core.nn.norm import gated_rms_norm
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
@@ -207,7 +206,7 @@ def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:
 def gated_norm(self: nn.Module, hidden_states: Float[Tensor, "*rows V"], gate: Float[Tensor, "*rows V"]) -> Tensor:
     """Forward of the norms that gate after normalising."""
     weight, eps = self.weight, self.variance_epsilon
-    return gated_rms_norm(hidden_states, gate, weight, eps)  # pyright: ignore[reportArgumentType]
+    return ops.gated_rms_norm(hidden_states, gate, weight, eps=eps)  # pyright: ignore[reportArgumentType]
 
 
 def _packed(

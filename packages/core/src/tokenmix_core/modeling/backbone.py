@@ -48,7 +48,10 @@ class HybridOutput(ModelOutput):
 
 
 class HybridBlock(GradientCheckpointingLayer):
-    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)), the latter unless `intermediate_size` is 0."""
+    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)), the latter unless `intermediate_size` is 0.
+
+    The last branch is handed on by itself: the next norm adds it.
+    """
 
     def __init__(self, config: HybridConfig, mixer: Mixer):
         super().__init__()
@@ -57,12 +60,16 @@ class HybridBlock(GradientCheckpointingLayer):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps) if config.intermediate_size else None
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.intermediate_size else None
 
-    def forward(self, hidden_states: Float[Tensor, "B T D"], **mixer_args: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        mixed, auxiliary = self.mixer(self.mixer_norm(hidden_states), **mixer_args)
-        hidden_states = hidden_states + mixed
-        if self.mlp is not None and self.mlp_norm is not None:
-            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
-        return hidden_states, auxiliary or {}
+    def forward(
+        self, hidden_states: Float[Tensor, "B T D"], branch: Float[Tensor, "B T D"] | None = None, **mixer_args: Any
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """x and its last branch, whose sum are the block's outputs, and what the mixer returns beside."""
+        y, hidden_states = self.mixer_norm.of_sum(hidden_states, branch)
+        mixed, auxiliary = self.mixer(y, **mixer_args)
+        if self.mlp is None or self.mlp_norm is None:
+            return hidden_states, mixed, auxiliary or {}
+        y, hidden_states = self.mlp_norm.of_sum(hidden_states, mixed)
+        return hidden_states, self.mlp(y), auxiliary or {}
 
 
 class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
@@ -181,7 +188,7 @@ class HybridModel(HybridPreTrainedModel):
         self._check_inputs(mixer_inputs)
         span, cache = call.span, call.cache
         mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.documents, cache)
-        hidden, seen = span.pack(hidden), [hidden]
+        hidden, branch, seen = span.pack(hidden), None, [hidden]
         auxiliary: dict[str, list[Tensor]] = {}
         if hidden.shape[1]:
             borders = call.cu_seqlens
@@ -190,9 +197,9 @@ class HybridModel(HybridPreTrainedModel):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
                 args |= {"cu_seqlens": borders, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if cache is None:
-                    hidden, more = layer(hidden, **args)
+                    hidden, branch, more = layer(hidden, branch, **args)
                 else:
-                    hidden, more = layer(hidden, state=cache.fetch(i, hidden.device), **args)
+                    hidden, branch, more = layer(hidden, branch, state=cache.fetch(i, hidden.device), **args)
                     cache.release(i)
                 for name, value in more.items():
                     if span.keeps_padding and name.endswith("_loss"):
@@ -202,8 +209,8 @@ class HybridModel(HybridPreTrainedModel):
                         )
                     auxiliary.setdefault(name, []).append(value)
                 if output_hidden_states:
-                    seen.append(span.unpack(hidden))
-        hidden = span.unpack(self.norm(hidden))
+                    seen.append(span.unpack(hidden + branch))
+        hidden = span.unpack(self.norm.of_sum(hidden, branch)[0])
         if cache is not None:
             cache.end()
         return HybridOutput(

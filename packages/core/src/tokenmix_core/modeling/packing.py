@@ -209,7 +209,8 @@ def token_positions(
 def borders_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
     """The borders of documents that begin at these tokens after the first; None for one. It waits for the device."""
     starts = begins.nonzero().squeeze(1) + 1
-    if not len(starts):
+    # a graph that is being traced cannot ask how many there are
+    if not torch.compiler.is_compiling() and not len(starts):
         return None
     return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).to(torch.int32)
 

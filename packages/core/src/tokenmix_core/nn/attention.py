@@ -110,11 +110,11 @@ class Attention(Mixer):
         q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_dim is not None:
             assert rotary is not None
-            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+            q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if state is None:
             o = attention(q, k, v, window=self.window, sinks=self.sinks, cu_seqlens=cu_seqlens, impl=self.impl).o
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -11,11 +10,10 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
-from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
+from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, gated_delta_rule_step
 from tokenmix_core.ops.common import Impl, unless_gluon
 
 
@@ -122,8 +120,8 @@ class GatedDeltaNet(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_v_heads, self.value_dim))
-        g = -self.A_log.exp() * F.softplus(at_least_float32(self.a_proj(hidden_states)) + self.dt_bias)
-        beta = self.max_beta * at_least_float32(self.b_proj(hidden_states)).sigmoid()
+        rates = self.a_proj(hidden_states), self.b_proj(hidden_states)
+        g, beta = delta_gates(*rates, self.A_log, self.dt_bias, max_beta=self.max_beta)
         q, k, v, g, beta = (
             self.fit.keys(q),
             self.fit.keys(k),

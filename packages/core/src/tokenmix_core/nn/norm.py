@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-GatePlace = Literal["before", "after"]
+from tokenmix_core.nn.precision import product_dtype
+from tokenmix_core.ops import gated_rms_norm, rms_norm
+from tokenmix_core.ops.rms_norm.reference import GatePlace
 
 
 class RMSNorm(nn.Module):
     """y = x / √(mean(x²) + eps) · weight over the last dimension; sums are taken in float32.
+
+    y is in the dtype that matrix products take x in: under autocast, autocast's.
 
     Args:
         size: length of the last dimension.
@@ -30,7 +31,14 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, eps=self.eps, dtype=product_dtype(x)).y
+
+    def of_sum(
+        self, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + branch, or of x where branch is None, and what was normalised."""
+        y, total = rms_norm(x, self.weight, branch, eps=self.eps, dtype=product_dtype(x))
+        return y, total
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -59,8 +67,8 @@ class GatedRMSNorm(nn.Module):
         if groups < 1 or size % groups:
             raise ValueError(f"GatedRMSNorm: groups must divide the size, got groups={groups} and size={size}")
         self.weight = nn.Parameter(torch.empty(size))
-        self.gate: GatePlace = gate
         self.eps, self.groups = eps, groups
+        self.gate: GatePlace = gate
         self.init_weights_()
 
     def init_weights_(self) -> None:
@@ -70,29 +78,8 @@ class GatedRMSNorm(nn.Module):
         self, x: Float[Tensor, "*rows size"], z: Float[Tensor, "*rows size"] | None
     ) -> Float[Tensor, "*rows size"]:
         """Normalise; z is the gate before its SiLU, None for a gate of one."""
-        return gated_rms_norm(x, z, self.weight, self.eps, gate=self.gate, groups=self.groups)
+        size = self.weight.shape[0] // self.groups
+        return gated_rms_norm(x, z, self.weight, size=size, eps=self.eps, gate=self.gate)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, gate={self.gate!r}, groups={self.groups}"
-
-
-def gated_rms_norm(
-    x: Float[Tensor, "*rows size"],
-    z: Float[Tensor, "*rows size"] | None,
-    weight: Float[Tensor, "size"],
-    eps: float,
-    *,
-    gate: GatePlace = "after",
-    groups: int = 1,
-) -> Float[Tensor, "*rows size"]:
-    """Compute what `GatedRMSNorm` does."""
-    gates = None if z is None else F.silu(z)
-    if gates is not None and gate == "before":
-        x = x * gates
-    weight = weight.to(x.dtype)
-    if groups == 1:
-        y = F.rms_norm(x, weight.shape, weight, eps)
-    else:
-        parts = x.unflatten(-1, (groups, -1))
-        y = F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(-2) * weight
-    return y * gates if gates is not None and gate == "after" else y

@@ -13,6 +13,16 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products take x in: autocast's, where it is on and x is float32, else x's own.
+
+    What is handed to several of them is rounded once by whoever makes it, and not by each.
+    """
+    device = x.device.type
+    narrowed = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if narrowed else x.dtype
+
+
 class KeepsFloat32(nn.Module):
     """A module some of whose own parameters and buffers stay in float32 through `.to(torch.bfloat16)` and the like.
 

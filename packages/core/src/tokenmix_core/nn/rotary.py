@@ -10,7 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.nn.init import is_loaded
-from tokenmix_core.nn.precision import KeepsFloat32, at_least_float32
+from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.precision import KeepsFloat32
+from tokenmix_core.ops import rotate
 
 # by type what it needs and what it may have beside rope_type and rope_theta
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -138,8 +140,13 @@ class RotaryEmbedding(KeepsFloat32):
             return Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
 
 
-def apply_rotary(x: Float[Tensor, "B T H K"], rotation: Rotation) -> Float[Tensor, "B T H K"]:
-    """Rotate channels i and i + K/2 of every head by the token's angles; computed in float32, returned in x's dtype."""
-    cos, sin = rotation.cos.unsqueeze(2), rotation.sin.unsqueeze(2)
-    a, b = at_least_float32(x).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+def apply_rotary(
+    x: Float[Tensor, "B T H K"], rotation: Rotation, norm: RMSNorm | None = None
+) -> Float[Tensor, "B T H K"]:
+    """Rotate channels i and i + K/2 of every head by the token's angles, after `norm` of each head where there is one.
+
+    Computed in float32, returned in x's dtype.
+    """
+    if norm is None:
+        return rotate(x, *rotation)
+    return rotate(x, *rotation, norm.weight, eps=norm.eps)

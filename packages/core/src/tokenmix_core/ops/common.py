@@ -187,6 +187,51 @@ def differentiable(
     return call
 
 
+def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callable:
+    """`run` with gradients, in eager mode alone: for what torch.compile is better given in its plain form, to fuse.
+
+    Args, and what is recorded, are as in `differentiable`; `run` returns a tensor or a tuple.
+    """
+    run = Replayed(run)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *output_gradients):
+            refuse_graph()
+            return gradients(ctx, *output_gradients)
+
+    apply = private.direct_apply(Eager)
+    return lambda *inputs: apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
+
+
+def row_impl(op: str, impl: str | None, x: Tensor) -> str:
+    """The implementation of what works row by row between matrix products: "triton" or "reference".
+
+    None is Triton for CUDA tensors in eager mode. Where torch traces, or operations are watched, it is the reference,
+    also if Triton was asked for: compilers fuse it with its neighbours.
+
+    Raises:
+        ValueError: as `resolve_impl`.
+    """
+    found = resolve_impl(op, impl, x)
+    return "reference" if found == "reference" or x.dtype == torch.float64 or not is_plain(x) else "triton"
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x `[*, D]` as `[tokens, D]`, itself where tokens lie at one stride with elements side by side, as in a slice."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
 def refuse_graph() -> None:
     """Raise a RuntimeError in a backward pass that is itself recorded: what kernels make would pass for constants.
 
@@ -285,6 +330,8 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
         ValueError: what was got and what was expected.
     """
     device = None
+    # torch.compile warns of every cache that it walks past
+    letters_of = _split if torch.compiler.is_compiling() else _letters
     for name, (x, spec) in specs.items():
         if x is None and spec.endswith("?"):
             continue
@@ -292,7 +339,7 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
         if not isinstance(x, Tensor):
             got = "None" if x is None else type(x).__name__
             raise ValueError(f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {got}")
-        letters, shape = _letters(spec), x.shape
+        letters, shape = letters_of(spec), x.shape
         ok = len(shape) == len(letters)
         if ok:
             for letter, size in zip(letters, shape, strict=True):
@@ -310,9 +357,11 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
     return dims
 
 
-@functools.cache
-def _letters(spec: str) -> tuple[str | int, ...]:
+def _split(spec: str) -> tuple[str | int, ...]:
     return tuple(int(letter) if letter.isdigit() else letter for letter in spec.split())
+
+
+_letters = functools.cache(_split)
 
 
 def check_scale(op: str, scale: object) -> float:

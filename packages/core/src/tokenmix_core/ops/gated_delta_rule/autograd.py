@@ -20,7 +20,7 @@ from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term
 from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan, forward_segment, plan, step_tile
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
-from tokenmix_core.ops.gated_delta_rule.segments import segment_slots, segment_states
+from tokenmix_core.ops.gated_delta_rule.segments import segment_states
 
 
 @recorded_op("tokenmix::gated_delta_rule", mutates_args=())
@@ -37,9 +37,13 @@ def chunk_op(
     impl: str | None = None,
     writes: Tensor | None = None,
     write_chunk: int = 64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final states, and what the backward pass needs: Ã and the gates, states that enter segments, their M."""
-    return run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, writes, write_chunk)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, final states, Ã and the gates for torch to trace.
+
+    How sequences are cut up would decide the shapes of what segments need, and a graph be made anew for every other
+    cut: the backward pass makes it again.
+    """
+    return run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, writes, write_chunk)[:4]
 
 
 @recorded_op("tokenmix::gated_delta_rule_backward", mutates_args=())
@@ -53,8 +57,6 @@ def backward_op(
     beta: Tensor,
     inverse: Tensor,
     gates: Tensor,
-    entering: Tensor,
-    transitions: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -64,7 +66,11 @@ def backward_op(
     write_chunk: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, β, the initial state and `writes` (the last two empty where there are none)."""
-    inputs = (q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens)
+    k, v, initial_state = map(aligned, (k, v, initial_state))
+    factors = write_factors(writes, write_chunk)
+    segment = forward_segment(k, v, cu_seqlens, impl, factors.chunks)
+    of_segments = segment_states(k, v, inverse, gates, factors, initial_state, cu_seqlens, qk_l2norm, segment)
+    inputs = (q, k, v, g, beta, inverse, gates, *of_segments, initial_state, cu_seqlens)
     return run_backward(do, dfinal_state, *inputs, scale, qk_l2norm, impl, writes, write_chunk)
 
 
@@ -238,7 +244,7 @@ def _backward_of_chunk(ctx, do, dfinal_state, *_):
         if is_plain(q):
             run = _replayed_backward
         else:
-            kept, _ = _parts(k, v, cu_seqlens, *kept)
+            (*kept, _, _), _ = _parts(k, v, cu_seqlens, *kept)
     return _gradients(ctx, run, do, dfinal_state, q, k, v, g, beta, *kept, initial_state, cu_seqlens, writes)
 
 
@@ -264,22 +270,18 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl=None, 
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl=None, writes=None, write_chunk=64):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
-    run = write_factors(writes, write_chunk).chunks
-    slots = segment_slots(k, forward_segment(k, v, cu_seqlens, impl, run), cu_seqlens)
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         q.new_empty(num_sequences(q, cu_seqlens), HV, K, V, dtype=torch.float32),
         k.new_empty(B, T, HV, CHUNK),
         k.new_empty(HV, B * T, 4, dtype=torch.float32),
-        k.new_empty(slots, HV, K, V, dtype=torch.float32),
-        k.new_empty(slots, HV, K, K, dtype=torch.float32),
     )
 
 
 @backward_op.register_fake
 def _(
-    do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens, scale,
-    qk_l2norm, impl=None, writes=None, write_chunk=64,
+    do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm, impl=None,
+    writes=None, write_chunk=64,
 ):  # fmt: skip
     dinitial_state = q.new_empty(
         0 if initial_state is None else num_sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1],

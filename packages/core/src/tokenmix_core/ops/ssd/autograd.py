@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, recorded_op, retried
-from tokenmix_core.ops.ssd.plan import plan, segment_of, step_tile
+from tokenmix_core.ops.ssd.plan import plan, step_tile
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -124,19 +124,19 @@ def run_step(q, k, v, g, state, scale, dt=None, D=None, impl=None) -> Tensor:
 def ssd_forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     dt: Tensor | None = None, D: Tensor | None = None, impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`run_forward` for torch to trace."""
-    return run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and the final states for torch to trace.
+
+    How sequences are cut up would decide the shape of the states before segments, and a graph be made anew for every
+    other cut: the backward pass makes them again.
+    """
+    return run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl)[:2]
 
 
 @ssd_forward_op.register_fake
 def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
-    B, T, _, K = q.shape
-    HV, V = v.shape[2:]
-    segment = segment_of(q, v, cu_seqlens)
-    final_state = v.new_empty((num_sequences(v, cu_seqlens), HV, K, V), dtype=torch.float32)
-    before = (chunk_slots(B, T, segment, cu_seqlens), HV, K, V) if segment else (0,)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), final_state, final_state.new_empty(before)
+    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
+    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
 
 
 @recorded_op("tokenmix_core::ssd_recurrent", mutates_args=())
@@ -194,7 +194,7 @@ backward = direct_when_eager(ssd_backward_op, run_backward)
 
 
 def _save(ctx, inputs, output) -> None:
-    """Keep what backward needs; the recurrent form has no third result and makes the segments' states anew."""
+    """Keep what backward needs; where there is no third result it makes the segments' states anew."""
     q, k, v, g, scale, initial_state, cu_seqlens, dt, D, ctx.impl = inputs
     before = output[2] if len(output) > 2 else None
     ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, before, dt, D)

@@ -29,11 +29,6 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> t
     return tuning.ssd(*_sizes(q, v, cu_seqlens), gluon)
 
 
-def segment_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The plan's segment, which is the same for all devices: what the shapes of a call's results depend on."""
-    return tuning.ssd(*_sizes(q, v, cu_seqlens), False).segment
-
-
 def step_tile(sequence_heads: int, K: int, V: int, q: Tensor, impl: str | None) -> tuning.StateStep | None:
     """The tile of the kernel in Gluon for one token; None for the portable kernel.
 

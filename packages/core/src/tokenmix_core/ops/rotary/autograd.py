@@ -1,0 +1,39 @@
+"""The kernels as a differentiable function of eager mode; x is kept only where a norm needs it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.ops.common import as_rows, eager_function
+from tokenmix_core.ops.rotary.kernels import rotate_backward, rotate_forward
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """x `[B, T, H, K]` as `[B · T, H · K]`."""
+    return as_rows(x.flatten(2))
+
+
+def _angles(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _run(x, weight, cos, sin, eps) -> Tensor:
+    weight = None if weight is None else weight.contiguous()
+    return rotate_forward(_tokens(x), weight, _angles(cos), _angles(sin), x.shape[2], eps).view(x.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, cos, sin, ctx.eps = inputs
+    ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
+
+
+def _backward(dy, x, weight, cos, sin, eps):
+    x = None if x is None else _tokens(x)
+    weight = None if weight is None else weight.contiguous()
+    dx, dweight = rotate_backward(x, weight, _angles(cos), _angles(sin), _tokens(dy), dy.shape[2], eps)
+    return dx.view(dy.shape), dweight
+
+
+_replayed = Replayed(_backward)
+rotate = eager_function(_run, _save, lambda ctx, dy: (*_replayed(dy, *ctx.saved_tensors, ctx.eps), None, None, None))

@@ -1,0 +1,1 @@
+"""The product inside a SwiGLU, alone and with the linear layer behind it."""
