@@ -31,6 +31,7 @@ class TestLteModel(ModelContract):
             "mixer_options": {"nsa": NSA, "gated_delta_net": {"num_heads": 2, "head_dim": 8}},
         },
     }
+    traced: ClassVar[dict[str, dict[str, Any]]] = {"pure": configs["pure"] | {"num_hidden_layers": 1}}
     config_class = LteConfig
     model_class = LteModel
     causal_lm_class = LteForCausalLM

@@ -23,6 +23,7 @@ class TestNatsLModel(ModelContract):
             "mixer_options": {"nats_l": OPTIONS, "gated_delta_net": {"num_heads": 2, "head_dim": 8}},
         },
     }
+    traced: ClassVar[dict[str, dict[str, Any]]] = {"pure": configs["pure"] | {"num_hidden_layers": 1}}
     config_class = NatsLConfig
     model_class = NatsLModel
     causal_lm_class = NatsLForCausalLM

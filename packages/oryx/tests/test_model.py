@@ -41,6 +41,9 @@ class _Contract(ModelContract):
 
 class TestSwitching(_Contract):
     configs: ClassVar = FAMILIES
+    traced: ClassVar = {
+        name: fields | {"hidden_size": 64, "head_dim": 64, "num_hidden_layers": 1} for name, fields in FAMILIES.items()
+    }
     inputs: ClassVar = {"mode": SCHEDULE}
 
 

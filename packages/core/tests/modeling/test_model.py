@@ -34,3 +34,4 @@ class TestBaselines(ModelContract):
         "window first": fields("window", "gated_delta_net", "attention", num_hidden_layers=3),
         "all kinds": fields("gated_delta_net", "sinks", "mamba2", "attention", "window", num_hidden_layers=5),
     }
+    traced: ClassVar = {"all kinds": fields("gated_delta_net", "mamba2", "attention", num_hidden_layers=3)}

@@ -37,6 +37,12 @@ def eviction_times(
         window: keys of the window; position p enters the far segment when query p + window comes.
         cu_seqlens: borders of packed sequences; positions are counted from each one's start.
     """
+    # its steps depend on the length: in a graph that torch.compile makes they are one
+    find = _one_step if torch.compiler.is_compiling() else _eviction_times
+    return find(scores, room, window, cu_seqlens)
+
+
+def _eviction_times(scores: Tensor, room: int, window: int, cu_seqlens: Tensor | None) -> Tensor:
     B, T, H = scores.shape
     flat = scores.transpose(1, 2).reshape(B * H, T)
     starts = torch.zeros(T, dtype=torch.int64, device=scores.device)
@@ -46,7 +52,15 @@ def eviction_times(
         starts = cu_seqlens.long()[ids]
     rows = max(1, _AT_ONCE // max(1, T))
     times = [_times(part, room, window, starts, ids) for part in flat.split(rows)]
-    return torch.cat(times).view(B, H, T).transpose(1, 2)
+    return torch.cat(times).view(B, H, T).transpose(1, 2).contiguous()
+
+
+_one_step = torch.library.custom_op("tokenmix_lte::eviction_times", _eviction_times, mutates_args=())
+
+
+@_one_step.register_fake
+def _(scores, room, window, cu_seqlens):
+    return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
 def _times(

@@ -14,6 +14,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import addresses, random_pieces
 from tokenmix_core.testing.recording import recorded_decoding
+from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
 
 
 def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
@@ -39,9 +40,12 @@ class ModelContract:
         config_class, model_class, causal_lm_class: of the family.
         inputs: the extra inputs that every call gets.
         tokens: length of the test sequences, longer than any window among the configurations.
+        traced: the fields of tiny configurations that torch.compile traces as on a GPU, whose heads kernels take; all
+            kinds of mixers among them.
     """
 
     configs: ClassVar[dict[str, dict[str, Any]]] = {}
+    traced: ClassVar[dict[str, dict[str, Any]]] = {}
     config_class: ClassVar[type[HybridConfig]] = HybridConfig
     model_class: ClassVar[type[HybridModel]] = HybridModel
     causal_lm_class: ClassVar[type[HybridForCausalLM]] = HybridForCausalLM
@@ -51,6 +55,8 @@ class ModelContract:
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", sorted(self.configs), scope="class")
+        if "traced_case" in metafunc.fixturenames:
+            metafunc.parametrize("traced_case", sorted(self.traced))
 
     @pytest.fixture
     def config(self, case) -> HybridConfig:
@@ -291,6 +297,29 @@ class ModelContract:
         assert abs(model(ids, labels=labels, num_items_in_batch=7, **self.inputs).loss * 7 / count - out.loss) < 1e-4
         nothing = torch.full_like(labels, -100)
         assert abs(model(ids, labels=nothing, num_items_in_batch=torch.tensor(0), **self.inputs).loss - extra) < 1e-5
+
+    @pytest.mark.parametrize("form", ["packed", "padded"])
+    def test_one_graph_serves_all_lengths_and_numbers_of_documents(self, traced_case, form):
+        torch.compiler.reset()
+        model = by_kernels(self.causal_lm_class(self.config_class(**self.traced[traced_case])))
+        # padding is scored, and not trained on: losses of a mixer's own cannot leave it out
+        training = form != "padded"
+        graphs = CountedGraphs()
+        compiled = torch.compile(model.train(training), fullgraph=True, backend=graphs)
+        for tokens, documents in ((self.tokens, 3), (self.tokens + 50, 5)):
+            ids = torch.randint(3, model.config.vocab_size, (1 if form == "packed" else 2, tokens))
+            given: dict[str, Tensor] = {"labels": ids} if training else {}
+            if form == "packed":
+                given["cu_seqlens"] = torch.linspace(0, tokens, documents + 1).to(torch.int32)
+            elif form == "padded":
+                given["attention_mask"] = left_padded([tokens, 2], tokens)
+            for name, x in [("ids", ids), *given.items()]:
+                torch._dynamo.mark_dynamic(x, 0 if name == "cu_seqlens" else 1)
+            with torch.set_grad_enabled(training):
+                out = compiled(ids, **given, **self.inputs, use_cache=False)
+            if training:
+                out.loss.backward()
+        assert graphs.made == 1
 
     def test_tied_embeddings_follow_the_configuration(self, case):
         for tie in (True, False):

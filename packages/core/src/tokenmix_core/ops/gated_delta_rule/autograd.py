@@ -66,12 +66,8 @@ def backward_op(
     write_chunk: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, β, the initial state and `writes` (the last two empty where there are none)."""
-    k, v, initial_state = map(aligned, (k, v, initial_state))
-    factors = write_factors(writes, write_chunk)
-    segment = forward_segment(k, v, cu_seqlens, impl, factors.chunks)
-    of_segments = segment_states(k, v, inverse, gates, factors, initial_state, cu_seqlens, qk_l2norm, segment)
-    inputs = (q, k, v, g, beta, inverse, gates, *of_segments, initial_state, cu_seqlens)
-    return run_backward(do, dfinal_state, *inputs, scale, qk_l2norm, impl, writes, write_chunk)
+    inputs = (q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens)
+    return run_whole_backward(do, dfinal_state, *inputs, scale, qk_l2norm, impl, writes, write_chunk)
 
 
 @recorded_op("tokenmix::gated_delta_rule_recurrent", mutates_args=())
@@ -149,6 +145,20 @@ def run_backward(
     if writes is None or dfactors is None:
         return *grads, dinitial_state, v.new_empty(0, dtype=torch.float32)
     return *grads, dinitial_state, dfactors.view_as(writes).to(writes.dtype)
+
+
+@retried
+def run_whole_backward(
+    do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm, impl=None,
+    writes=None, write_chunk=64,
+):  # fmt: skip
+    """`run_backward`, which is given Ã and the gates alone: what segments need is made once more."""
+    k, v, initial_state = map(aligned, (k, v, initial_state))
+    factors = write_factors(writes, write_chunk)
+    segment = forward_segment(k, v, cu_seqlens, impl, factors.chunks)
+    of_segments = segment_states(k, v, inverse, gates, factors, initial_state, cu_seqlens, qk_l2norm, segment)
+    inputs = (q, k, v, g, beta, inverse, gates, *of_segments, initial_state, cu_seqlens)
+    return run_backward(do, dfinal_state, *inputs, scale, qk_l2norm, impl, writes, write_chunk)
 
 
 def _results(*inputs):

@@ -56,7 +56,8 @@ def _layout(q, k, v, f, k_slots, start, cu_seqlens, before: int, window: int) ->
     lead = max(cdiv(window - before, BT), 0)
     extra = lead * BT - (window - before)
     packed = cu_seqlens is not None
-    sequences = len(cu_seqlens) - 1 if packed else batch
+    # not its length, which traced graphs would take for a constant
+    sequences = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else batch
     if packed:
         query_chunks = (tokens + sequences * extra) // BT + sequences
         key_chunks = keys // BT + sequences
@@ -316,7 +317,7 @@ def _empty_gradients(
     # an op returns tensors only: an absent argument has an empty gradient
     none = q.new_empty(0)
     dq_slots, dk_slots = (none, q.new_empty(0)) if q_slots is None else (empty(q_slots), empty(k_slots))
-    slots = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, k.shape[2], f.shape[3]
+    slots = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, k.shape[2], f.shape[3]
     initial = (q.new_empty(*slots, x.shape[3], dtype=torch.float32) for x in (k, v))
     return empty(q), empty(k), empty(v), empty(f), dq_slots, dk_slots, *initial
 

@@ -24,22 +24,22 @@ def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
 def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs of the linear mixer for all tokens, and what its backward pass needs."""
     if beta is None:
-        o, _, *saved = ssd.run_forward(*_widened(q, k, v), g, 1.0, None, cu_seqlens, dt, D, impl)
-        o = o[..., : q.shape[-1]].contiguous()
-    else:
-        o, _, *saved = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True, impl)
-    return o, tuple(saved)
+        o, *_ = ssd.run_forward(*_widened(q, k, v), g, 1.0, None, cu_seqlens, dt, D, impl)
+        return o[..., : q.shape[-1]].contiguous(), ()
+    o, _, *terms = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True, impl)
+    # what segments need is made again: how sequences are cut up decides no shapes
+    return o, tuple(terms[:2])
 
 
 def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dg, dΔ, dD and dβ, of the last three those that there are."""
     if beta is None:
         K, (q, k, v, do) = q.shape[-1], _widened(q, k, v, do)
-        *grads, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, saved[0], do, None, dt, D, impl)
+        *grads, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, None, do, None, dt, D, impl)
         dq, dk, dv = (x[..., :K].contiguous() for x in grads)
         return dq, dk, dv, dg, ddt, dD, None
     scale = q.shape[-1] ** -0.5
-    dq, dk, dv, dg, dbeta, *_ = delta_rule.run_backward(
+    dq, dk, dv, dg, dbeta, *_ = delta_rule.run_whole_backward(
         do, None, q, k, v, g, beta, *saved, None, cu_seqlens, scale, True, impl
     )
     return dq, dk, dv, dg, None, None, dbeta
@@ -62,11 +62,10 @@ def _forward(
     silu_shared: bool, silu_attention: bool, silu_linear: bool, turn_linear: bool, gate_before: bool, groups: int,
     eps: float, impl: str | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """y `[B, T, E]`, and what the backward pass needs: q, k as either mixer reads it and v; attention's outputs and
-    log-sum-exp; the linear mixer's outputs, g, Δ, β and four tensors of its own. What there is not is empty."""
+    log-sum-exp; the linear mixer's outputs, g, Δ, β and two tensors of its own. What there is not is empty."""
     from tokenmix_core.ops.attention.forward import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
@@ -93,8 +92,8 @@ def _forward(
         o.view(-1, E), o_linear.view(-1, E), gate.view(-1, E), norm_weight, attends, groups, eps, gate_before
     )
     beta = rows.new_empty(0) if beta is None else beta
-    s0, s1, s2, s3 = (*saved, *(rows.new_empty(0) for _ in range(4 - len(saved))))
-    return y.view(B, T, E), q, k_turned, k_plain, values, o, lse, o_linear, g, dt, beta, s0, s1, s2, s3
+    s0, s1 = saved or (rows.new_empty(0), rows.new_empty(0))
+    return y.view(B, T, E), q, k_turned, k_plain, values, o, lse, o_linear, g, dt, beta, s0, s1
 
 
 mix_op = recorded_op("tokenmix_oryx::mix", _forward, mutates_args=())
@@ -110,17 +109,15 @@ def _(
     none = rows.new_empty(0)
     heads = rows.new_empty(B, T, H, E // H)
     g = rows.new_empty(B, T, H, dtype=torch.float32)
-    if D is not None:
-        _, _, *saved = ssd.ssd_forward_op(*_widened(heads, heads, heads), g, 1.0, None, cu_seqlens, g, D, impl)
-    else:
+    saved = rows.new_empty(0), rows.new_empty(0)
+    if D is None:
         _, _, *saved = delta_rule.chunk_op(heads, heads, heads, g, g, None, cu_seqlens, 1.0, True, impl)
     plain = none if turn_linear else rows.new_empty(rows.shape)
     o, lse = rows.new_empty(B, T, H, E // H), rows.new_empty(B, H, T, dtype=torch.float32)
     beta = none if D is not None else torch.empty_like(g)
-    rest = (*saved, *(rows.new_empty(0) for _ in range(4 - len(saved))))
     return (
         rows.new_empty(B, T, E), rows.new_empty(rows.shape), rows.new_empty(rows.shape), plain,
-        rows.new_empty(rows.shape), o, lse, torch.empty_like(o), g, torch.empty_like(g), beta, *rest,
+        rows.new_empty(rows.shape), o, lse, torch.empty_like(o), g, torch.empty_like(g), beta, *saved,
     )  # fmt: skip
 
 
@@ -129,7 +126,7 @@ def _backward(
     rows: Tensor, shared: Tensor, A_log: Tensor, dt_bias: Tensor, D: Tensor | None, k_weight: Tensor, v_weight: Tensor,
     norm_weight: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
     q: Tensor, k_turned: Tensor, k_plain: Tensor, values: Tensor, o: Tensor, lse: Tensor, o_linear: Tensor,
-    g: Tensor, dt: Tensor, beta: Tensor, saved_0: Tensor, saved_1: Tensor, saved_2: Tensor, saved_3: Tensor, dy: Tensor,
+    g: Tensor, dt: Tensor, beta: Tensor, saved_0: Tensor, saved_1: Tensor, dy: Tensor,
     silu_shared: bool, silu_attention: bool, silu_linear: bool, turn_linear: bool, gate_before: bool, groups: int,
     eps: float, impl: str | None = None,
 ) -> list[Tensor]:  # fmt: skip
@@ -156,7 +153,7 @@ def _backward(
         q4, k4, v4, o, lse, do4, None, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False, impl=impl
     )
     beta = None if D is not None else beta
-    saved = saved_0, saved_1, saved_2, saved_3
+    saved = saved_0, saved_1
     dq_linear, dk_linear, dv_linear, dg, ddt, dD, dbeta = _linear_backward(
         q4, kl4, v4, g, dt, D, beta, cu_seqlens, saved, dol4, impl
     )

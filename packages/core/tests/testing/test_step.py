@@ -1,0 +1,66 @@
+"""The benchmark of training steps runs on a CPU, and its floor counts what it says."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "step.py"))
+
+
+def test_a_step_is_measured_beside_its_floor(tmp_path, capsys, monkeypatch):
+    # of what a recipe runs, the eager form alone: compilers take their time on a CPU
+    every = SCRIPT["models"]
+    eager = {"models": lambda recipe: dict(list(every(recipe).items())[:1])}
+    for function in ("main", "measure"):
+        monkeypatch.setitem(SCRIPT[function].__globals__, "models", eager["models"])
+    options = ["tiny-gdn", "--device", "cpu", "--rows", "1", "--length", "32", "--steps", "1", "--rounds", "1"]
+    (row,) = SCRIPT["main"]([*options, "--out", str(tmp_path)])
+    assert row["impl"] == "tokenmix eager"
+    assert row["thousand_tokens_s"] == pytest.approx(32 / row["step_ms"])
+    assert 0 < row["share_of_floor"] < 1
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["kept_gib"] > 0
+    (kept,) = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert kept["op"] == "training step, tiny-gdn"
+    assert "activations" in capsys.readouterr().out
+
+
+def test_the_floor_counts_products_weights_and_the_loss():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    options = {"mixers": ["attention"], "mixer_options": {"attention": {"num_heads": 2}}, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        model = HybridForCausalLM(HybridConfig(**sizes, **options))
+    floor = SCRIPT["floor"](model, 3, 5, SCRIPT["Chip"](1e3, 1e3))
+    linear = 2 * (4 * 32 * 32 + 3 * 32 * 48) + 61 * 32
+    assert floor["products"] == 6 * linear * 15
+    assert floor["loss"] == 15 * 61 * 2 * 5
+    assert floor["weights"] == 44 * (linear + 61 * 32 + 5 * 32)
+    assert floor["mixing"] == 3 * 2 * 4 * 32 * 3 * 15
+    # outputs three times: q, k, v, o, gate, up, down; own inputs of o and down twice; five norms
+    numbers = 2 * (3 * (4 * 32 + 2 * 48 + 32) + 2 * (32 + 48)) + 2 * 32 * 5
+    assert floor["activations"] == 15 * (2 * numbers + 20 * 32 * 5)
+    assert floor["all"] == sum(ms for part, ms in floor.items() if part != "all")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "products"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda", "copies between dtypes"),
+        ("rms_norm_backward_kernel", "norms"),
+        ("swiglu_backward_kernel", "SwiGLU"),
+        ("short_conv_forward_kernel", "convolutions"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp", "sums"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "optimizer"),
+        ("what nobody knows", "others"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(kernel, kind):
+    assert SCRIPT["kind_of"](kernel) == kind
