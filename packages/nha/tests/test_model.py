@@ -50,9 +50,7 @@ class TestHybrid(_Contract):
         "slots alone": fields(0),
         "without slots": fields([3, "full"], slots=0),
     }
-    traced: ClassVar = {
-        "window and slots": FIELDS | {"window": [4, "full"], "head_dim": 64, "slots": 16},
-    }
+    traced: ClassVar = {"window and slots": fields([4, "full"], head_dim=64, slots=16)}
 
 
 class TestWithAFullLayer(_Contract):

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.nn.documents import as_one_sequence
 from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
@@ -122,6 +123,8 @@ class GatedDeltaNet(Mixer):
         v = v.unflatten(-1, (self.num_v_heads, self.value_dim))
         rates = self.a_proj(hidden_states), self.b_proj(hidden_states)
         g, beta = delta_gates(*rates, self.A_log, self.dt_bias, max_beta=self.max_beta)
+        if state is None:
+            g, cu_seqlens = as_one_sequence(g, cu_seqlens, v.dtype)
         q, k, v, g, beta = (
             self.fit.keys(q),
             self.fit.keys(k),

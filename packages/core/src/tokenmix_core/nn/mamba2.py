@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.nn.documents import as_one_sequence
 from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
@@ -110,7 +111,10 @@ class Mamba2(Mixer):
         C = self.fit.keys(C.unflatten(-1, (self.num_groups, self.state_size)))
         dt = F.softplus(at_least_float32(dt) + self.dt_bias)
         x = self.fit.values(x)
-        g, dt, D = (self.fit.gates(gate) for gate in (-self.A_log.exp() * dt, dt, self.D))
+        g = -self.A_log.exp() * dt
+        if state is None:
+            g, cu_seqlens = as_one_sequence(g, cu_seqlens, x.dtype)
+        g, dt, D = (self.fit.gates(gate) for gate in (g, dt, self.D))
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
             C, B, x, g, dt = (t.squeeze(1) for t in (C, B, x, g, dt))
