@@ -1,7 +1,7 @@
 """Where the time of a training step goes, and how near its floor it is: `python step.py RECIPE... [options]`.
 
 A step is forward, backward, clipping and fused AdamW, with float32 weights under bfloat16 autocast, as recipes train.
-Models named by recipe (of core, or `tokenmix_nha.recipes:nha-340m`) run eagerly and compiled, beside FLA's and
+Models named by recipe (of core, or `tokenmix_nats_l.recipes:gdn-380m`) run eagerly and compiled, beside FLA's and
 transformers' models of the same sizes where these are installed; all stay in memory and take turns. For each: thousand
 tokens a second, peak GiB, milliseconds of device time by kind of kernel, and the share of the floor.
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from tokenmix_core.testing.benchmarking import table
 from tokenmix_core.testing.results import save
 
-DEFAULT = ("nats_l/gated_delta_net-380m", "nats_l/transformer-380m")
+DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 RESULTS = Path(__file__).parent / "results" / "step"
 
 # by kind, what names of kernels have; the first that fits

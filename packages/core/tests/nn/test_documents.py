@@ -19,7 +19,7 @@ def borders(lengths=LENGTHS):
 
 def inputs(dtype, K=64):
     generator = torch.Generator().manual_seed(0)
-    q, k, v, gates = (torch.randn(1, sum(LENGTHS), 2, n, generator=generator) for n in (K, K, K, 2))
+    q, k, v, gates = (torch.randn(1, sum(LENGTHS), 1, n, generator=generator) for n in (K, K, K, 2))
     # memories that last, so that what is not forgotten would show
     g, beta = -0.05 * gates[..., 0].abs(), gates[..., 1].sigmoid()
     return [x.to(dtype).requires_grad_() for x in (q, k, v)] + [
