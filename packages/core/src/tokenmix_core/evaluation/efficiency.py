@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
 
 LENGTHS = (512, 1024, 2048, 4096)
+_LATENCIES = {
+    "prefill ms": "prefill",
+    "decode ms/token": "decode, one token",
+    "floor ms/token": "reading weights and cache",
+}
 DECODE_TOKENS = 32
 
 
@@ -95,18 +101,36 @@ def cache_bytes(cache: Any) -> int:
     return sum(storages.values())
 
 
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that a decoding step reads: all but the embedding, of which it takes single rows."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding.weight
+    total = sum(p.nbytes for p in model.parameters())
+    return total if tied else total - embedding.weight.nbytes
+
+
+@functools.cache
+def bytes_a_second(device: torch.device) -> float:
+    """How fast a device reads its memory: the best of five sums over a tensor far larger than its caches."""
+    x = torch.ones((1 << 30 if device.type == "cuda" else 1 << 26) // 4, device=device)
+    x.sum()
+    watch = Stopwatch(device)
+    return x.nbytes / min(watch.time(x.sum) for _ in range(5))
+
+
 @torch.inference_mode()
 def measure_inference(
     model: Any, length: int, *, batch_size: int = 1, decode_tokens: int = DECODE_TOKENS, repeats: int = 3, seed: int = 0
 ) -> dict[str, Any]:
     """Time a prefill of `length` random tokens and `decode_tokens` greedy steps after it.
 
-    A model that reads what it generates in another way than a prompt has a method `decoding`, which takes the cache
-    and returns a context manager for the steps.
+    A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they are
+    made as in `generate`, the first of each run in peace.
 
     Returns:
-        A table row: medians over `repeats` after one run to warm up, the cache's bytes after the prefill, and the peak
-        memory over both phases.
+        A table row: medians over `repeats` after one run to warm up; beside a token's time the least it could be, that
+        of reading the weights and the cache once; the cache's bytes after the prefill, and the peak memory over both
+        phases.
     """
     device = model.device
     generator = torch.Generator().manual_seed(seed)
@@ -126,25 +150,29 @@ def measure_inference(
         seconds = watch.time(lambda: outputs.append(prefill()))  # noqa: B023
         output = outputs.pop()
 
-        def decode(output: Any = output) -> None:
-            for _ in range(decode_tokens):
-                token = output.logits[:, -1:].argmax(-1)
-                output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        def decode(tokens: int, output: Any = output) -> None:
+            logits, cache = output.logits, output.past_key_values
+            for _ in range(tokens):
+                logits = model(input_ids=logits[:, -1:].argmax(-1), past_key_values=cache, use_cache=True).logits
 
         with decoding(output.past_key_values):
             held = cache_bytes(output.past_key_values)
-            step = watch.time(decode) / decode_tokens
+            # it may move the cache to where steps are recorded
+            decode(1)
+            step = watch.time(lambda: decode(decode_tokens)) / decode_tokens  # noqa: B023
         del output, decode
         if repeat:
             prefills.append(seconds)
             steps.append(step)
     seconds, step = statistics.median(prefills), statistics.median(steps)
+    floor = (weight_bytes(model) + held) / bytes_a_second(device)
     return {
         "context": length,
         "batch": batch_size,
         "prefill ms": 1e3 * seconds,
         "prefill tokens/s": batch_size * length / seconds,
         "decode ms/token": 1e3 * step,
+        "floor ms/token": 1e3 * floor,
         "decode tokens/s": batch_size / step,
         "cache bytes": held,
         "peak bytes": memory.bytes(),
@@ -225,7 +253,7 @@ def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
         for length in chosen
     ]
     plots = [
-        curve("Latency", "ms", rows, {"prefill ms": "prefill", "decode ms/token": "decode, one token"}),
+        curve("Latency", "ms", rows, _LATENCIES),
         curve("Memory", "bytes", rows, {"cache bytes": "cache", "peak bytes": "peak"}),
     ]
     return {"suite": "efficiency", "settings": settings_of(model), "rows": rows, "plots": plots}

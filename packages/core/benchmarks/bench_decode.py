@@ -1,0 +1,114 @@
+"""Decoding of whole models, milliseconds a token, beside transformers' Llama with a static cache, compiled.
+
+A row's forward time is that of one more token of every sequence of the batch, after a prompt, in `generate`: the time
+of a generation less that of its prompt, by its tokens. `floor_ms` is what reading the weights and the cache once takes.
+"tokenmix, kernel by kernel" is the same without recorded steps. Llama has the sizes of the Transformer++.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tokenmix_core.evaluation.efficiency import Stopwatch, bytes_a_second, weight_bytes
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling.baselines import baseline
+
+MODELS = ("gated_delta_net", "gated_delta_net_hybrid", "transformer")
+# size, batch, prompt, new tokens
+SHAPES = [("380m", 1, 512, 129), ("380m", 32, 512, 129)]
+SWEEP = [("800m", 1, 512, 129), ("800m", 32, 512, 129), ("380m", 1, 16384, 129), ("380m", 8, 16384, 129)]
+CPU_SHAPES = [("tiny", 2, 8, 17)]
+REPEATS = 5
+
+
+def rows(device: str) -> list[dict]:
+    """The 380M models at batch 1 and 32."""
+    return [row for shape in (SHAPES if device != "cpu" else CPU_SHAPES) for row in _rows(*shape, device)]
+
+
+def sweep(device: str) -> list[dict]:
+    """The 800M models, and long prompts."""
+    return [row for shape in (SWEEP if device != "cpu" else CPU_SHAPES) for row in _rows(*shape, device)]
+
+
+def _rows(size: str, batch: int, prompt: int, tokens: int, device: str) -> list[dict]:
+    out = []
+    for name in MODELS:
+        config = _tiny(name) if size == "tiny" else baseline(f"nats_l/{name}-{size}")
+        runs: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+            "tokenmix": (lambda config=config: HybridForCausalLM(config), {}),
+            "tokenmix, kernel by kernel": (lambda config=config: HybridForCausalLM(config), {"decoding_graph": False}),
+        }
+        if name == "transformer":
+            # on a CPU transformers does not compile
+            static = {"cache_implementation": "static"}
+            runs["transformers Llama, static cache, compiled"] = (lambda config=config: _llama(config), static)
+            runs["transformers Llama"] = (lambda config=config: _llama(config), {})
+        for impl, (make, options) in runs.items():
+            torch.manual_seed(0)
+            model = make().to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
+            row = {"op": f"decoding, {name} {size}", "shape": f"B{batch} T{prompt}+{tokens}", "impl": impl}
+            out.append(row | _measure(model, batch, prompt, tokens, options))
+            del model
+    return out
+
+
+def _measure(model: Any, batch: int, prompt: int, tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    device = model.device
+    ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device)
+    # nothing ends a sequence
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True, **options}
+    watch = Stopwatch(device)
+
+    def generate(new: int) -> Tensor:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
+
+    for _ in range(2):
+        generate(tokens)
+    whole = statistics.median(watch.time(lambda: generate(tokens)) for _ in range(REPEATS))
+    first = statistics.median(watch.time(lambda: generate(1)) for _ in range(REPEATS))
+    held = model.state_bytes(prompt + tokens // 2, batch) if hasattr(model, "state_bytes") else 0
+    return {
+        "fwd_ms": 1e3 * (whole - first) / (tokens - 1),
+        "floor_ms": 1e3 * (weight_bytes(model) + held) / bytes_a_second(device),
+        "first_ms": 1e3 * first,
+    }
+
+
+def _llama(config: HybridConfig) -> LlamaForCausalLM:
+    heads = config.mixer_options["attention"]["num_heads"]
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            tie_word_embeddings=config.tie_word_embeddings,
+            eos_token_id=None,
+        )
+    )
+
+
+def _tiny(name: str) -> HybridConfig:
+    mixers = {"gated_delta_net": ["gated_delta_net"] * 2, "transformer": ["attention"] * 2}
+    options: dict[str, dict[str, Any]] = {
+        "attention": {"num_heads": 2},
+        "gated_delta_net": {"num_heads": 2, "head_dim": 16},
+    }
+    chosen = mixers.get(name, ["gated_delta_net", "attention"])
+    return HybridConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        mixers=chosen,
+        mixer_options={label: options[label] for label in dict.fromkeys(chosen)},
+    )
