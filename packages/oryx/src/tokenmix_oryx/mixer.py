@@ -30,7 +30,7 @@ from tokenmix_core.ops import (
 from tokenmix_core.ops.attention.plan import GLUON
 from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
 from tokenmix_oryx.choices import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
-from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, resolve
+from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, of_step, resolve
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
 from tokenmix_oryx.state import DroppableKV
@@ -164,6 +164,11 @@ class OryxMixer(Mixer):
         attention = modes.attention
         grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
         return modes.ordered() if grouped else modes
+
+    @classmethod
+    def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> str | Tensor:
+        """The modes of the tokens of a decoding step."""
+        return of_step(value, lengths)
 
     def init_weights_(self) -> None:
         init_decay_(self.A_log)

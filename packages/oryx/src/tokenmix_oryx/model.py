@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
-from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, of_step, said
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, said
 from tokenmix_oryx.state import OryxCache
 
 
@@ -190,7 +190,7 @@ class OryxForCausalLM(HybridForCausalLM):
             assert tokens is not None, "a plan is followed by generate alone"
             mode = mode.for_call({"input_ids": tokens[:, -1:], "past_key_values": cache}, tokens)
         mode = self.model.default_mode if mode is None else mode
-        return {"mode": of_step(mode, cache.known_lengths)}
+        return super().step_inputs({**given, "mode": mode}, cache, tokens)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
         """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens; `linear_only` after the promise."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -127,8 +127,8 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
     return Modes(None, _is_attention(modes, span.device)[piece])
 
 
-def of_step(mode: ModeInput, positions: Sequence[int]) -> str | Tensor:
-    """The mode of one more token of each sequence, which stand at these positions: one for all, or `[B, 1]`.
+def of_step(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor:
+    """The mode of one more token of each sequence, which hold so many tokens: one for all, or `[B, 1]`.
 
     Raises:
         ValueError: no mode, or a schedule by shares, which a sequence that goes on has none of.
@@ -136,6 +136,7 @@ def of_step(mode: ModeInput, positions: Sequence[int]) -> str | Tensor:
     check_mode(mode)
     if isinstance(mode, str | Tensor):
         return mode
+    positions = lengths()
     if any(isinstance(start, float) for start, _ in mode):
         raise ValueError(
             f"starts as shares of the sequence need its length, but this call continues {max(positions)} tokens; "

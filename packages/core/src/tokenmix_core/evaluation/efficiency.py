@@ -159,7 +159,7 @@ def measure_inference(
             held = cache_bytes(output.past_key_values)
             # it may move the cache to where steps are recorded
             decode(1)
-            step = watch.time(lambda: decode(decode_tokens)) / decode_tokens  # noqa: B023
+            step = watch.time(lambda: decode(decode_tokens)) / decode_tokens
         del output, decode
         if repeat:
             prefills.append(seconds)

@@ -60,9 +60,9 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         return self.model.make_cache(max_length, offload=offload)
 
     @property
-    def step_input_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the mixers' inputs."""
-        return tuple(self.config.mixer_inputs)
+    def input_takers(self) -> dict[str, type[Mixer]]:  # type: ignore[override]
+        """By name of an extra input, who takes it."""
+        return self.model.input_takers
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> HybridCausalLMOutput:
         return HybridCausalLMOutput(logits=logits, past_key_values=cache)

@@ -24,6 +24,7 @@ from tokenmix_core.launch import graphs
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.choosing import Chooser, choosing_needs_host
 from tokenmix_core.modeling.steps import Steps, StepStore, why_not
+from tokenmix_core.nn.mixer import Mixer
 
 # the option of generate, and of its generation_config
 OPTION = "decoding_graph"
@@ -50,7 +51,8 @@ def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 class GeneratesInSteps:
     """Before transformers' `GenerationMixin`: graphs of decoding steps, and a loop that leaves the device alone."""
 
-    step_input_names: tuple[str, ...] = ()
+    # by name of an extra input of the model, the mixers that take it
+    input_takers: dict[str, type[Mixer]] = {}  # noqa: RUF012
 
     @property
     def step_store(self) -> StepStore:
@@ -62,14 +64,16 @@ class GeneratesInSteps:
         self.step_store.free()
 
     def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
-        """The mixers' inputs of a decoding step: tensors, or hashable values that recorded steps are told apart by.
+        """The mixers' inputs of a decoding step: tensors, or values that recorded steps are told apart by.
 
         Args:
             given: the arguments of the call, or of the generation.
             cache: of the sequences.
             tokens: all tokens so far, `[N, T]`, in a generation; None in a call.
         """
-        return {name: given[name] for name in self.step_input_names if given.get(name) is not None}
+        takers = self.input_takers
+        inputs = {name: x for name, x in given.items() if name in takers and x is not None}
+        return {name: takers[name].step_input(name, x, lambda: cache.known_lengths) for name, x in inputs.items()}
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> Any:
         """What the model's `forward` returns, for logits `[N, 1, vocab]` of a step that was repeated."""

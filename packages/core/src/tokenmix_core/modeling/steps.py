@@ -158,7 +158,7 @@ class Steps:
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
-        own = self.model.step_input_names
+        own = self.model.input_takers
         others = (name for name, x in given.items() if x is not None and name not in _TAKEN and name not in own)
         return ids.dim() == 2 and ids.shape[1] == 1 and not any(others) and not cache.ends_in_padding()
 
@@ -244,7 +244,9 @@ class Steps:
                     recorded.repeats.clear()
                 place.copy_(x)
                 fixed[name] = place
-        return fixed, tuple((name, None if isinstance(x, Tensor) else x) for name, x in sorted(inputs.items()))
+        # a list or a dictionary is told by what it says
+        plain = sorted((name, x) for name, x in inputs.items() if not isinstance(x, Tensor))
+        return fixed, tuple((name, x if isinstance(x, str | int | float | None) else repr(x)) for name, x in plain)
 
     def _step(self, recorded: Recorded, positioned: bool, inputs: dict[str, Any]) -> None:
         """Make a step by the model itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -66,6 +66,20 @@ class Mixer(KeepsFloat32):
         """
         per_token = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (span.batch, span.tokens)
         return span.pack(value) if per_token else value
+
+    @classmethod
+    def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> Any:
+        """One of the extra inputs of a decoding step, as what is recorded takes it; override it for what changes.
+
+        Args:
+            name: one of `inputs`.
+            value: what the caller gave.
+            lengths: gives the tokens that each sequence holds, one number where all are alike.
+
+        Returns:
+            A tensor, always of one shape, or a value for which steps are recorded on their own.
+        """
+        return value
 
     def forward(
         self,
