@@ -220,12 +220,12 @@ class ModelContract:
 
     @pytest.mark.parametrize(
         "options",
-        [{"eos_token_id": [7, 8, 9]}, {"num_beams": 2}, {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2}],
-        ids=["greedy", "beams", "sampling"],
+        [{"num_beams": 2}, {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "eos_token_id": [7, 8, 9]}],
+        ids=["beams", "sampling"],
     )
     def test_recorded_generation_gives_the_same_tokens(self, model, ids, options):
         mask = left_padded([self.tokens, self.tokens - 7, 2], self.tokens)
-        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **self.inputs, **options}
+        options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **self.inputs, **options}
         outputs = []
         for recorded in (False, True):
             torch.manual_seed(3)
