@@ -17,9 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenmix_core.evaluation.efficiency import Stopwatch, bytes_a_second, weight_bytes
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.modeling.baselines import baseline
 
-MODELS = ("gated_delta_net", "gated_delta_net_hybrid", "transformer")
+GDN, ATTENTION = "gated_delta_net", "attention"
+MODELS = {
+    "gated_delta_net": [GDN] * 21,
+    "gated_delta_net_hybrid": [GDN, GDN, GDN, ATTENTION] * 5 + [GDN, GDN],
+    "transformer": [ATTENTION] * 24,
+}
+# width, MLP's width, heads of attention, of the delta rule and their size; the CPU's has the first and last layer alone
+SIZES = {"380m": (1024, 2816, 16, 6, 128), "800m": (1536, 4096, 24, 6, 192), "tiny": (32, 48, 2, 2, 16)}
 # size, batch, prompt, new tokens
 SHAPES = [("380m", 1, 512, 129), ("380m", 32, 512, 129)]
 SWEEP = [("800m", 1, 512, 129), ("800m", 32, 512, 129), ("380m", 1, 16384, 129), ("380m", 8, 16384, 129)]
@@ -40,7 +46,7 @@ def sweep(device: str) -> list[dict]:
 def _rows(size: str, batch: int, prompt: int, tokens: int, device: str) -> list[dict]:
     out = []
     for name in MODELS:
-        config = _tiny(name) if size == "tiny" else baseline(f"nats_l/{name}-{size}")
+        config = _config(name, size)
         runs: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
             "tokenmix": (lambda config=config: HybridForCausalLM(config), {}),
             "tokenmix, kernel by kernel": (lambda config=config: HybridForCausalLM(config), {"decoding_graph": False}),
@@ -97,18 +103,18 @@ def _llama(config: HybridConfig) -> LlamaForCausalLM:
     )
 
 
-def _tiny(name: str) -> HybridConfig:
-    mixers = {"gated_delta_net": ["gated_delta_net"] * 2, "transformer": ["attention"] * 2}
+def _config(name: str, size: str) -> HybridConfig:
+    width, mlp, heads, delta_heads, head_dim = SIZES[size]
+    mixers = MODELS[name] if size != "tiny" else [MODELS[name][0], MODELS[name][3]]
     options: dict[str, dict[str, Any]] = {
-        "attention": {"num_heads": 2},
-        "gated_delta_net": {"num_heads": 2, "head_dim": 16},
+        ATTENTION: {"num_heads": heads},
+        GDN: {"num_heads": delta_heads, "head_dim": head_dim},
     }
-    chosen = mixers.get(name, ["gated_delta_net", "attention"])
     return HybridConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        mixers=chosen,
-        mixer_options={label: options[label] for label in dict.fromkeys(chosen)},
+        vocab_size=32000 if size != "tiny" else 64,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=len(mixers),
+        mixers=mixers,
+        mixer_options={label: options[label] for label in dict.fromkeys(mixers)},
     )
