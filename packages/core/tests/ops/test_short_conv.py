@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.ops import short_conv, short_conv_step
+from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
 
@@ -81,6 +81,34 @@ def test_steps_equal_the_whole_and_update_the_state_in_place(impl, W, device):
         torch.testing.assert_close(o, whole.o[:, t])
     assert state.data_ptr() == address
     torch.testing.assert_close(state, whole.final_state)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("channels", [(6, 6, 20), (300, 40), (7, 513, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_several_inputs_are_those_of_each(impl, channels, dtype, device):
+    parts = [inputs(T=5, D=D, N=2, bias=False, dtype=dtype, device=device, seed=D) for D in channels]
+    weights = [x["weight"] for x in parts]
+    states, each = ([x["initial_state"].clone() for x in parts] for _ in range(2))
+    addresses = [x.data_ptr() for x in states]
+    for t in range(5):
+        # one of them beside others in wider rows
+        tokens = [torch.cat((x["x"][:, t], x["x"][:, t]), 1)[:, : x["x"].shape[2]] for x in parts]
+        got = short_conv_steps(tokens, weights, states, activation="silu", impl=impl)
+        for o, token, weight, state in zip(got, tokens, weights, each, strict=True):
+            assert torch.equal(o, short_conv_step(token, weight, None, state, activation="silu", impl=impl))
+    assert all(torch.equal(a, b) for a, b in zip(states, each, strict=True))
+    assert [x.data_ptr() for x in states] == addresses
+
+
+def test_steps_of_several_inputs_refuse_what_differs(device):
+    x, other = (inputs(T=1, D=6, W=W, N=2, bias=False, dtype=torch.float32, device=device) for W in (4, 3))
+    token = [x["x"][:, 0]] * 2
+    with pytest.raises(ValueError, match="two or three inputs"):
+        short_conv_steps(token[:1], [x["weight"]], [x["initial_state"]])
+    with pytest.raises(ValueError, match="one B, W, dtype and device"):
+        weights, states = ([y[name] for y in (x, other)] for name in ("weight", "initial_state"))
+        short_conv_steps(token, weights, states)
 
 
 KERNEL_CASES = {

@@ -15,7 +15,7 @@ from tokenmix_core.nn.mixer import Mixer, MixerOutput
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
-from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, kept_attention
 from tokenmix_core.ops.common import Impl, unless_gluon
@@ -227,13 +227,12 @@ class NatsL(Mixer):
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> Tokens:
         """q, k, v after convolution and SiLU, as both operations take them, and the gates."""
-        q, k, v = (
-            conv(proj(x), state=state and getattr(state, name), cu_seqlens=cu_seqlens, step=step)
-            for name, proj, conv in (
-                ("q_conv", self.q_proj, self.q_conv),
-                ("k_conv", self.k_proj, self.k_conv),
-                ("v_conv", self.v_proj, self.v_conv),
-            )
+        q, k, v = convolved(
+            (self.q_conv, self.k_conv, self.v_conv),
+            (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
+            (None, None, None) if state is None else (state.q_conv, state.k_conv, state.v_conv),
+            cu_seqlens=cu_seqlens,
+            step=step,
         )
         softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
         if self.rotary_dim is None:

@@ -12,7 +12,7 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
 from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, gated_delta_rule_step
 from tokenmix_core.ops.common import Impl, unless_gluon
@@ -110,13 +110,12 @@ class GatedDeltaNet(Mixer):
         rotary: Rotation | None = None,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
-        q, k, v = (
-            conv(proj(hidden_states), state=state and getattr(state, name), cu_seqlens=cu_seqlens, step=step)
-            for name, proj, conv in (
-                ("q_conv", self.q_proj, self.q_conv),
-                ("k_conv", self.k_proj, self.k_conv),
-                ("v_conv", self.v_proj, self.v_conv),
-            )
+        q, k, v = convolved(
+            (self.q_conv, self.k_conv, self.v_conv),
+            (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)),
+            (None, None, None) if state is None else (state.q_conv, state.k_conv, state.v_conv),
+            cu_seqlens=cu_seqlens,
+            step=step,
         )
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_heads, self.head_dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.state import TensorState
-from tokenmix_core.ops import short_conv, short_conv_step
+from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps
 from tokenmix_core.ops.common import Impl
 
 
@@ -84,3 +85,23 @@ class ShortConv(nn.Module):
     def extra_repr(self) -> str:
         channels, width = self.weight.shape
         return f"{channels}, width={width}, bias={self.bias is not None}, activation={self.activation!r}"
+
+
+def convolved(
+    convs: Sequence[ShortConv],
+    xs: Sequence[Float[Tensor, "B T D"]],
+    states: Sequence[TensorState | None],
+    *,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    step: bool = False,
+) -> tuple[Tensor, ...]:
+    """The outputs of convolutions that are alike but for their channels, each of its input; a step is one launch."""
+    first = convs[0]
+    alike = all(conv.bias is None and conv.weight.shape[1] == first.weight.shape[1] for conv in convs)
+    if not step or not alike or None in states:
+        given = zip(convs, xs, states, strict=True)
+        return tuple(conv(x, state=state, cu_seqlens=cu_seqlens, step=step) for conv, x, state in given)
+    last = [state.get(x.shape[0], x) for state, x in zip(states, xs, strict=True) if state is not None]
+    tokens, weights = [x.squeeze(1) for x in xs], [conv.weight for conv in convs]
+    outputs = short_conv_steps(tokens, weights, last, activation=first.activation, impl=first.impl)
+    return tuple(y.unsqueeze(1) for y in outputs)

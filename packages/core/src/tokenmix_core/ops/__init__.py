@@ -12,7 +12,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
 )
 from tokenmix_core.ops.rms_norm.api import gated_rms_norm, rms_norm
 from tokenmix_core.ops.rotary.api import rotate
-from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step
+from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step, short_conv_steps
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 from tokenmix_core.ops.swiglu.api import swiglu, swiglu_linear
@@ -35,6 +35,7 @@ __all__ = [
     "rotate",
     "short_conv",
     "short_conv_step",
+    "short_conv_steps",
     "ssd_step",
     "swiglu",
     "swiglu_linear",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -96,6 +97,48 @@ def short_conv_step(
 
         return short_conv_step_triton(x, weight, bias, state, activation)
     return short_conv_step_reference(x, weight, bias, state, activation=activation)
+
+
+@torch.no_grad()
+def short_conv_steps(
+    xs: Sequence[Float[Tensor, "B D"]],
+    weights: Sequence[Float[Tensor, "D W"]],
+    states: Sequence[Float[Tensor, "B D W_minus_1"]],
+    *,
+    activation: Activation | None = None,
+    impl: Impl | None = None,
+) -> tuple[Tensor, ...]:
+    """`short_conv_step` of two or three inputs of one batch, as of q, k and v, in one launch; without biases.
+
+    Args:
+        xs, weights, states: as for `short_conv_step`, of one dtype each and one W; D may differ.
+        activation, impl: as for `short_conv`.
+
+    Returns:
+        o `[B, D]` of each input.
+
+    Raises:
+        ValueError: as `short_conv_step`, or another number of inputs, weights and states, or sizes that differ.
+    """
+    if not 2 <= len(xs) <= 3 or not len(xs) == len(weights) == len(states):
+        raise ValueError(
+            f"short_conv_steps: expected two or three inputs, with a weight and a state for each, "
+            f"got {len(xs)}, {len(weights)} and {len(states)}"
+        )
+    kinds = {(len(x), x.dtype, x.device, weight.shape[-1], weight.dtype) for x, weight in zip(xs, weights, strict=True)}
+    if len(kinds) > 1:
+        raise ValueError(
+            "short_conv_steps: inputs must have one B, W, dtype and device, "
+            f"got {' and '.join(map(str, sorted(map(str, kinds))))}"
+        )
+    for x, weight, state in zip(xs, weights, states, strict=True):
+        backend = _check_step(x, weight, None, state, activation, impl)
+    if backend != "reference":
+        from tokenmix_core.ops.short_conv.autograd import short_conv_steps_triton
+
+        return short_conv_steps_triton(xs, weights, states, activation)
+    tokens = zip(xs, weights, states, strict=True)
+    return tuple(short_conv_step_reference(x, w, None, state, activation=activation) for x, w, state in tokens)
 
 
 @Checked

@@ -52,6 +52,18 @@ def run_step(x, weight, bias, state, activation) -> Tensor:
     return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation)
 
 
+def run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation) -> list[Tensor]:
+    """o of one token of two inputs, or three; the states are overwritten."""
+    from tokenmix_core.ops.short_conv.forward import short_conv_steps
+
+    xs, weights, states = (
+        [x for x in tensors if x is not None]
+        for tensors in ((x0, x1, x2), (weight0, weight1, weight2), (state0, state1, state2))
+    )
+    xs = [x if x.stride(1) == 1 else x.contiguous() for x in xs]
+    return short_conv_steps(xs, [weight.contiguous() for weight in weights], states, activation)
+
+
 @recorded_op("tokenmix_core::short_conv_forward", mutates_args=())
 def short_conv_forward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
@@ -93,6 +105,20 @@ def _(x, weight, bias, state, activation):
     return x.new_empty(x.shape)
 
 
+@recorded_op("tokenmix_core::short_conv_steps", mutates_args={"state0", "state1", "state2"})
+def short_conv_steps_op(
+    x0: Tensor, x1: Tensor, x2: Tensor | None, weight0: Tensor, weight1: Tensor, weight2: Tensor | None,
+    state0: Tensor, state1: Tensor, state2: Tensor | None, activation: str | None,
+) -> list[Tensor]:  # fmt: skip
+    """`run_steps` for torch to trace."""
+    return run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation)
+
+
+@short_conv_steps_op.register_fake
+def _(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation):
+    return [x.new_empty(x.shape) for x in (x0, x1, x2) if x is not None]
+
+
 backward = direct_when_eager(short_conv_backward_op, run_backward)
 
 
@@ -114,6 +140,7 @@ def _gradients(ctx, do, final_gradient):
 
 convolution = differentiable(short_conv_forward_op, run_forward, _save, _gradients)
 step = direct_when_eager(short_conv_step_op, run_step, writes=3)
+steps = direct_when_eager(short_conv_steps_op, run_steps, writes=6)
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
@@ -124,3 +151,9 @@ def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) ->
 def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
     """`short_conv_step` by Triton."""
     return step(x, weight, bias, state, activation)
+
+
+def short_conv_steps_triton(xs, weights, states, activation) -> tuple[Tensor, ...]:
+    """`short_conv_steps` by Triton."""
+    given = (x for tensors in (xs, weights, states) for x in (*tensors, *[None] * (3 - len(tensors))))
+    return tuple(steps(*given, activation))

@@ -105,14 +105,12 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
     return o, final_state
 
 
-@cached_launch
 @triton.jit
-def short_conv_step_kernel(
-    x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
+def step_channels(
+    x, weight, bias, state, o, i_b, i_d, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
 ):
-    """One token, a sequence and BD channels a program: the last inputs move up by one."""
-    i_b = tl.program_id(0).to(tl.int64)
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    """One token of BD channels of a sequence: the last inputs move up by one."""
+    o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     p_s = state + (i_b * D + o_d) * (W - 1)
     b_o = tl.zeros([BD], tl.float32)
@@ -129,6 +127,49 @@ def short_conv_step_kernel(
     if SILU:
         b_o *= sigmoid(b_o)
     tl.store(o + i_b * D + o_d, b_o.to(o.dtype.element_ty), mask=m_d)
+
+
+@cached_launch
+@triton.jit
+def short_conv_step_kernel(
+    x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
+):
+    """A sequence and BD channels a program."""
+    i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    step_channels(x, weight, bias, state, o, i_b, i_d, stride_x, D, W, BD, SILU)
+
+
+@cached_launch
+@triton.jit
+def short_conv_steps_kernel(
+    x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, o0, o1, o2,
+    stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The same for the channels of three inputs, one after the other; the last may have none."""
+    i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
+    if i_d < n0:
+        step_channels(x0, weight0, None, state0, o0, i_b, i_d, stride0, D0, W, BD, SILU)
+    elif i_d < n0 + n1:
+        step_channels(x1, weight1, None, state1, o1, i_b, i_d - n0, stride1, D1, W, BD, SILU)
+    else:
+        step_channels(x2, weight2, None, state2, o2, i_b, i_d - n0 - n1, stride2, D2, W, BD, SILU)
+
+
+def short_conv_steps(
+    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None
+) -> list[Tensor]:
+    """o `[B, D]` of one token of each of two or three inputs; `states` take the tokens in."""
+    BD, W = 256, weights[0].shape[1]
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    # a third of no channels
+    three = [[*tensors, tensors[0]][:3] for tensors in (xs, weights, states, outputs)]
+    sizes = [*(x.shape[1] for x in xs), 0][:3]
+    short_conv_steps_kernel[(len(xs[0]), sum(cdiv(D, BD) for D in sizes))](
+        *(x for tensors in three for x in tensors), *(x.stride(0) for x in three[0]), *sizes, W, BD,
+        activation == "silu", num_warps=2,
+    )  # fmt: skip
+    return outputs
 
 
 def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
