@@ -106,8 +106,8 @@ def test_steps_of_several_inputs_refuse_what_differs(device):
     token = [x["x"][:, 0]] * 2
     with pytest.raises(ValueError, match="two or three inputs"):
         short_conv_steps(token[:1], [x["weight"]], [x["initial_state"]])
+    weights, states = ([y[name] for y in (x, other)] for name in ("weight", "initial_state"))
     with pytest.raises(ValueError, match="one B, W, dtype and device"):
-        weights, states = ([y[name] for y in (x, other)] for name in ("weight", "initial_state"))
         short_conv_steps(token, weights, states)
 
 
@@ -180,7 +180,12 @@ def test_gradients_flow_through_either_result_alone(used, device):
 
 
 def test_custom_ops_pass_torchs_own_checks(device):
-    from tokenmix_core.ops.short_conv.autograd import short_conv_backward_op, short_conv_forward_op, short_conv_step_op
+    from tokenmix_core.ops.short_conv.autograd import (
+        short_conv_backward_op,
+        short_conv_forward_op,
+        short_conv_step_op,
+        short_conv_steps_op,
+    )
 
     x = inputs(T=3, N=2, dtype=torch.float32, device=device)
     leaves = [value.requires_grad_() for value in x.values()]
@@ -188,6 +193,9 @@ def test_custom_ops_pass_torchs_own_checks(device):
     x, weight, bias, state = (value.detach() for value in leaves)
     torch.library.opcheck(short_conv_backward_op, (x, weight, bias, "silu", state, None, torch.ones_like(x), None))
     torch.library.opcheck(short_conv_step_op, (x[:, 0], weight, bias, state, None))
+    several = ((x, x.clone(), None) for x in (x[:, 0], weight, state))
+    arguments = (*(x for tensors in several for x in tensors), "silu")
+    torch.library.opcheck(short_conv_steps_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiles_into_one_graph(device):

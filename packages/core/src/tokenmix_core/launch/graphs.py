@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,10 +29,12 @@ def capture_on(device: torch.device) -> Capture | None:
 
 def captures_cuda(device: torch.device) -> Capture:
     """A recorder of CUDA graphs, which share their memory for what is made and dropped inside of one."""
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    own: list[Any] = []
 
     def capture(work: Callable[[], object]) -> Callable[[], object]:
-        graph = torch.cuda.CUDAGraph()
+        if not own:
+            own.extend((torch.cuda.Stream(device), torch.cuda.graph_pool_handle()))
+        (stream, pool), graph = own, torch.cuda.CUDAGraph()
         # other threads may go on allocating
         with (
             torch.cuda.device(device),

@@ -146,7 +146,9 @@ class Chooser:
         seen = self.tokens if self._records else self.tokens[:, : self._host_length]
         scores: Tensor = self.processors(seen, scores)  # type: ignore[arg-type]
         if self.sample:
-            token = torch.multinomial(scores.softmax(-1), 1)
+            # as torch.multinomial draws one, which looks at the probabilities on the host beforehand
+            probabilities = scores.softmax(-1)
+            token = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
         else:
             token = scores.argmax(-1, keepdim=True)
         if self.eos:

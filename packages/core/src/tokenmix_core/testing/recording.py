@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 _READS = {
     _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.is_nonzero.default,
     _aten.equal.default, _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
+    _aten.multinomial.default,
 }  # fmt: skip
 # copies of numbers that Python has, from memory that a graph would find changed
 _UPLOADS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}

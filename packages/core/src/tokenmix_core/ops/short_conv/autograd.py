@@ -52,8 +52,8 @@ def run_step(x, weight, bias, state, activation) -> Tensor:
     return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation)
 
 
-def run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation) -> list[Tensor]:
-    """o of one token of two inputs, or three; the states are overwritten."""
+def run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation) -> tuple[Tensor, ...]:
+    """o of one token of three inputs, the last one's empty where there is none; the states are overwritten."""
     from tokenmix_core.ops.short_conv.forward import short_conv_steps
 
     xs, weights, states = (
@@ -61,7 +61,8 @@ def run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, act
         for tensors in ((x0, x1, x2), (weight0, weight1, weight2), (state0, state1, state2))
     )
     xs = [x if x.stride(1) == 1 else x.contiguous() for x in xs]
-    return short_conv_steps(xs, [weight.contiguous() for weight in weights], states, activation)
+    outputs = short_conv_steps(xs, [weight.contiguous() for weight in weights], states, activation)
+    return tuple(outputs) if x2 is not None else (*outputs, torch.empty(0, dtype=x0.dtype, device=x0.device))
 
 
 @recorded_op("tokenmix_core::short_conv_forward", mutates_args=())
@@ -109,14 +110,15 @@ def _(x, weight, bias, state, activation):
 def short_conv_steps_op(
     x0: Tensor, x1: Tensor, x2: Tensor | None, weight0: Tensor, weight1: Tensor, weight2: Tensor | None,
     state0: Tensor, state1: Tensor, state2: Tensor | None, activation: str | None,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`run_steps` for torch to trace."""
-    return run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation)
+    o0, o1, o2 = run_steps(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation)
+    return o0, o1, o2
 
 
 @short_conv_steps_op.register_fake
 def _(x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, activation):
-    return [x.new_empty(x.shape) for x in (x0, x1, x2) if x is not None]
+    return x0.new_empty(x0.shape), x1.new_empty(x1.shape), x0.new_empty(0 if x2 is None else x2.shape)
 
 
 backward = direct_when_eager(short_conv_backward_op, run_backward)
@@ -156,4 +158,4 @@ def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
 def short_conv_steps_triton(xs, weights, states, activation) -> tuple[Tensor, ...]:
     """`short_conv_steps` by Triton."""
     given = (x for tensors in (xs, weights, states) for x in (*tensors, *[None] * (3 - len(tensors))))
-    return tuple(steps(*given, activation))
+    return tuple(steps(*given, activation)[: len(xs)])
