@@ -32,7 +32,7 @@ def test_every_use_names_a_stream_of_its_own():
         name = call.args[0]
         assert isinstance(name, ast.Constant), f"{path} names its stream by an expression"
         names[name.value] += 1
-    assert {"mqar", "mqar rows", "niah", "niah rows", "mixed rows"} <= set(names)
+    assert {"mqar", "mqar rows", "copying", "copy rows", "niah", "niah rows", "mixed rows"} <= set(names)
     assert set(names.values()) == {1}, names
     drawn = {_first(name, *key) for name in names for key in ((), (0,), (0, 3), (3, 0), (0, 3, 0))}
     assert len(drawn) == 5 * len(names)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmix_core.synthetic import IGNORE_INDEX, NIAH_TASKS, NOISE, mqar, niah
+from tokenmix_core.synthetic import IGNORE_INDEX, NIAH_TASKS, NOISE, copying, mqar, niah
 
 WORDS = [f"word{i}." if i % 9 == 8 else f"word{i}" for i in range(400)]
 
@@ -49,6 +49,32 @@ def test_mqar_example_depends_on_seed_and_index_alone():
     assert torch.equal(whole.labels[4:7], part.labels)
     other = mqar(8, **{**options, "seed": 6})
     assert not torch.equal(whole.input_ids, other.input_ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20),
+    room=st.integers(1, 40),
+    vocab=st.integers(4, 70),
+    selective=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_copying_asks_for_all_tokens_in_their_order(num_tokens, room, vocab, selective, seed):
+    seq_len = 2 * num_tokens + room
+    ids, labels = copying(
+        3, seq_len=seq_len, num_tokens=num_tokens, vocab_size=vocab, selective=selective, seed=seed, first=7
+    )
+    for row, wanted in zip(ids, labels, strict=True):
+        scored = (wanted != IGNORE_INDEX).nonzero().flatten()
+        assert scored.tolist() == list(range(seq_len - num_tokens, seq_len))
+        assert torch.equal(wanted[scored], row[scored])
+        before = row[: seq_len - num_tokens - 1]
+        assert int(row[seq_len - num_tokens - 1]) == 1
+        assert torch.equal(before[before != 0], row[scored])
+        assert selective or bool((before[:num_tokens] != 0).all())
+        assert 2 <= int(row[scored].min()) <= int(row[scored].max()) < vocab
+    again = copying(1, seq_len=seq_len, num_tokens=num_tokens, vocab_size=vocab, selective=selective, seed=seed, first=9)
+    assert torch.equal(again.input_ids[0], ids[2])
 
 
 def test_mqar_power_moves_queries_towards_the_pairs():
@@ -113,6 +139,9 @@ def test_a_short_haystack_is_repeated():
         (lambda: mqar(1, vocab_size=10, num_pairs=8), "at least .* 18"),
         (lambda: mqar(1, power=0), "power"),
         (lambda: niah("s-niah-4", max_tokens=99, count_tokens=len, depth=0.5), "s-niah-4"),
+        (lambda: copying(1, seq_len=8, num_tokens=4), "num_tokens=4"),
+        (lambda: copying(1, vocab_size=3), "vocab_size"),
+        (lambda: copying(-1), "num_examples"),
         (lambda: niah("s-niah-1", max_tokens=99, count_tokens=len, depth=0.5), "max_tokens=99"),
         (lambda: niah("s-niah-1", max_tokens=999, count_tokens=len, depth=1.5), "depth"),
         (lambda: niah("s-niah-2", max_tokens=999, count_tokens=len, depth=0.5), "haystack"),

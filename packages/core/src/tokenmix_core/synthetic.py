@@ -1,4 +1,4 @@
-"""Seeded synthetic recall data: multi-query associative recall and the needle in a haystack.
+"""Seeded synthetic recall data: multi-query associative recall, copying, and the needle in a haystack.
 
 Example i depends on `(seed, i)` alone, never on how many are asked for at once, so that a training set of any size can
 be read in any order and a run that resumes sees what it would have seen.
@@ -96,6 +96,58 @@ def mqar(
     return RecallExamples(torch.from_numpy(input_ids), torch.from_numpy(labels))
 
 
+def copying(
+    num_examples: int,
+    *,
+    seq_len: int = 256,
+    num_tokens: int = 16,
+    vocab_size: int = 64,
+    selective: bool = False,
+    seed: int = 0,
+    first: int = 0,
+) -> RecallExamples:
+    """Copying after a delay (Arjovsky et al. 2016), and selective copying (Jing et al. 2019; Gu and Dao 2023).
+
+    A sequence is blank but for `num_tokens` tokens: its first ones, or, if `selective`, ones at random places. Then
+    comes a marker, and behind it these tokens once more, in their order, which the model must predict. Token 0 is the
+    blank, token 1 the marker; what is copied is drawn from [2, vocab_size) and may occur several times.
+
+    Args:
+        num_examples: N; the examples `first` … `first + N − 1` of this seed.
+        seq_len: T.
+        num_tokens: tokens to copy, which is also the number of scored positions; at most (T − 1) / 2.
+        vocab_size: size of the vocabulary, blank and marker included.
+        selective: whether blanks stand between the tokens, too.
+        seed: examples are a function of `(seed, index)`.
+        first: index of the first example.
+
+    Raises:
+        ValueError: sizes that leave no room, or negative counts.
+    """
+    if num_examples < 0 or first < 0:
+        raise ValueError(f"copying: num_examples and first must be at least 0, got {num_examples} and {first}")
+    if num_tokens < 1 or 2 * num_tokens >= seq_len:
+        raise ValueError(
+            f"copying: num_tokens must be from 1 to (seq_len - 1) / 2, got num_tokens={num_tokens} and "
+            f"seq_len={seq_len}"
+        )
+    if vocab_size < 4:
+        raise ValueError(f"copying: vocab_size must be at least 4, for two tokens to tell apart, got {vocab_size}")
+    answer = seq_len - num_tokens
+    input_ids = np.zeros((num_examples, seq_len), dtype=np.int64)
+    labels = np.full((num_examples, seq_len), IGNORE_INDEX, dtype=np.int64)
+    for row in range(num_examples):
+        rng = stream("copying", int(selective), seed, first + row)
+        tokens = rng.integers(2, vocab_size, num_tokens)
+        places = np.arange(num_tokens)
+        if selective:
+            places = np.sort(rng.choice(answer - 1, num_tokens, replace=False))
+        input_ids[row, places] = tokens
+        input_ids[row, answer - 1] = 1
+        input_ids[row, answer:] = labels[row, answer:] = tokens
+    return RecallExamples(torch.from_numpy(input_ids), torch.from_numpy(labels))
+
+
 class NiahExample(NamedTuple):
     """One needle in a haystack.
 
@@ -125,6 +177,8 @@ NIAH_TASKS = {
     "s-niah-2": _NiahTask("text", "number"),
     "s-niah-3": _NiahTask("text", "uuid"),
 }
+# by the name of the source of training rows, whether blanks stand between what is copied
+COPYING = {"copying": False, "selective-copying": True}
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _ADJECTIVES = (
     "able amber ancient bold brave bright brisk broad calm clean clever cold cosy crisp curious damp dark deep eager "

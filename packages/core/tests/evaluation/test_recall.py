@@ -8,7 +8,15 @@ import torch
 
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.perplexity import token_losses
-from tokenmix_core.evaluation.recall import answer_loss, generate_text, mqar_suite, niah_suite, score_niah, score_recall
+from tokenmix_core.evaluation.recall import (
+    answer_loss,
+    copying_suite,
+    generate_text,
+    mqar_suite,
+    niah_suite,
+    score_niah,
+    score_recall,
+)
 from tokenmix_core.synthetic import mqar, niah
 
 
@@ -23,6 +31,14 @@ class Fake:
 
     def get_output_embeddings(self):
         return SimpleNamespace(weight=torch.zeros(self.vocab_size, 1))
+
+
+class Fixed(Fake):
+    """Predicts token 5."""
+
+    def __call__(self, input_ids, use_cache=None):
+        five = torch.full_like(input_ids, 5)
+        return SimpleNamespace(logits=10.0 * torch.nn.functional.one_hot(five, self.vocab_size))
 
 
 class Induction(Fake):
@@ -92,6 +108,20 @@ def test_mqar_suite_measures_every_size_that_fits():
     }
     chosen = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=3, tasks=("mqar-64-8",), progress=False))
     assert chosen["rows"] == [row for row in result["rows"] if row["task"] == "mqar-64-8"]
+
+
+def test_copying_suite_measures_both_kinds_at_every_size_that_fits():
+    result = copying_suite(Fixed(), None, EvalOptions(lengths=(64, 32), limit=3, progress=False))
+    assert [row["task"] + f"-{row['length']}-{row['tokens']}" for row in result["rows"]] == [
+        f"{kind}-{length}-{n}"
+        for kind in ("copying", "selective-copying")
+        for length, most in ((64, 16), (32, 8))
+        for n in (4, 8, 16)
+        if n <= most
+    ]
+    # one token always: about one in 62 is right
+    assert all(row["accuracy"] < 0.3 for row in result["rows"])
+    assert result["settings"]["chance"] == 1 / 62
 
 
 def test_mqar_suite_takes_the_vocabulary_it_is_given():

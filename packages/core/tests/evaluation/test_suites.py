@@ -11,7 +11,7 @@ from tokenmix_core.evaluation.suites import LONGBENCH, RULER, SUITES, _longbench
 def test_the_suites_of_the_papers_are_there():
     assert set(SUITES) == {
         *("commonsense", "recall", "ruler", "longbench", "lm-eval"),
-        *("mqar", "niah", "copy", "perplexity-by-position", "efficiency", "samples"),
+        *("mqar", "copying", "niah", "copy", "perplexity-by-position", "efficiency", "samples"),
     }
     assert len(RULER) == 13
     assert len(LONGBENCH) == 11

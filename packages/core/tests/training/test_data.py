@@ -13,6 +13,7 @@ from tokenmix_core.training.data import (
     IGNORE_INDEX,
     ChunkRows,
     MixedRows,
+    CopyRows,
     MQARRows,
     NiahRows,
     collate_joined,
@@ -116,6 +117,13 @@ def test_recall_examples_of_joined_documents_have_rows_of_their_own():
     scored = [examples(rows[i]) for i in range(60)]
     assert all(len(row) == 1 for row in scored)
     assert {row[0][1] for row in scored} == {2, 4, 8, 16, 32, 64}
+
+
+def test_both_ways_of_copying_fill_rows_with_examples_of_their_own():
+    plain, selective = (CopyRows(task, 256, 16, 64, seed=2) for task in ("copying", "selective-copying"))
+    assert {count for i in range(60) for _, count in examples(selective[i])} == {2, 4, 8, 16}
+    assert torch.equal(plain[5]["input_ids"], CopyRows("copying", 256, 16, 64, seed=2)[5]["input_ids"])
+    assert not torch.equal(plain[5]["input_ids"], selective[5]["input_ids"])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,4 +1,4 @@
-"""Recall measured on any causal language model: associative recall in token space, needles in haystacks of text."""
+"""Recall measured on any causal language model: associative recall and copying of tokens, needles in haystacks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from tqdm import tqdm
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
 from tokenmix_core.evaluation.text import BUILT_IN
-from tokenmix_core.synthetic import IGNORE_INDEX, NIAH_TASKS, NiahExample, RecallExamples, mqar, niah
+from tokenmix_core.synthetic import COPYING, IGNORE_INDEX, NIAH_TASKS, NiahExample, RecallExamples, copying, mqar, niah
 
 MQAR_LENGTHS = (64, 128, 256, 512)
 MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256, 512)
+COPY_LENGTHS = (64, 128, 256)
+COPY_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512)
+COPY_VOCABULARY = 64
 # sequences whose index begins here are never trained on
-MQAR_HELD_OUT = 2**40
+MQAR_HELD_OUT = COPY_HELD_OUT = 2**40
 NIAH_LENGTHS = (1024, 2048, 4096)
 _HAYSTACK_WORDS = 200_000
 
@@ -88,6 +91,39 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "shares": True, "series": series}
     settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
     return {"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]}
+
+
+def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """Copying and selective copying: accuracy by number of tokens, for each length (64 to 256 tokens by default).
+
+    The true tokens before each stand in the input. The examples' indices lie past any that training reaches.
+    """
+    size, limit = options.vocab_size or COPY_VOCABULARY, options.limit or 128
+    cases = {
+        f"{kind}-{t}-{n}": (kind, t, n)
+        for kind in COPYING
+        for t in options.lengths or COPY_LENGTHS
+        for n in COPY_TOKENS
+        if n <= t // 4
+    }
+    rows = []
+    series: Series = {}
+    chosen = options.choose("copying", tuple(cases))
+    for name in tqdm(chosen, desc="copying", unit="task", disable=not options.progress):
+        kind, length, tokens = cases[name]
+        sizes: dict[str, Any] = {"seq_len": length, "num_tokens": tokens, "vocab_size": size, "seed": options.seed}
+        examples = copying(limit, selective=COPYING[kind], first=COPY_HELD_OUT, **sizes)
+        accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
+        row = {"task": kind, "length": length, "tokens": tokens, "accuracy": accuracy, "loss": loss}
+        rows.append({**row, "scored": limit * tokens})
+        x, y = series.setdefault(f"{kind}, {length} tokens", ([], []))
+        x.append(tokens)
+        y.append(accuracy)
+    chance = 1 / (size - 2)
+    title = "Copying"
+    plot: Plot = {"title": title, "x": "tokens to copy", "y": "accuracy", "log_x": True, "shares": True, "series": series}
+    settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
+    return {"suite": "copying", "settings": settings, "rows": rows, "plots": [plot]}
 
 
 class NeedleScore(NamedTuple):

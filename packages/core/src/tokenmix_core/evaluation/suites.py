@@ -17,7 +17,7 @@ from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.harness import run_tasks
 from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult, one_sequence
 from tokenmix_core.evaluation.perplexity import perplexity_suite
-from tokenmix_core.evaluation.recall import generate_text, mqar_suite, niah_suite
+from tokenmix_core.evaluation.recall import copying_suite, generate_text, mqar_suite, niah_suite
 from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
 
 # lm-eval's names, and the metric that stands for each task in the average, as the papers report it
@@ -159,6 +159,7 @@ SUITES: dict[str, Suite] = {
     "longbench": Suite("LongBench-E, through lm-eval", longbench_suite),
     LM_EVAL: Suite("any tasks of lm-eval, by --tasks", lm_eval_suite),
     "mqar": Suite("multi-query associative recall; offline", mqar_suite),
+    "copying": Suite("copying and selective copying of tokens; offline", copying_suite),
     "niah": Suite("single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite, lambda options: 1),
     "perplexity-by-position": Suite("loss on held-out text by position; offline", perplexity_suite, one_sequence(2048)),
     "copy": Suite("loss on a passage's second copy by distance; offline", copy_suite, copy_needs),

@@ -84,18 +84,17 @@ class ChunkRows(Dataset):
         return {"input_ids": ids, "labels": ids.clone(), "borders": self.file.borders(start, stop)}
 
 
-class MQARRows(Dataset):
-    """Multi-query associative recall without end; see `tokenmix_core.synthetic.mqar`.
+class GrowingRows(Dataset):
+    """Examples without end of a task that has a size: what a row is made of, from few to many.
 
-    An example has P = 2, 4, 8, ... or `max_pairs` pairs, each number as often, and 4P, 8P, 16P, ... or at most T
-    tokens, 16 at least. Recall is learnt from few pairs in short examples and then holds for more: over the first
-    `ramp_rows` rows the larger numbers join one by one, sooner and sooner, and no example is longer than 16 times the
-    largest.
+    An example has size P = 2, 4, 8, ... or `largest`, each as often, and 4P, 8P, 16P, ... or at most T tokens, 16 at
+    least. Recall is learnt from few tokens in short examples and then holds for more: over the first `ramp_rows` rows
+    the larger sizes join one by one, sooner and sooner, and no example is longer than 16 times the largest. A subclass
+    says in `examples` what they are, and in `draws` what a row's size and length are drawn from.
 
     Args:
         seq_len: T, the tokens of a row.
-        max_pairs: the most pairs in an example.
-        vocab_size: of keys, values and filler.
+        largest: the largest size of an example.
         seed: rows are a function of the seed and their index.
         packed: fill a row with examples of one size, with borders between them; else each has T tokens and a row of
             its own.
@@ -105,36 +104,102 @@ class MQARRows(Dataset):
         ValueError: sizes that leave no room.
     """
 
-    def __init__(
-        self, seq_len: int, max_pairs: int, vocab_size: int, seed: int, *, packed: bool = True, ramp_rows: int = 0
-    ) -> None:
-        self.seq_len, self.packed, self.ramp_rows = seq_len, packed, ramp_rows
-        self.options: dict[str, Any] = {"vocab_size": vocab_size, "seed": seed}
-        self.pairs = [max_pairs >> i for i in range(max_pairs.bit_length()) if max_pairs >> i >= 2] or [max_pairs]
-        self.pairs.sort()
+    def __init__(self, seq_len: int, largest: int, seed: int, *, packed: bool = True, ramp_rows: int = 0) -> None:
+        self.seq_len, self.seed, self.packed, self.ramp_rows = seq_len, seed, packed, ramp_rows
+        self.sizes = [largest >> i for i in range(largest.bit_length()) if largest >> i >= 2] or [largest]
+        self.sizes.sort()
         # bad sizes are told before training begins
-        synthetic.mqar(1, seq_len=seq_len, num_pairs=max_pairs, **self.options)
+        self.examples(1, seq_len, largest, 0)
+
+    def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
+        """`count` examples of one length and size, from the index `first` on."""
+        raise NotImplementedError
+
+    def draws(self, index: int) -> np.random.Generator:
+        """The random numbers of a row."""
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Row:
-        rng = stream("mqar rows", self.options["seed"], index)
-        joined, longest = self.pairs, self.seq_len
+        rng = self.draws(index)
+        joined, longest = self.sizes, self.seq_len
         if index < self.ramp_rows:
             joined = joined[: 1 + index**2 * len(joined) // self.ramp_rows**2]
             longest = min(longest, 16 * joined[-1])
-        pairs = int(rng.choice(joined))
+        size = int(rng.choice(joined))
         length = self.seq_len
         if self.packed:
-            shortest = min(longest, max(16, 4 * pairs))
+            shortest = min(longest, max(16, 4 * size))
             length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
-        first, options = index * self.seq_len, {"num_pairs": pairs, **self.options}
+        first = index * self.seq_len
         # the last example takes what is left of the row
         parts = (
-            synthetic.mqar(count - 1, seq_len=length, first=first, **options),
-            synthetic.mqar(1, seq_len=length + rest, first=first + count - 1, **options),
+            self.examples(count - 1, length, size, first),
+            self.examples(1, length + rest, size, first + count - 1),
         )
         input_ids, labels = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
         return {"input_ids": input_ids, "labels": labels, "borders": np.arange(1, count, dtype=np.int64) * length}
+
+
+class MQARRows(GrowingRows):
+    """Multi-query associative recall; see `tokenmix_core.synthetic.mqar`. The size of an example is its pairs.
+
+    Args:
+        seq_len, seed, packed, ramp_rows: see `GrowingRows`.
+        max_pairs: the most pairs in an example.
+        vocab_size: of keys, values and filler.
+
+    Raises:
+        ValueError: sizes that leave no room.
+    """
+
+    def __init__(
+        self, seq_len: int, max_pairs: int, vocab_size: int, seed: int, *, packed: bool = True, ramp_rows: int = 0
+    ) -> None:
+        self.vocab_size = vocab_size
+        super().__init__(seq_len, max_pairs, seed, packed=packed, ramp_rows=ramp_rows)
+
+    def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
+        options: dict[str, Any] = {"vocab_size": self.vocab_size, "seed": self.seed, "first": first}
+        return synthetic.mqar(count, seq_len=seq_len, num_pairs=size, **options)
+
+    def draws(self, index: int) -> np.random.Generator:
+        return stream("mqar rows", self.seed, index)
+
+
+class CopyRows(GrowingRows):
+    """Copying and selective copying; see `tokenmix_core.synthetic.copying`. The size of an example is its tokens to copy.
+
+    Args:
+        task: "copying" or "selective-copying".
+        seq_len, seed, packed, ramp_rows: see `GrowingRows`.
+        max_tokens: the most tokens to copy.
+        vocab_size: of what is copied, the blank and the marker.
+
+    Raises:
+        ValueError: sizes that leave no room.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        seq_len: int,
+        max_tokens: int,
+        vocab_size: int,
+        seed: int,
+        *,
+        packed: bool = True,
+        ramp_rows: int = 0,
+    ) -> None:
+        self.selective, self.vocab_size = synthetic.COPYING[task], vocab_size
+        super().__init__(seq_len, max_tokens, seed, packed=packed, ramp_rows=ramp_rows)
+
+    def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
+        options: dict[str, Any] = {"vocab_size": self.vocab_size, "seed": self.seed, "first": first}
+        return synthetic.copying(count, seq_len=seq_len, num_tokens=size, selective=self.selective, **options)
+
+    def draws(self, index: int) -> np.random.Generator:
+        return stream("copy rows", int(self.selective), self.seed, index)
 
 
 class NiahRows(Dataset):

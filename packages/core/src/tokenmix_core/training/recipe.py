@@ -65,8 +65,8 @@ class DataRecipe:
     """The data that a model is trained on.
 
     Attributes:
-        sources: one or several of "stdlib" (the built-in corpus), "mqar", "s-niah-1" to "s-niah-3", or the folder of a
-            token file made by `data prepare`.
+        sources: one or several of "stdlib" (the built-in corpus), "mqar", "copying", "selective-copying", "s-niah-1" to
+            "s-niah-3", or the folder of a token file made by `data prepare`.
         weights: the share of rows from each source; none given means equal shares.
         tokenizer: "bytes", or a tokenizer of the hub or of a folder.
         seq_len: tokens in a row.
@@ -75,7 +75,11 @@ class DataRecipe:
         mqar_pairs: the most pairs in an example of the source "mqar". Where documents are kept apart, several short
             examples fill a row.
         mqar_vocab_size: how many tokens its examples are made of.
-        mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`.
+        mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`, and those of
+            copying from two tokens to `copy_tokens`.
+        copy_tokens: the most tokens to copy in an example of the sources "copying" and "selective-copying", which fill
+            a row as those of "mqar" do.
+        copy_vocab_size: how many tokens such an example is made of, the blank and the marker included.
         data_seed: the seed of the order of rows and of synthetic rows.
     """
 
@@ -87,11 +91,14 @@ class DataRecipe:
     mqar_pairs: int = 8
     mqar_vocab_size: int = 8192
     mqar_ramp: float = 0.0
+    copy_tokens: int = 16
+    copy_vocab_size: int = 64
     data_seed: int = 0
 
     def __post_init__(self) -> None:
         _check(self, seq_len=(2, math.inf), data_seed=(0, math.inf), mqar_ramp=(0, 1))
         _check(self, mqar_pairs=(1, math.inf), mqar_vocab_size=(4, math.inf))
+        _check(self, copy_tokens=(1, math.inf), copy_vocab_size=(4, math.inf))
         if not self.sources:
             raise ValueError("sources must name at least one source of data, got none")
         if self.weights and (min(self.weights) <= 0 or len(self.weights) != len(self.sources)):

@@ -21,11 +21,12 @@ from tokenmix_core.corpora.sources import STDLIB
 from tokenmix_core.corpora.token_file import TokenFile
 from tokenmix_core.corpora.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tokenmix_core.files import write_atomically
-from tokenmix_core.synthetic import NIAH_TASKS
+from tokenmix_core.synthetic import COPYING, NIAH_TASKS
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.callbacks import MetricsFile, Progress, StopOnSignal
 from tokenmix_core.training.data import (
     ChunkRows,
+    CopyRows,
     MixedRows,
     MQARRows,
     NiahRows,
@@ -74,12 +75,15 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
     datasets, names = [], {}
     for position, source in enumerate(data.sources):
         seed = data.data_seed + 1000 * position
+        ramp = round(data.mqar_ramp * length * weights[position] / sum(weights))
+        growing: dict[str, Any] = {"packed": data.documents == "separate", "ramp_rows": ramp}
         if source == MQAR:
-            ramp = round(data.mqar_ramp * length * weights[position] / sum(weights))
-            sizes = (data.seq_len, data.mqar_pairs, data.mqar_vocab_size, seed)
-            packed = data.documents == "separate"
-            datasets.append(MQARRows(*sizes, packed=packed, ramp_rows=ramp))
+            datasets.append(MQARRows(data.seq_len, data.mqar_pairs, data.mqar_vocab_size, seed, **growing))
             names[source] = f"pairs {data.mqar_pairs}, vocabulary {data.mqar_vocab_size}"
+        elif source in COPYING:
+            sizes = (data.copy_tokens, data.copy_vocab_size)
+            datasets.append(CopyRows(source, data.seq_len, *sizes, seed, **growing))
+            names[source] = "tokens {}, vocabulary {}".format(*sizes)
         elif source in NIAH_TASKS:
             text = None
             if NIAH_TASKS[source].haystack == "text":
@@ -173,8 +177,8 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     """
     config = recipe.model_config()
     needed = {"the tokenizer": len(tokenizer)}
-    if MQAR in recipe.data.sources:
-        needed[MQAR] = recipe.data.mqar_vocab_size
+    sizes = {MQAR: recipe.data.mqar_vocab_size} | dict.fromkeys(COPYING, recipe.data.copy_vocab_size)
+    needed |= {source: size for source, size in sizes.items() if source in recipe.data.sources}
     for user, size in needed.items():
         if config.vocab_size < size:
             raise ValueError(f"model.vocab_size must be at least {size} for {user}, got {config.vocab_size}")
