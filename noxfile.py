@@ -172,6 +172,13 @@ def benchmarks(session: nox.Session) -> None:
 
 
 @nox.session
+def arena(session: nox.Session) -> None:
+    """Compare all mixers under one rule; without arguments a smoke run, `-- --help` says what else."""
+    sync(session, "--all-packages", "--all-groups")
+    session.run("python", "-m", "arena", *(session.posargs or ("all", "--size", "smoke")))
+
+
+@nox.session
 def tables(session: nox.Session) -> None:
     """Write the committed measurements into the READMEs; `-- --check` only says whether they are there."""
     sync(session, "--all-packages", "--all-groups")

@@ -1,0 +1,290 @@
+"""Pieces of a comparison: what is to be run, what was, and one piece from its recipe to its JSON file."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+
+from arena.contestants import CONTESTANTS, DIVISIONS, solve, taking_part
+from arena.sizes import Size
+from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
+from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
+from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
+from tokenmix_core.evaluation.suites import evaluate
+from tokenmix_core.files import write_atomically
+from tokenmix_core.testing.results import environment
+from tokenmix_core.training import checkpoint, trainer
+from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.recipe import Recipe
+
+COSTS = "costs"
+# the share of a run's end whose mean loss chooses the rate
+_LAST = 0.1
+
+
+class Piece(NamedTuple):
+    """One run of training and its measurements."""
+
+    division: str
+    contestant: str
+    task: str
+    rate: float
+    seed: int
+
+    def path(self, results: Path, size: Size) -> Path:
+        """Where its result is, or will be."""
+        return _folder(results, size, self.division, self.contestant) / self.task / f"{self.rate:g}-{self.seed}.json"
+
+
+class CostPiece(NamedTuple):
+    """Speed and memory of one contestant at one length of context."""
+
+    division: str
+    contestant: str
+    length: int
+
+    def path(self, results: Path, size: Size) -> Path:
+        """Where its result is, or will be."""
+        return _folder(results, size, self.division, self.contestant) / COSTS / f"{self.length}.json"
+
+
+@dataclass(frozen=True)
+class Field:
+    """What is compared, and where results lie.
+
+    Attributes:
+        size: of everything.
+        results: the folder of the results of all sizes.
+        divisions, contestants, tasks: the part of the comparison that is looked at, by name.
+    """
+
+    size: Size
+    results: Path
+    divisions: tuple[str, ...] = DIVISIONS
+    contestants: tuple[str, ...] = tuple(CONTESTANTS)
+    tasks: tuple[str, ...] = tuple(TASKS)
+
+    def __post_init__(self) -> None:
+        for what, names, known in (
+            ("division", self.divisions, DIVISIONS),
+            ("contestant", self.contestants, CONTESTANTS),
+            ("task", self.tasks, TASKS),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f"there is no {what} {unknown[0]!r}; choose from {', '.join(known)}")
+
+    def entrants(self, division: str) -> list[str]:
+        """The contestants of a division that are looked at."""
+        return [c.name for c in taking_part(division) if c.name in self.contestants]
+
+    def runs(self) -> Iterator[tuple[str, str, str]]:
+        """Division, task and contestant of every comparison, tasks first, so that whole rows of a table come early."""
+        for division in self.divisions:
+            for task in self.tasks:
+                for contestant in self.entrants(division):
+                    yield division, task, contestant
+
+    def tuning(self, division: str, task: str, contestant: str) -> list[Piece]:
+        """The pieces that choose the rate: one for each of the grid, at a seed that no result counts."""
+        size = self.size
+        return [Piece(division, contestant, task, rate, size.tuning_seed) for rate in size.rates]
+
+    def rate(self, division: str, task: str, contestant: str) -> float | None:
+        """The chosen rate, that of the least loss at the end of training; None before all of the grid were tried.
+
+        A run that diverged lost. Where all did, the smallest rate stands for the contestant.
+        """
+        tried = {piece.rate: self.read(piece) for piece in self.tuning(division, task, contestant)}
+        if any(result is None for result in tried.values()):
+            return None
+        losses = {rate: result["last loss"] for rate, result in tried.items() if result is not None}
+        return min(sorted(losses), key=lambda rate: math.inf if losses[rate] is None else losses[rate])
+
+    def counted(self, division: str, task: str, contestant: str) -> list[Piece]:
+        """The pieces whose results count, at the chosen rate; none before it is chosen."""
+        rate = self.rate(division, task, contestant)
+        return [] if rate is None else [Piece(division, contestant, task, rate, seed) for seed in self.size.seeds]
+
+    def costs(self) -> list[CostPiece]:
+        """The measurements of speed and memory."""
+        lengths, divisions = self.size.cost_lengths, self.divisions
+        return [CostPiece(d, name, length) for d in divisions for name in self.entrants(d) for length in lengths]
+
+    def ready(self) -> list[Piece]:
+        """What can be run now: rates that were not tried, and seeds at rates that are chosen."""
+        found = []
+        for run in self.runs():
+            found += [p for p in (*self.tuning(*run), *self.counted(*run)) if self.read(p) is None]
+        return found
+
+    def read(self, piece: Piece | CostPiece) -> dict[str, Any] | None:
+        """The result of a piece; None before it is done.
+
+        Raises:
+            ValueError: it was made under another rule.
+        """
+        path = piece.path(self.results, self.size)
+        if not path.is_file():
+            return None
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["rule"] != (rule := fingerprint(piece, self.size)):
+            raise ValueError(f"{path} was made under another rule ({result['rule']}, now {rule}); remove it to go on")
+        return result
+
+
+def fingerprint(piece: Piece | CostPiece, size: Size) -> str:
+    """What a result depends on beside the code: the recipe and the suites' options, or the shape and length."""
+    if isinstance(piece, CostPiece):
+        about: Any = [solve(piece.contestant, piece.division, size).fields, piece.length]
+    else:
+        chosen = suites(CONTESTANTS[piece.contestant], piece.task, size)
+        options = {name: asdict(value) for name, value in chosen.items()}
+        about = [recipe_of(piece, size).identity(), options]
+    return blake2b(json.dumps(about, sort_keys=True, default=list).encode(), digest_size=8).hexdigest()
+
+
+def recipe_of(piece: Piece, size: Size) -> Recipe:
+    """The recipe of a piece."""
+    return recipe(piece.contestant, piece.division, piece.task, size, piece.rate, piece.seed)
+
+
+class StopAt(TrainerCallback):
+    """Ends training with a checkpoint once the clock has reached a time."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if time.time() >= self.deadline:
+            control.should_save = control.should_training_stop = True
+
+
+def run_piece(piece: Piece, field: Field, work: Path, *, deadline: float, commit: str, jobs: int = 1) -> bool:
+    """Train and measure, from where an earlier call stopped; return whether the result is there.
+
+    Args:
+        piece: what to run.
+        field: the comparison that it is of.
+        work: a folder for what is there only until the piece is done.
+        deadline: when to stop, in seconds since the epoch; training ends there with a checkpoint, and measuring does
+            not begin.
+        commit: of the code.
+        jobs: pieces that run beside each other, which says what a wall-clock time is worth.
+    """
+    size = field.size
+    disable_progress_bar()
+    about = recipe_of(piece, size)
+    about = replace(about, callbacks=(*about.callbacks, lambda _: StopAt(deadline)))
+    folder = work / piece.path(Path(), size).with_suffix("")
+    diverged = False
+    if not (folder / "config.json").is_file():
+        resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
+        if not resume:
+            # left by a process that was killed before its first checkpoint
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            if trainer.train(about, folder, resume=resume, progress=False).interrupted:
+                return False
+        except FloatingPointError:
+            diverged = True
+    measured = {}
+    if not diverged and piece.seed in size.seeds:
+        if time.time() >= deadline:
+            return False
+        measured = _measured(piece, size, folder)
+    model = solve(piece.contestant, piece.division, size)
+    result = {
+        **piece._asdict(),
+        "size": size.name,
+        "rule": fingerprint(piece, size),
+        "parameters": model.parameters,
+        "state bytes": model.state_bytes,
+        **_training(folder, diverged),
+        "rows": measured,
+        "jobs": jobs,
+        "environment": {**environment(), "commit": commit},
+    }
+    _write(result, piece.path(field.results, size))
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _measured(piece: Piece, size: Size, folder: Path) -> dict[str, Any]:
+    chosen = suites(CONTESTANTS[piece.contestant], piece.task, size)
+    # the tables are made of all results together
+    with redirect_stdout(io.StringIO()):
+        found = evaluate(load_model(folder), load_tokenizer(folder), list(chosen), chosen, suites=ARENA_SUITES)
+    return {name: result["rows"] for name, result in found.items()}
+
+
+def _training(folder: Path, diverged: bool) -> dict[str, Any]:
+    """The loss by step, the mean over its end (None for a run that diverged), and the speed."""
+    lines = [line for line in read_metrics(folder / trainer.METRICS) if "loss" in line]
+    curve = [(line["step"], line["loss"]) for line in lines]
+    end = curve[-1][0] * (1 - _LAST)
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return {
+        "last loss": None if diverged else fmean(loss for step, loss in curve if step > end),
+        "loss": [(step, round(loss, 4)) for step, loss in curve if math.isfinite(loss)],
+        # after short examples and compilation
+        "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,
+    }
+
+
+def run_costs(piece: CostPiece, field: Field, *, commit: str) -> None:
+    """Measure a training step, a prefill and decoding at one context, in each mode; to be run alone on a GPU."""
+    size, contestant = field.size, CONTESTANTS[piece.contestant]
+    model = _random_model(piece, size)
+    repeats = 3 if size.says_something else 1
+    rows = []
+    for mode in contestant.modes or ("",):
+        # a linear mode promised to the end keeps no keys
+        chosen: Any = model.modes(mode, keep_kv=mode != "linear") if mode else nullcontext()
+        with chosen:
+            model.eval()
+            inference = measure_inference(model, piece.length, repeats=repeats)
+            training = measure_training(model, piece.length, repeats=repeats)
+        rows.append({"mode": mode, **inference, "training tokens/s": training["tokens/s"]})
+        rows[-1]["training peak bytes"] = training["peak bytes"]
+    result = {
+        **piece._asdict(),
+        "size": size.name,
+        "rule": fingerprint(piece, size),
+        "parameters": solve(piece.contestant, piece.division, size).parameters,
+        "rows": rows,
+        "environment": {**environment(), "commit": commit},
+    }
+    _write(result, piece.path(field.results, size))
+
+
+def _random_model(piece: CostPiece, size: Size) -> Any:
+    # no seed and no rate matter to a speed
+    about = recipe(piece.contestant, piece.division, next(iter(TASKS)), size, size.rates[0], size.tuning_seed)
+    device, dtype = device_and_dtype()
+    return AutoModelForCausalLM.from_config(about.model_config(), dtype=dtype).to(device)
+
+
+def _write(result: dict[str, Any], path: Path) -> None:
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
+
+
+def _folder(results: Path, size: Size, division: str, contestant: str) -> Path:
+    return results / size.name / division / contestant
+
+
+def undone(pieces: Sequence[CostPiece], field: Field) -> list[CostPiece]:
+    """The measurements that are not there yet."""
+    return [piece for piece in pieces if field.read(piece) is None]

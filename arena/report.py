@@ -1,0 +1,272 @@
+"""Tables, pictures and words from the results that are there; what is not there is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from arena.claims import CLAIMS, NOT_MEASURED, judge
+from arena.contestants import CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
+from arena.measures import EXCESS, MEAN, Line, Scores, costs, front, title
+from arena.pieces import Field
+from arena.tasks import MQAR, TASKS, TEXT
+from tokenmix_core.evaluation.report import format_table
+from tokenmix_core.extras import require
+from tokenmix_core.files import write_atomically
+
+REPORT = "report.md"
+# what every report says against itself
+OBJECTIONS = """\
+- The models are small and read few tokens; what is learnt late, or only by large models, is not seen.
+- The rate is the only thing that is chosen. Batch, schedule, decay and initial weights are the same for all, and may
+  suit some mixers better; papers that start from other weights or a larger batch are not reproduced here.
+- Rates are chosen by the training loss at one seed, on a grid; three seeds give wide intervals.
+- Equal parameters are reached by the width of MLPs, so that a heavy mixer has a narrow one, and a model with modes pays
+  for weights that a mode does not use. Equal state changes mixers from what their authors chose.
+- State is counted as what inference must keep of one sequence. Where data decide, it is the most that can be kept.
+- Lengths beyond the training length are read without any change of positions, which is hard on attention.
+- Training time is that of forward and backward passes of one sequence at the shortest context of the cost table, with
+  the kernels of this workspace on one GPU.
+- Recall and copying are synthetic; the text is one corpus of source code, read as bytes.
+"""
+HEADINGS = {PARAMETERS: "Equal parameters", "state": "Equal parameters and equal state"}
+SMOKE = (
+    "**Smoke run.** These numbers show that everything runs. The models are too small, and were trained for too short "
+    "a time, to say anything about a mixer."
+)
+Row = dict[str, Any]
+
+
+def plan(field: Field) -> str:
+    """The models of a comparison, and how much of it is done."""
+    parts = [models(field, division) for division in field.divisions]
+    runs = list(field.runs())
+    wanted = len(runs) * (len(field.size.rates) + len(field.size.seeds))
+    pieces = [piece for run in runs for piece in (*field.tuning(*run), *field.counted(*run))]
+    done = sum(field.read(piece) is not None for piece in pieces)
+    measured = sum(field.read(piece) is not None for piece in field.costs())
+    parts.append(f"{done:,} of {wanted:,} runs are done, and {measured} of {len(field.costs())} measurements of costs.")
+    return "\n\n".join(parts)
+
+
+def models(field: Field, division: str) -> str:
+    """What the contestants of a division are made of."""
+    rows: list[Row] = []
+    for name in field.entrants(division):
+        model = solve(name, division, field.size)
+        least, most = model.state_bytes
+        rows.append(
+            {
+                "contestant": CONTESTANTS[name].title,
+                "parameters": model.parameters,
+                "MLP": model.fields["intermediate_size"],
+                "state, least KiB": round(least / 1024, 1),
+                "state, most KiB": round(most / 1024, 1),
+            }
+        )
+    context = field.size.reach * field.size.seq_len
+    text = f"State of one sequence of {context:,} tokens in bfloat16; parameters without the embedding."
+    if division != PARAMETERS:
+        text += f" The state to have is {target_state(field.size) / 1024:,.1f} KiB."
+    return f"{text}\n\n{format_table(rows)}"
+
+
+def write(field: Field) -> Path:
+    """Write the report of what is there, with its pictures, beside the results; return its path."""
+    folder = field.results / field.size.name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / REPORT
+    write_atomically(path, "\n\n".join(_parts(field, folder)) + "\n")
+    return path
+
+
+def _parts(field: Field, folder: Path) -> list[str]:
+    size = field.size
+    parts = [f"# The arena, {size.name}"]
+    if not size.says_something:
+        parts.append(SMOKE)
+    parts += [_setting(field), "## Which claims held", _claims(field)]
+    parts += ["## What a reviewer would object to", OBJECTIONS.strip()]
+    for division in field.divisions:
+        heading = HEADINGS[division]
+        parts += [f"## {heading}", models(field, division)]
+        for picture in pictures(field, division):
+            if picture["points"]:
+                image = folder / f"{division}-{picture['name']}.png"
+                scatter(picture, image)
+                parts.append(f"![{picture['title']}]({image.name})")
+        for task in field.tasks:
+            parts += [f"### {TASKS[task].title}", scores_table(field, division, task)]
+        parts += ["### Costs", costs_table(field, division)]
+    missing = [c.title for c in CONTESTANTS.values() if c not in taking_part(PARAMETERS)]
+    if missing:
+        parts.append(f"Not there, as their mixers are not registered: {', '.join(missing)}.")
+    return parts
+
+
+def _setting(field: Field) -> str:
+    size = field.size
+    places, commits = set(), set()
+    for run in field.runs():
+        for piece in field.counted(*run):
+            if (result := field.read(piece)) is not None:
+                where = result["environment"]
+                places.add(f"{where['device']}, torch {where['torch']}, Triton {where['triton']}")
+                commits.add(where["commit"])
+    where = (
+        f"Run on {'; '.join(sorted(places))}; commit {', '.join(sorted(commits))}." if places else "Nothing was run."
+    )
+    return (
+        f"{size.layers} layers of width {size.width}; {size.steps:,} steps of {size.batch_tokens:,} tokens a run; "
+        f"rates {', '.join(f'{rate:g}' for rate in size.rates)}, chosen at seed {size.tuning_seed}; results of "
+        f"{len(size.seeds)} further seeds, mean ± interval of 95 %. {where}"
+    )
+
+
+def _claims(field: Field) -> str:
+    scores = {(c.division, c.task): Scores(field, c.division, c.task) for c in CLAIMS}
+    rows: list[Row] = []
+    for claim in CLAIMS:
+        found = judge(claim, scores[claim.division, claim.task], field.size)
+        shown = "" if found.difference is None else str(found.difference)
+        rows.append({"paper": claim.paper, "claim": claim.says, "at this size": found.word, "difference": shown})
+    measured = sum(row["at this size"] != NOT_MEASURED for row in rows)
+    return f"{measured} of {len(rows)} were measured.\n\n{format_table(rows)}"
+
+
+def scores_table(field: Field, division: str, task: str) -> str:
+    """The results of a task, a line a contestant and mode."""
+    scores = Scores(field, division, task)
+    names = list(dict.fromkeys(column for line in scores.lines.values() for column in line))
+    groups = [[name for name in names if name.startswith(EXCESS) == excess] for excess in (False, True)]
+    tables = []
+    for group in filter(None, groups):
+        rows: list[Row] = []
+        for line in scores.lines:
+            found = {name: scores.estimate(line, name) for name in group}
+            if any(value is not None for value in found.values()):
+                row: Row = {"contestant": title(line), "rate": f"{scores.rates[line[0]]:g}"}
+                rows.append(row | {name: "–" if value is None else str(value) for name, value in found.items()})
+        tables.append(format_table(rows))
+    return "\n\n".join(tables) or "Not measured."
+
+
+COSTS = {
+    "training tokens/s": "training, tokens/s",
+    "prefill ms": "prefill, ms",
+    "decode ms/token": "decoding, ms a token",
+    "cache bytes": "state, bytes",
+}
+
+
+def costs_table(field: Field, division: str) -> str:
+    """Speed and memory of one sequence by context, a line a contestant and mode."""
+    rows: list[Row] = []
+    for line, found in costs(field, division).items():
+        for length, row in found.items():
+            numbers = {shown: row[key] for key, shown in COSTS.items()}
+            rows.append({"contestant": title(line), "context": length, **numbers})
+    return format_table(rows) if rows else "Not measured."
+
+
+def pictures(field: Field, division: str) -> list[dict[str, Any]]:
+    """What one looks at first: each contestant as a point of cost and quality."""
+    size, measured = field.size, costs(field, division)
+    recall, text = Scores(field, division, MQAR), Scores(field, division, TEXT)
+    near, far = min(size.cost_lengths), max(size.cost_lengths)
+    tokens = size.steps * size.batch_tokens
+
+    def points(scores: Scores, column: str, cost: Callable[[Line], float | None]) -> dict[Line, tuple[float, float]]:
+        found = {line: (cost(line), scores.estimate(line, column)) for line in scores.lines}
+        return {line: (x, y.mean) for line, (x, y) in found.items() if x is not None and y is not None}
+
+    def state(line: Line) -> float | None:
+        contestant = CONTESTANTS[line[0]]
+        fields = solve(line[0], division, size).fields
+        least, most = state_bytes(contestant, size, fields, size.seq_len)
+        return least if line[1] == "linear" else most
+
+    def decoding(line: Line) -> float | None:
+        # of a switched line, what its last mode takes
+        row = measured.get((line[0], line[1].rpartition(" → ")[2]), {}).get(far)
+        return None if row is None else row["decode ms/token"]
+
+    def training(line: Line) -> float | None:
+        rows = [
+            row[near]["training tokens/s"] for (name, _), row in measured.items() if name == line[0] and near in row
+        ]
+        return tokens / min(rows) if rows else None
+
+    accuracy = f"accuracy, mean over pairs at {size.seq_len} tokens"
+    return [
+        {
+            "name": "recall-state",
+            "title": "Recall by size of state",
+            "x": f"state after {size.seq_len:,} tokens, at the most (bytes)",
+            "y": accuracy,
+            "higher": True,
+            "points": points(recall, MEAN, state),
+        },
+        {
+            "name": "recall-decoding",
+            "title": "Recall by time of decoding",
+            "x": f"decoding after {far:,} tokens (ms a token)",
+            "y": accuracy,
+            "higher": True,
+            "points": points(recall, MEAN, decoding),
+        },
+        {
+            "name": "loss-training",
+            "title": "Loss by time of training",
+            "x": f"{tokens / 1e6:,.0f} million tokens at the speed of forward and backward passes (s)",
+            "y": "loss at the training length (nats a byte)",
+            "higher": False,
+            "points": points(text, "loss at 1x", training),
+        },
+    ]
+
+
+def scatter(picture: Mapping[str, Any], path: Path) -> None:
+    """Draw named points, and the front of those that no other beats in both.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require("matplotlib", "plots")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points: Mapping[Line, tuple[float, float]] = picture["points"]
+    best = front(points, higher=picture["higher"])
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    axes.plot(*zip(*(points[line] for line in best), strict=True), color="0.6", linestyle="--", linewidth=1, zorder=1)
+    for line, point in points.items():
+        axes.plot(*point, marker="o", color="C0" if line in best else "0.5", markersize=5)
+    for line, offset in _apart(points).items():
+        axes.annotate(title(line), points[line], xytext=(5, offset), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set(title=picture["title"], xlabel=picture["x"], ylabel=picture["y"])
+    # a name must not leave the picture
+    axes.margins(x=0.18)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def _apart(points: Mapping[Line, tuple[float, float]]) -> dict[Line, float]:
+    """How far above its point each name stands, so that names of near points do not cover each other."""
+    heights = [y for _, y in points.values()]
+    scale = 300 / ((max(heights) - min(heights)) or 1.0)
+    logs = {line: math.log(x) for line, (x, _) in points.items()}
+    reach = 0.25 * ((max(logs.values()) - min(logs.values())) or 1.0)
+    placed: dict[Line, float] = {}
+    for line in sorted(points, key=lambda line: points[line][1]):
+        wanted = points[line][1] * scale
+        for other in placed:
+            if abs(logs[other] - logs[line]) < reach:
+                wanted = max(wanted, points[other][1] * scale + placed[other] + 10)
+        placed[line] = wanted - points[line][1] * scale
+    return placed

@@ -1,0 +1,135 @@
+"""How large a comparison is: the models' shape, the tokens of a run, the rates and seeds that everybody gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# below these no result says anything about a mixer, and nothing is claimed from one
+LEAST_RATES, LEAST_SEEDS = 3, 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """One comparison.
+
+    Attributes:
+        name: what it is called on the command line; results lie in a folder of this name.
+        width, layers: of every model; layers are a multiple of four.
+        head: channels K of a head of the recurrences, a divisor of `width`.
+        attention_head: channels of a head of attention and of Mamba-2, a divisor of `width`.
+        slots, near: memory slots, and the window beside them, of NHA.
+        mlp_step: inner widths of MLPs are multiples of it.
+        seq_len: T, tokens of a training row of the tasks but needles.
+        needle_len: tokens of a training row with a needle; the shortest prompt takes about 600 bytes.
+        words: vocabulary of associative recall.
+        deviation: standard deviation of initial weights.
+        steps: optimizer steps of a run.
+        batch_tokens: tokens of a step, a multiple of both row lengths.
+        rates: the grid of learning rates, the same for all.
+        tuning_seed: the seed at which a rate is chosen, which no result counts.
+        seeds: the seeds of the results.
+        examples: sequences of an evaluation.
+        reach: text is read to this many times the training length.
+        cost_lengths: contexts at which speed and memory are measured.
+    """
+
+    name: str
+    width: int
+    layers: int
+    head: int
+    attention_head: int
+    slots: int
+    near: int
+    mlp_step: int
+    seq_len: int
+    needle_len: int
+    words: int
+    deviation: float
+    steps: int
+    batch_tokens: int
+    rates: tuple[float, ...]
+    tuning_seed: int
+    seeds: tuple[int, ...]
+    examples: int
+    reach: int
+    cost_lengths: tuple[int, ...]
+
+    @property
+    def says_something(self) -> bool:
+        """Whether rates are chosen and intervals known, so that words may be made of the results."""
+        return len(self.rates) >= LEAST_RATES and len(self.seeds) >= LEAST_SEEDS
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size(
+            name="smoke",
+            width=64,
+            layers=4,
+            head=64,
+            attention_head=32,
+            slots=16,
+            near=16,
+            mlp_step=2,
+            seq_len=128,
+            needle_len=640,
+            words=128,
+            deviation=0.02,
+            steps=3,
+            batch_tokens=1280,
+            rates=(3e-3,),
+            tuning_seed=0,
+            seeds=(1,),
+            examples=2,
+            reach=4,
+            cost_lengths=(64, 256),
+        ),
+        # 3M parameters beside the embedding, a minute or two a run
+        Size(
+            name="small",
+            width=256,
+            layers=4,
+            head=64,
+            attention_head=64,
+            slots=32,
+            near=32,
+            mlp_step=8,
+            seq_len=1024,
+            needle_len=1024,
+            words=1024,
+            deviation=0.02,
+            steps=2000,
+            batch_tokens=2**14,
+            rates=(5e-4, 1e-3, 2e-3, 4e-3),
+            tuning_seed=0,
+            seeds=(1, 2, 3),
+            examples=128,
+            reach=16,
+            cost_lengths=(1024, 4096, 16384, 65536),
+        ),
+        # 85M parameters beside the embedding
+        Size(
+            name="medium",
+            width=768,
+            layers=12,
+            head=128,
+            attention_head=64,
+            slots=64,
+            near=32,
+            mlp_step=8,
+            seq_len=2048,
+            needle_len=2048,
+            words=2048,
+            deviation=0.005,
+            steps=3000,
+            batch_tokens=2**15,
+            rates=(2.5e-4, 5e-4, 1e-3),
+            tuning_seed=0,
+            seeds=(1, 2, 3),
+            examples=128,
+            reach=16,
+            cost_lengths=(1024, 4096, 16384, 65536),
+        ),
+    )
+}

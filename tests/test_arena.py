@@ -1,0 +1,242 @@
+"""The arena's rule: equal parameters, equal state, one grid, the same rows, seeds of their own; pieces resume."""
+
+import json
+import math
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from arena import report, runner
+from arena.__main__ import main
+from arena.claims import HELD, NOT_HELD, NOT_MEASURED, OPEN, Claim, judge
+from arena.contestants import (
+    CONTESTANTS,
+    DIVISIONS,
+    PARAMETERS,
+    STATE,
+    TOLERANCE,
+    _target_parameters,
+    solve,
+    taking_part,
+    target_state,
+)
+from arena.measures import Estimate, Scores, front
+from arena.pieces import CostPiece, Field, Piece, fingerprint, recipe_of, run_piece
+from arena.sizes import LEAST_RATES, LEAST_SEEDS, SIZES
+from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
+from tokenmix_core.corpora.tokenizer import load_tokenizer
+from tokenmix_core.modeling.mixer import known_mixers
+from tokenmix_core.training.trainer import training_rows
+
+SMOKE, SMALL = SIZES["smoke"], SIZES["small"]
+# registered, but of another's baselines or for conversions
+LEFT_OUT = {"gla", "normed_attention", "tova"}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_all_of_a_division_have_equal_parameters_and_where_asked_equal_state(size, division):
+    models = {contestant.name: solve(contestant.name, division, size) for contestant in taking_part(division)}
+    for name, model in models.items():
+        assert abs(model.parameters / _target_parameters(size) - 1) <= TOLERANCE[PARAMETERS], name
+        if division == STATE:
+            assert abs(model.state_bytes[0] / target_state(size) - 1) <= TOLERANCE[STATE], name
+    assert {"attention", "nats-l", "gdn-h"}.isdisjoint(models) == (division == STATE)
+
+
+def test_every_mixer_of_the_workspace_takes_part():
+    used = set()
+    for contestant in taking_part(PARAMETERS):
+        fields = recipe(contestant.name, PARAMETERS, MQAR, SMOKE, 1e-3, 1).model_config()
+        used |= {fields.mixer_type(i) for i in range(fields.num_hidden_layers)}
+    assert used == set(known_mixers()) - LEFT_OUT
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_everybody_reads_the_same_rows_in_the_same_order_with_the_same_schedule(task):
+    recipes = {
+        (c.name, seed): recipe(c.name, PARAMETERS, task, SMOKE, 1e-3, seed)
+        for c in taking_part(PARAMETERS)
+        for seed in (1, 2)
+    }
+    for (name, seed), made in recipes.items():
+        reference = recipes["attention", seed]
+        for part in ("data", "optimizer", "run"):
+            assert asdict(getattr(made, part)) == asdict(getattr(reference, part)), name
+        shared = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range")
+        assert {key: made.model[key] for key in shared} == {key: reference.model[key] for key in shared}, name
+    if task == MQAR:
+        tokenizer = load_tokenizer("bytes")
+        rows = {
+            key: training_rows(recipes[key], tokenizer)[0] for key in (("attention", 1), ("oryx-tg", 1), ("gdn", 2))
+        }
+        first = [rows[key][3]["input_ids"] for key in rows]
+        assert torch.equal(first[0], first[1])
+        assert not torch.equal(first[0], first[2])
+
+
+def test_sizes_that_say_something_have_rates_to_choose_from_and_seeds_for_an_interval():
+    assert [size.name for size in SIZES.values() if not size.says_something] == ["smoke"]
+    for size in SIZES.values():
+        assert size.tuning_seed not in size.seeds
+        assert size.says_something == (len(set(size.rates)) >= LEAST_RATES and len(set(size.seeds)) >= LEAST_SEEDS)
+        assert size.batch_tokens % size.seq_len == size.batch_tokens % size.needle_len == 0
+
+
+def test_every_suite_that_measures_somebody_exists():
+    for contestant in CONTESTANTS.values():
+        for task in TASKS:
+            assert set(suites(contestant, task, SMALL)) <= set(ARENA_SUITES)
+
+
+def record(field, piece, last_loss=1.0, rows=None):
+    """Write a result that says what a test wants it to say."""
+    path = piece.path(field.results, field.size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"last loss": last_loss, "rows": rows or {}, "rule": fingerprint(piece, field.size)}
+    where = {"device": "none", "torch": "0", "triton": "0", "commit": "test"}
+    path.write_text(json.dumps({**piece._asdict(), **about, "environment": where}))
+
+
+def recalled(accuracy):
+    return {"mqar": [{"pairs": pairs, "accuracy": accuracy} for pairs in (4, 8)]}
+
+
+def test_rates_are_chosen_by_the_end_of_training_and_only_then_seeds_are_run(tmp_path):
+    field = Field(SMALL, tmp_path, (PARAMETERS,), ("gdn", "attention"), (MQAR,))
+    ready = field.ready()
+    assert {(p.contestant, p.rate, p.seed) for p in ready} == {
+        (name, rate, SMALL.tuning_seed) for name in ("gdn", "attention") for rate in SMALL.rates
+    }
+    losses = dict(zip(SMALL.rates, (0.5, None, 0.2, 0.3), strict=True))
+    for piece in field.tuning(PARAMETERS, MQAR, "gdn")[:-1]:
+        record(field, piece, losses[piece.rate])
+    assert field.rate(PARAMETERS, MQAR, "gdn") is None
+    record(field, field.tuning(PARAMETERS, MQAR, "gdn")[-1], losses[SMALL.rates[-1]])
+    assert field.rate(PARAMETERS, MQAR, "gdn") == SMALL.rates[2]
+    waiting = [p for p in field.ready() if p.contestant == "gdn"]
+    assert [(p.rate, p.seed) for p in waiting] == [(SMALL.rates[2], seed) for seed in SMALL.seeds]
+    for piece in field.tuning(PARAMETERS, MQAR, "attention"):
+        record(field, piece, None)
+    # where all diverged the smallest stands
+    assert field.rate(PARAMETERS, MQAR, "attention") == SMALL.rates[0]
+
+
+def test_a_result_of_another_rule_is_refused_by_name(tmp_path):
+    field = Field(SMALL, tmp_path, (PARAMETERS,), ("gdn",), (MQAR,))
+    piece = field.ready()[0]
+    record(field, piece)
+    path = piece.path(field.results, field.size)
+    path.write_text(path.read_text().replace(fingerprint(piece, SMALL), "other"))
+    with pytest.raises(ValueError, match="another rule"):
+        field.ready()
+    with pytest.raises(ValueError, match="no contestant 'gnd'"):
+        Field(SMALL, tmp_path, contestants=("gnd",))
+
+
+def test_a_piece_stops_in_time_goes_on_and_is_skipped_when_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    field = Field(SMOKE, tmp_path / "results", (PARAMETERS,), ("attention",), (MQAR,))
+    work = tmp_path / "work"
+    tuned = Piece(PARAMETERS, "attention", MQAR, SMOKE.rates[0], SMOKE.tuning_seed)
+    record(field, tuned)
+    (piece,) = field.ready()
+    assert piece.seed in SMOKE.seeds
+    assert not run_piece(piece, field, work, deadline=time.time(), commit="test")
+    checkpoints = list(work.rglob("checkpoint-*"))
+    assert [path.name for path in checkpoints] == ["checkpoint-1"]
+    said = []
+    assert runner.run(field, work, commit="test", deadline=math.inf, say=said.append)
+    assert said == [f"parameters attention mqar {SMOKE.rates[0]:g} 1: done"]
+    result = field.read(piece)
+    assert result["environment"]["commit"] == "test"
+    assert [step for step, _ in result["loss"]] == list(range(1, SMOKE.steps + 1))
+    assert {row["pairs"] for row in result["rows"]["mqar"]} == {4, 8, 16, 32}
+    assert not list(work.rglob("config.json"))
+    assert runner.run(field, work, commit="test", deadline=math.inf, say=said.append)
+    assert len(said) == 1
+    assert "says nothing" not in report.write(field).read_text()
+    assert report.SMOKE in report.write(field).read_text()
+
+
+def test_time_that_is_up_is_told_by_the_exit_code(tmp_path, capsys):
+    options = ["--results", str(tmp_path), "--work", str(tmp_path / "work"), "--tasks", MQAR, "--contestants", "gdn"]
+    assert main(["run", *options, "--minutes", "-1", "--commit", "test"]) == 75
+    assert main(["plan", *options]) == 0
+    assert "0 of 4 runs are done" in capsys.readouterr().out
+    assert main(["plan", "--size", "huge"]) == 2
+    assert "there is no size 'huge'" in capsys.readouterr().err
+
+
+def test_what_was_not_run_is_not_measured(tmp_path):
+    field = Field(SMALL, tmp_path)
+    text = report.write(field).read_text()
+    assert "Nothing was run." in text
+    assert "0 of " in text
+    assert not list(tmp_path.rglob("*.png"))
+    assert all(word not in text for word in ("| held ", "| did not hold ", "| not decided "))
+
+
+def test_the_report_says_of_each_claim_what_the_differences_say(tmp_path):
+    names = ("gdn", "gdn-h", "nha-h", "gsa-h", "attention")
+    field = Field(SMALL, tmp_path, (PARAMETERS,), names, (MQAR,))
+    accuracy = {"gdn": 0.2, "gdn-h": 0.9, "nha-h": 0.5, "gsa-h": 0.1, "attention": 0.55}
+    for name in names:
+        for piece in field.tuning(PARAMETERS, MQAR, name):
+            record(field, piece, piece.rate)
+        for piece in field.counted(PARAMETERS, MQAR, name):
+            noise = 0.2 * (piece.seed - 2) if name == "attention" else 0.01 * piece.seed
+            record(field, piece, rows=recalled(accuracy[name] + noise))
+    for name in names:
+        piece = CostPiece(PARAMETERS, name, max(SMALL.cost_lengths))
+        row = {"mode": "", "training tokens/s": 1.0, "prefill ms": 1.0, "decode ms/token": 2.0, "cache bytes": 3}
+        record(field, piece, rows=[row])
+    text = report.write(field).read_text()
+    said = {
+        line.split("|")[2].strip(): line.split("|")[3].strip() for line in text.splitlines() if line.count("|") == 5
+    }
+    assert said["GDN with attention in one layer of four recalls more than GDN (pairs)"] == HELD
+    assert said["NHA-H recalls more than GDN-H (pairs)"] == NOT_HELD
+    assert said["NHA-H recalls more than attention (pairs)"] == OPEN
+    assert said["NHA-H recalls more than GDN-H (needles)"] == NOT_MEASURED
+    assert {path.name for path in tmp_path.rglob("*.png")} == {
+        "parameters-recall-state.png",
+        "parameters-recall-decoding.png",
+    }
+
+
+def test_a_margin_forgives_and_a_smoke_run_decides_nothing(tmp_path):
+    field = Field(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
+    for name, accuracy in (("gdn", 0.9), ("gdn-h", 0.89)):
+        for piece in field.tuning(PARAMETERS, MQAR, name):
+            record(field, piece)
+        for piece in field.counted(PARAMETERS, MQAR, name):
+            record(field, piece, rows=recalled(accuracy))
+    scores = Scores(field, PARAMETERS, MQAR)
+    claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""))
+    assert judge(claim, scores, SMALL).word == NOT_HELD
+    assert judge(claim._replace(margin=0.02), scores, SMALL).word == HELD
+    assert judge(claim._replace(higher=False), scores, SMALL).word == HELD
+    assert judge(claim, scores, SMOKE).word == NOT_MEASURED
+
+
+def test_intervals_are_students():
+    assert Estimate.of([1.0, 2.0, 3.0]) == Estimate(2.0, pytest.approx(4.303 / 3**0.5))
+    assert str(Estimate.of([0.25])) == "0.250"
+    with pytest.raises(ValueError, match="at least one"):
+        Estimate.of([])
+
+
+def test_the_front_holds_what_nothing_beats_in_both():
+    points = {("a", ""): (1.0, 0.2), ("b", ""): (2.0, 0.1), ("c", ""): (3.0, 0.5), ("d", ""): (3.0, 0.4)}
+    assert front(points) == [("a", ""), ("c", "")]
+    assert front(points, higher=False) == [("a", ""), ("b", "")]
+
+
+def test_a_piece_depends_on_its_recipe():
+    one = Piece(PARAMETERS, "gdn", MQAR, 1e-3, 1)
+    assert fingerprint(one, SMALL) == fingerprint(one, SMALL)
+    assert len({fingerprint(p, SMALL) for p in (one, one._replace(seed=2), one._replace(rate=2e-3))}) == 3
+    assert recipe_of(one, SMALL).optimizer.learning_rate == 1e-3
