@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 import os
 import re
 import shutil
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,12 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 # what the tests of a package need beside its own dependencies
 TEST_EXTRAS = ("data", "eval", "peft", "plots", "tensorboard", "test")
+
+# what typesets the site's equations, and the hash that npm's registry gives of it
+KATEX = (
+    "katex@0.19.1",
+    "jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==",
+)
 
 # import every module at the top of a package, except the test support behind an extra
 IMPORT_ALL = """
@@ -183,6 +192,43 @@ def tables(session: nox.Session) -> None:
     """Write the committed measurements into the READMEs; `-- --check` only says whether they are there."""
     sync(session, "--all-packages", "--all-groups")
     session.run("python", "docs/tables.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site into build/site, and fail on a broken link; needs npm, for what typesets equations."""
+    sync(session, "--all-packages", "--all-groups")
+    katex(session)
+    session.run("mkdocs", "build", "--config-file=docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def docs_browser(session: nox.Session) -> None:
+    """Try the site that `docs` built in a browser: $CHROMIUM, or the chromium of this machine."""
+    sync(session, "--all-packages", "--all-groups")
+    session.run("pytest", "docs/site/test_browser.py", *session.posargs)
+
+
+def katex(session: nox.Session) -> None:
+    """Put KaTeX among the site's files, so that a page takes nothing from elsewhere."""
+    package, expected = KATEX
+    target, folder = ROOT / "docs/site/assets/katex", Path(session.create_tmp())
+    if (target / "VERSION").is_file() and (target / "VERSION").read_text() == package:
+        return
+    session.run_install("npm", "pack", "--silent", package, f"--pack-destination={folder}", external=True)
+    packed = folder / f"{package.replace('@', '-')}.tgz"
+    if (found := base64.b64encode(hashlib.sha512(packed.read_bytes()).digest()).decode()) != expected:
+        session.error(f"{package} has the hash {found}, expected {expected}")
+    shutil.rmtree(target, ignore_errors=True)
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+    (target / "fonts").mkdir(parents=True)
+    for name in ("katex.min.css", "katex.min.js"):
+        shutil.copy(folder / "package/dist" / name, target)
+    for font in (folder / "package/dist/fonts").glob("*.woff2"):
+        shutil.copy(font, target / "fonts")
+    shutil.copy(folder / "package/LICENSE", target)
+    (target / "VERSION").write_text(package)
 
 
 @nox.session

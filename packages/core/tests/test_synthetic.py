@@ -61,9 +61,8 @@ def test_mqar_example_depends_on_seed_and_index_alone():
 )
 def test_copying_asks_for_all_tokens_in_their_order(num_tokens, room, vocab, selective, seed):
     seq_len = 2 * num_tokens + room
-    ids, labels = copying(
-        3, seq_len=seq_len, num_tokens=num_tokens, vocab_size=vocab, selective=selective, seed=seed, first=7
-    )
+    options = {"seq_len": seq_len, "num_tokens": num_tokens, "vocab_size": vocab, "selective": selective, "seed": seed}
+    ids, labels = copying(3, **options, first=7)
     for row, wanted in zip(ids, labels, strict=True):
         scored = (wanted != IGNORE_INDEX).nonzero().flatten()
         assert scored.tolist() == list(range(seq_len - num_tokens, seq_len))
@@ -73,8 +72,7 @@ def test_copying_asks_for_all_tokens_in_their_order(num_tokens, room, vocab, sel
         assert torch.equal(before[before != 0], row[scored])
         assert selective or bool((before[:num_tokens] != 0).all())
         assert 2 <= int(row[scored].min()) <= int(row[scored].max()) < vocab
-    again = copying(1, seq_len=seq_len, num_tokens=num_tokens, vocab_size=vocab, selective=selective, seed=seed, first=9)
-    assert torch.equal(again.input_ids[0], ids[2])
+    assert torch.equal(copying(1, **options, first=9).input_ids[0], ids[2])
 
 
 def test_mqar_power_moves_queries_towards_the_pairs():

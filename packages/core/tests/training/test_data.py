@@ -12,8 +12,8 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.training.data import (
     IGNORE_INDEX,
     ChunkRows,
-    MixedRows,
     CopyRows,
+    MixedRows,
     MQARRows,
     NiahRows,
     collate_joined,

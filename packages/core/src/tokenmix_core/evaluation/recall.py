@@ -120,8 +120,8 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
         x.append(tokens)
         y.append(accuracy)
     chance = 1 / (size - 2)
-    title = "Copying"
-    plot: Plot = {"title": title, "x": "tokens to copy", "y": "accuracy", "log_x": True, "shares": True, "series": series}
+    about: Plot = {"title": "Copying", "x": "tokens to copy", "y": "accuracy", "series": series}
+    plot: Plot = {**about, "log_x": True, "shares": True}
     settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
     return {"suite": "copying", "settings": settings, "rows": rows, "plots": [plot]}
 

@@ -168,7 +168,9 @@ class MQARRows(GrowingRows):
 
 
 class CopyRows(GrowingRows):
-    """Copying and selective copying; see `tokenmix_core.synthetic.copying`. The size of an example is its tokens to copy.
+    """Copying and selective copying; see `tokenmix_core.synthetic.copying`.
+
+    The size of an example is its tokens to copy.
 
     Args:
         task: "copying" or "selective-copying".

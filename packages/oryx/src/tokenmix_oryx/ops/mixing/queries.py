@@ -16,6 +16,7 @@ BT, HEADS = 16, 2
 
 @triton.jit
 def silu_gradient(b_x):
+    """The derivative of SiLU."""
     b_sigmoid = tl.sigmoid(b_x)
     return b_sigmoid * (1.0 + b_x * (1.0 - b_sigmoid))
 

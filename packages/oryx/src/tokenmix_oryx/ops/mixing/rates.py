@@ -16,6 +16,7 @@ BT = 64
 
 @triton.jit
 def softplus(b_x):
+    """log(1 + e^x), exact where e^x is small."""
     # log(1 + e) where 1 + e is rounded
     b_e = tl.exp(-tl.abs(b_x))
     b_u = 1.0 + b_e

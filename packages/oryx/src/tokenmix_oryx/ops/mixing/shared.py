@@ -77,6 +77,7 @@ def _shared_forward(
 
 @triton.jit
 def load_sum(p_attention, p_linear, o_x, m_x, BOTH: tl.constexpr):
+    """One gradient in float32, or with `BOTH` the sum of two."""
     b_sum = tl.load(p_attention + o_x, mask=m_x, other=0.0).to(tl.float32)
     if BOTH:
         b_sum += tl.load(p_linear + o_x, mask=m_x, other=0.0).to(tl.float32)

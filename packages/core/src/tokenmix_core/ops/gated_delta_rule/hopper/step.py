@@ -9,6 +9,7 @@ from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, state_layo
 
 @gluon.jit
 def add_both(a, b, c, d):
+    """The sums of two pairs, for a reduction of both at once."""
     return a + c, b + d
 
 

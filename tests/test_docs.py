@@ -1,0 +1,90 @@
+"""The site: everything public is documented and has a page, no link leads nowhere, equations are typeset whole."""
+
+import importlib
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+equations, pages = importlib.import_module("equations"), importlib.import_module("pages")
+
+
+@pytest.fixture(scope="module")
+def site():
+    return pages.build()
+
+
+def test_every_public_name_is_documented():
+    assert list(pages.undocumented()) == []
+
+
+def test_every_operation_mixer_and_paper_has_a_page(site):
+    for package, module in pages.PACKAGES.items():
+        if importlib.util.find_spec(f"{module}.ops") is None:
+            continue
+        for name, function in ((f.__name__, f) for _, f in pages._functions(package, None)):
+            page = site.pages[f"operations/{function.__module__.split('.')[2]}.md"]
+            assert f"::: {function.__module__}.{name}\n" in page
+    for name, mixer in pages.mixers().items():
+        page = site.pages[f"mixers/{name}.md"]
+        assert f"::: {mixer.__module__}.{mixer.__qualname__}\n" in page
+        assert "| parameters |" in page
+    for name in pages.PACKAGES.keys() - {"core"}:
+        recipes = importlib.import_module(f"tokenmix_{name}.recipes").RECIPES
+        assert all(f"| `{recipe}` |" in site.pages[f"papers/{name}.md"] for recipe in recipes)
+    listed = re.findall(r"[\w./]+\.md", str(site.nav))
+    assert sorted(listed) == sorted(site.pages), "a page that nothing leads to"
+
+
+def test_no_link_of_a_page_leads_nowhere(site):
+    for uri, text in site.pages.items():
+        prose = re.sub(r"(?ms)^(```|~~~~).*?^\1[ \t]*$", "", text)
+        for target in re.findall(r"\]\(([^()\s]+)\)", prose):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(uri), target.partition("#")[0]))
+            assert target.startswith("#") or path in site.pages or path in site.files, f"{uri}: {target}"
+    assert all(path.is_file() for path in site.files.values())
+
+
+def test_what_the_arena_has_not_measured_is_said(site):
+    reports = [path.read_text() for path in ROOT.glob("arena/results/*/report.md")]
+    measured = any("**Smoke run.**" not in text and "![" in text for text in reports)
+    assert measured != ("**Not measured**" in site.pages["choose.md"])
+
+
+@pytest.mark.parametrize(
+    ("plain", "tex"),
+    [
+        ("S_t = e^{g_t} S_{t−1} + k_t v_tᵀ", "S_{t} = e^{g_{t}} S_{t - 1} + k_{t} v_{t}^{\\top}"),
+        ("u'_tᵀ", "u_{t}^{\\prime \\top}"),
+        ("Ã = (I + L̃)⁻¹", "\\tilde{A} = ( I + \\tilde{L} )^{- 1}"),
+        ("lse_i = log Σ_{j ∈ S(i)} exp(s_ij)", "\\operatorname{lse}_{i} = \\operatorname{log} \\sum_{j \\in S ( i )} "),
+        ("dk_j for j < i", "dk_{j} \\;\\text{for}\\; j < i"),
+        ("S(i) = { j }", "S ( i ) = \\{ j \\}"),
+        ("(later chunks on the left)", "\\;\\text{later chunks on the left}\\;"),
+        ("S₀ S^K_s", "S_{0} S_{s}^{K}"),
+    ],
+)
+def test_an_equation_is_set_as_it_reads(plain, tex):
+    assert tex in re.sub(" +", " ", equations.tex(plain))
+
+
+def test_equations_of_all_readmes_are_whole(site):
+    found = [tex for text in site.pages.values() for tex in re.findall(r'data-tex="([^"]*)"', text)]
+    assert len(found) > 40
+    for tex in found:
+        assert tex.count("{") == tex.count("}"), tex
+        # what KaTeX does not know is a letter of no alphabet
+        assert not re.search(r"[^\x00-\x7fΑ-Ωα-ω]", tex.replace("ϕ", "")), tex
+
+
+def test_code_is_no_equation():
+    text = "before\n\n```python\n\n    x = 1\n```\n\n    y = 2\n\nafter\n"
+    marked = equations.with_equations(text)
+    assert marked.count('class="equation"') == 1
+    assert "```python\n\n    x = 1\n```" in marked
