@@ -26,30 +26,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from arena import report, runner
     from arena.contestants import CONTESTANTS, DIVISIONS
-    from arena.pieces import Field
+    from arena.pieces import Comparison
     from arena.sizes import SIZES
     from arena.tasks import TASKS
 
     if args.size not in SIZES:
         raise ValueError(f"there is no size {args.size!r}; choose from {', '.join(SIZES)}")
     names = (args.divisions or tuple(DIVISIONS), args.contestants or tuple(CONTESTANTS), args.tasks or tuple(TASKS))
-    field = Field(SIZES[args.size], args.results, *names)
+    comparison = Comparison(SIZES[args.size], args.results, *names)
     if args.command == "plan":
-        print(report.plan(field))
+        print(report.plan(comparison))
         return 0
     if args.command == "report":
-        print(report.write(field))
+        print(report.write(comparison))
         return 0
     commit = args.commit or _commit()
     deadline = time.time() + 60 * args.minutes if args.minutes else float("inf")
     done = True
     if args.command in ("run", "all"):
         gpus = args.gpus or ()
-        done = runner.run(field, args.work, commit=commit, deadline=deadline, jobs=args.jobs, gpus=gpus)
+        done = runner.run(comparison, args.work, commit=commit, deadline=deadline, jobs=args.jobs, gpus=gpus)
     if args.command in ("costs", "all"):
-        done &= runner.measure(field, commit=commit, deadline=deadline)
+        done &= runner.measure(comparison, commit=commit, deadline=deadline)
     if args.command == "all":
-        print(report.write(field))
+        print(report.write(comparison))
     return 0 if done else 75
 
 

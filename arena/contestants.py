@@ -138,8 +138,10 @@ def _nats_l(size: Size, *, hybrid: bool) -> dict[str, Any]:
 
 
 def _nsa(size: Size) -> dict[str, Any]:
-    """Heads as of attention; blocks and windows are the mixer's own."""
-    return _attention(size)
+    # as many of a row as its authors read of theirs: a quarter by blocks, an eighth by the window
+    heads, block = size.width // size.attention_head, min(64, size.seq_len // 16)
+    options = {"num_heads": heads, "num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head, "block": block}
+    return options | {"blocks": max(3, size.seq_len // 4 // block), "window": size.seq_len // 8}
 
 
 _NHA: dict[str, Any] = {"model_type": "tokenmix_nha"}

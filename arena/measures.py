@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from arena.contestants import CONTESTANTS
-from arena.pieces import CostPiece, Field
+from arena.pieces import Comparison, CostPiece
 from arena.sizes import Size
 from arena.tasks import COPY, MQAR, NEEDLE, TEXT
 
@@ -96,16 +96,16 @@ def _cells(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Iterabl
 class Scores:
     """The results of a task in a division: by line, column and seed."""
 
-    def __init__(self, field: Field, division: str, task: str) -> None:
+    def __init__(self, comparison: Comparison, division: str, task: str) -> None:
         self.lines: dict[Line, dict[str, dict[int, float]]] = {}
         self.rates: dict[str, float] = {}
-        for name in field.entrants(division):
-            pieces = field.counted(division, task, name)
+        for name in comparison.entrants(division):
+            pieces = comparison.counted(division, task, name)
             for piece in pieces:
                 self.rates[name] = piece.rate
-                if (result := field.read(piece)) is None:
+                if (result := comparison.read(piece)) is None:
                     continue
-                for mode, numbers in columns(result, field.size).items():
+                for mode, numbers in columns(result, comparison.size).items():
                     line = self.lines.setdefault((name, mode), {})
                     for column, value in numbers.items():
                         line.setdefault(column, {})[piece.seed] = value
@@ -122,11 +122,11 @@ class Scores:
         return Estimate.of([mine[seed] - theirs[seed] for seed in common]) if common else None
 
 
-def costs(field: Field, division: str) -> dict[Line, dict[int, dict[str, Any]]]:
+def costs(comparison: Comparison, division: str) -> dict[Line, dict[int, dict[str, Any]]]:
     """The measured costs by line and length."""
     found: dict[Line, dict[int, dict[str, Any]]] = {}
-    for piece in field.costs():
-        if piece.division == division and (result := field.read(CostPiece(*piece))) is not None:
+    for piece in comparison.costs():
+        if piece.division == division and (result := comparison.read(CostPiece(*piece))) is not None:
             for row in result["rows"]:
                 found.setdefault((piece.contestant, row["mode"]), {})[piece.length] = row
     return found

@@ -62,7 +62,7 @@ class CostPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Field:
+class Comparison:
     """What is compared, and where results lie.
 
     Attributes:
@@ -172,19 +172,19 @@ class StopAt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def run_piece(piece: Piece, field: Field, work: Path, *, deadline: float, commit: str, jobs: int = 1) -> bool:
+def run_piece(piece: Piece, comparison: Comparison, work: Path, *, deadline: float, commit: str, jobs: int = 1) -> bool:
     """Train and measure, from where an earlier call stopped; return whether the result is there.
 
     Args:
         piece: what to run.
-        field: the comparison that it is of.
+        comparison: the comparison that it is of.
         work: a folder for what is there only until the piece is done.
         deadline: when to stop, in seconds since the epoch; training ends there with a checkpoint, and measuring does
             not begin.
         commit: of the code.
         jobs: pieces that run beside each other, which says what a wall-clock time is worth.
     """
-    size = field.size
+    size = comparison.size
     disable_progress_bar()
     about = recipe_of(piece, size)
     about = replace(about, callbacks=(*about.callbacks, lambda _: StopAt(deadline)))
@@ -217,7 +217,7 @@ def run_piece(piece: Piece, field: Field, work: Path, *, deadline: float, commit
         "jobs": jobs,
         "environment": {**environment(), "commit": commit},
     }
-    _write(result, piece.path(field.results, size))
+    _write(result, piece.path(comparison.results, size))
     shutil.rmtree(folder, ignore_errors=True)
     return True
 
@@ -244,9 +244,9 @@ def _training(folder: Path, diverged: bool) -> dict[str, Any]:
     }
 
 
-def run_costs(piece: CostPiece, field: Field, *, commit: str) -> None:
+def run_costs(piece: CostPiece, comparison: Comparison, *, commit: str) -> None:
     """Measure a training step, a prefill and decoding at one context, in each mode; to be run alone on a GPU."""
-    size, contestant = field.size, CONTESTANTS[piece.contestant]
+    size, contestant = comparison.size, CONTESTANTS[piece.contestant]
     model = _random_model(piece, size)
     repeats = 3 if size.says_something else 1
     rows = []
@@ -267,7 +267,7 @@ def run_costs(piece: CostPiece, field: Field, *, commit: str) -> None:
         "rows": rows,
         "environment": {**environment(), "commit": commit},
     }
-    _write(result, piece.path(field.results, size))
+    _write(result, piece.path(comparison.results, size))
 
 
 def _random_model(piece: CostPiece, size: Size) -> Any:
@@ -285,6 +285,6 @@ def _folder(results: Path, size: Size, division: str, contestant: str) -> Path:
     return results / size.name / division / contestant
 
 
-def undone(pieces: Sequence[CostPiece], field: Field) -> list[CostPiece]:
+def undone(pieces: Sequence[CostPiece], comparison: Comparison) -> list[CostPiece]:
     """The measurements that are not there yet."""
-    return [piece for piece in pieces if field.read(piece) is None]
+    return [piece for piece in pieces if comparison.read(piece) is None]

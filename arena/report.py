@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from arena import measures
 from arena.claims import CLAIMS, NOT_MEASURED, judge
 from arena.contestants import CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
-from arena.measures import EXCESS, MEAN, Line, Scores, costs, front, title
-from arena.pieces import Field
+from arena.measures import EXCESS, MEAN, Line, Scores, front, title
+from arena.pieces import Comparison
 from arena.tasks import MQAR, TASKS, TEXT
 from tokenmix_core.evaluation.report import format_table
 from tokenmix_core.extras import require
@@ -39,23 +40,22 @@ SMOKE = (
 Row = dict[str, Any]
 
 
-def plan(field: Field) -> str:
+def plan(comparison: Comparison) -> str:
     """The models of a comparison, and how much of it is done."""
-    parts = [models(field, division) for division in field.divisions]
-    runs = list(field.runs())
-    wanted = len(runs) * (len(field.size.rates) + len(field.size.seeds))
-    pieces = [piece for run in runs for piece in (*field.tuning(*run), *field.counted(*run))]
-    done = sum(field.read(piece) is not None for piece in pieces)
-    measured = sum(field.read(piece) is not None for piece in field.costs())
-    parts.append(f"{done:,} of {wanted:,} runs are done, and {measured} of {len(field.costs())} measurements of costs.")
+    parts = [models(comparison, division) for division in comparison.divisions]
+    runs, costs = list(comparison.runs()), comparison.costs()
+    wanted = len(runs) * (len(comparison.size.rates) + len(comparison.size.seeds))
+    pieces = [piece for run in runs for piece in (*comparison.tuning(*run), *comparison.counted(*run))]
+    done, measured = (sum(comparison.read(piece) is not None for piece in some) for some in (pieces, costs))
+    parts.append(f"{done:,} of {wanted:,} runs are done, and {measured} of {len(costs)} measurements of costs.")
     return "\n\n".join(parts)
 
 
-def models(field: Field, division: str) -> str:
+def models(comparison: Comparison, division: str) -> str:
     """What the contestants of a division are made of."""
     rows: list[Row] = []
-    for name in field.entrants(division):
-        model = solve(name, division, field.size)
+    for name in comparison.entrants(division):
+        model = solve(name, division, comparison.size)
         least, most = model.state_bytes
         rows.append(
             {
@@ -66,52 +66,52 @@ def models(field: Field, division: str) -> str:
                 "state, most KiB": round(most / 1024, 1),
             }
         )
-    context = field.size.reach * field.size.seq_len
+    context = comparison.size.reach * comparison.size.seq_len
     text = f"State of one sequence of {context:,} tokens in bfloat16; parameters without the embedding."
     if division != PARAMETERS:
-        text += f" The state to have is {target_state(field.size) / 1024:,.1f} KiB."
+        text += f" The state to have is {target_state(comparison.size) / 1024:,.1f} KiB."
     return f"{text}\n\n{format_table(rows)}"
 
 
-def write(field: Field) -> Path:
+def write(comparison: Comparison) -> Path:
     """Write the report of what is there, with its pictures, beside the results; return its path."""
-    folder = field.results / field.size.name
+    folder = comparison.results / comparison.size.name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / REPORT
-    write_atomically(path, "\n\n".join(_parts(field, folder)) + "\n")
+    write_atomically(path, "\n\n".join(_parts(comparison, folder)) + "\n")
     return path
 
 
-def _parts(field: Field, folder: Path) -> list[str]:
-    size = field.size
+def _parts(comparison: Comparison, folder: Path) -> list[str]:
+    size = comparison.size
     parts = [f"# The arena, {size.name}"]
     if not size.says_something:
         parts.append(SMOKE)
-    parts += [_setting(field), "## Which claims held", _claims(field)]
+    parts += [_setting(comparison), "## Which claims held", _claims(comparison)]
     parts += ["## What a reviewer would object to", OBJECTIONS.strip()]
-    for division in field.divisions:
+    for division in comparison.divisions:
         heading = HEADINGS[division]
-        parts += [f"## {heading}", models(field, division)]
-        for picture in pictures(field, division):
+        parts += [f"## {heading}", models(comparison, division)]
+        for picture in pictures(comparison, division):
             if picture["points"]:
                 image = folder / f"{division}-{picture['name']}.png"
                 scatter(picture, image)
                 parts.append(f"![{picture['title']}]({image.name})")
-        for task in field.tasks:
-            parts += [f"### {TASKS[task].title}", scores_table(field, division, task)]
-        parts += ["### Costs", costs_table(field, division)]
+        for task in comparison.tasks:
+            parts += [f"### {TASKS[task].title}", scores_table(comparison, division, task)]
+        parts += ["### Costs", costs_table(comparison, division)]
     missing = [c.title for c in CONTESTANTS.values() if c not in taking_part(PARAMETERS)]
     if missing:
         parts.append(f"Not there, as their mixers are not registered: {', '.join(missing)}.")
     return parts
 
 
-def _setting(field: Field) -> str:
-    size = field.size
+def _setting(comparison: Comparison) -> str:
+    size = comparison.size
     places, commits = set(), set()
-    for run in field.runs():
-        for piece in field.counted(*run):
-            if (result := field.read(piece)) is not None:
+    for run in comparison.runs():
+        for piece in comparison.counted(*run):
+            if (result := comparison.read(piece)) is not None:
                 where = result["environment"]
                 places.add(f"{where['device']}, torch {where['torch']}, Triton {where['triton']}")
                 commits.add(where["commit"])
@@ -125,20 +125,20 @@ def _setting(field: Field) -> str:
     )
 
 
-def _claims(field: Field) -> str:
-    scores = {(c.division, c.task): Scores(field, c.division, c.task) for c in CLAIMS}
+def _claims(comparison: Comparison) -> str:
+    scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in CLAIMS}
     rows: list[Row] = []
     for claim in CLAIMS:
-        found = judge(claim, scores[claim.division, claim.task], field.size)
+        found = judge(claim, scores[claim.division, claim.task], comparison.size)
         shown = "" if found.difference is None else str(found.difference)
         rows.append({"paper": claim.paper, "claim": claim.says, "at this size": found.word, "difference": shown})
     measured = sum(row["at this size"] != NOT_MEASURED for row in rows)
     return f"{measured} of {len(rows)} were measured.\n\n{format_table(rows)}"
 
 
-def scores_table(field: Field, division: str, task: str) -> str:
+def scores_table(comparison: Comparison, division: str, task: str) -> str:
     """The results of a task, a line a contestant and mode."""
-    scores = Scores(field, division, task)
+    scores = Scores(comparison, division, task)
     names = list(dict.fromkeys(column for line in scores.lines.values() for column in line))
     groups = [[name for name in names if name.startswith(EXCESS) == excess] for excess in (False, True)]
     tables = []
@@ -161,20 +161,20 @@ COSTS = {
 }
 
 
-def costs_table(field: Field, division: str) -> str:
+def costs_table(comparison: Comparison, division: str) -> str:
     """Speed and memory of one sequence by context, a line a contestant and mode."""
     rows: list[Row] = []
-    for line, found in costs(field, division).items():
+    for line, found in measures.costs(comparison, division).items():
         for length, row in found.items():
             numbers = {shown: row[key] for key, shown in COSTS.items()}
             rows.append({"contestant": title(line), "context": length, **numbers})
     return format_table(rows) if rows else "Not measured."
 
 
-def pictures(field: Field, division: str) -> list[dict[str, Any]]:
+def pictures(comparison: Comparison, division: str) -> list[dict[str, Any]]:
     """What one looks at first: each contestant as a point of cost and quality."""
-    size, measured = field.size, costs(field, division)
-    recall, text = Scores(field, division, MQAR), Scores(field, division, TEXT)
+    size, measured = comparison.size, measures.costs(comparison, division)
+    recall, text = Scores(comparison, division, MQAR), Scores(comparison, division, TEXT)
     near, far = min(size.cost_lengths), max(size.cost_lengths)
     tokens = size.steps * size.batch_tokens
 

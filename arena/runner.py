@@ -10,11 +10,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import Any
 
-from arena.pieces import CostPiece, Field, Piece, run_costs, run_piece
+from arena.pieces import Comparison, CostPiece, Piece, run_costs, run_piece
 
 
 def run(
-    field: Field,
+    comparison: Comparison,
     work: Path,
     *,
     commit: str,
@@ -26,7 +26,7 @@ def run(
     """Run what is left of a comparison; return whether all of it is done.
 
     Args:
-        field: the comparison.
+        comparison: the comparison.
         work: a folder for runs that are not finished.
         commit: of the code.
         deadline: when to stop, in seconds since the epoch; runs end there with a checkpoint.
@@ -41,9 +41,9 @@ def run(
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     options = {"deadline": deadline, "commit": commit, "jobs": jobs}
     if jobs == 1:
-        while time.time() < deadline and (ready := field.ready()):
-            _tell(ready[0], run_piece(ready[0], field, work, **options), say)
-        return not field.ready()
+        while time.time() < deadline and (ready := comparison.ready()):
+            _tell(ready[0], run_piece(ready[0], comparison, work, **options), say)
+        return not comparison.ready()
     context = multiprocessing.get_context("spawn")
     slots = context.SimpleQueue()
     for i in range(jobs):
@@ -52,25 +52,25 @@ def run(
         running: dict[Future[bool], Piece] = {}
         while True:
             # a seed is ready only when its rate is chosen
-            waiting = [p for p in field.ready() if p not in running.values()] if time.time() < deadline else []
+            waiting = [p for p in comparison.ready() if p not in running.values()] if time.time() < deadline else []
             for piece in waiting[: jobs - len(running)]:
-                running[pool.submit(run_piece, piece, field, work, **options)] = piece
+                running[pool.submit(run_piece, piece, comparison, work, **options)] = piece
             if not running:
-                return not field.ready()
+                return not comparison.ready()
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 _tell(running.pop(future), future.result(), say)
 
 
-def measure(field: Field, *, commit: str, deadline: float, say: Callable[[str], None] = print) -> bool:
+def measure(comparison: Comparison, *, commit: str, deadline: float, say: Callable[[str], None] = print) -> bool:
     """Measure what is left of the costs, one after another; return whether all of it is done."""
-    pieces = field.costs()
+    pieces = comparison.costs()
     for piece in pieces:
         if time.time() >= deadline:
             break
-        if field.read(piece) is None:
-            run_costs(piece, field, commit=commit)
+        if comparison.read(piece) is None:
+            run_costs(piece, comparison, commit=commit)
             _tell(piece, True, say)
-    return all(field.read(piece) is not None for piece in pieces)
+    return all(comparison.read(piece) is not None for piece in pieces)
 
 
 def _take_gpu(slots: Any) -> None:

@@ -78,7 +78,7 @@ TASKS = {
             "Needle in text",
             lambda s: BYTE_VOCAB,
             lambda s: DataRecipe(sources=[*NIAH_TASKS, "stdlib"], seq_len=s.needle_len, documents="separate"),
-            lambda s: {"niah": _options(s, lengths=(s.needle_len,))},
+            lambda s: {"niah": _options(s, lengths=(s.needle_len,), batch_size=64)},
         ),
         Task(
             TEXT,

@@ -23,7 +23,7 @@ from arena.contestants import (
     target_state,
 )
 from arena.measures import Estimate, Scores, front
-from arena.pieces import CostPiece, Field, Piece, fingerprint, recipe_of, run_piece
+from arena.pieces import Comparison, CostPiece, Piece, fingerprint, recipe_of, run_piece
 from arena.sizes import LEAST_RATES, LEAST_SEEDS, SIZES
 from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
 from tokenmix_core.corpora.tokenizer import load_tokenizer
@@ -91,11 +91,11 @@ def test_every_suite_that_measures_somebody_exists():
             assert set(suites(contestant, task, SMALL)) <= set(ARENA_SUITES)
 
 
-def record(field, piece, last_loss=1.0, rows=None):
+def record(comparison, piece, last_loss=1.0, rows=None):
     """Write a result that says what a test wants it to say."""
-    path = piece.path(field.results, field.size)
+    path = piece.path(comparison.results, comparison.size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"last loss": last_loss, "rows": rows or {}, "rule": fingerprint(piece, field.size)}
+    about = {"last loss": last_loss, "rows": rows or {}, "rule": fingerprint(piece, comparison.size)}
     where = {"device": "none", "torch": "0", "triton": "0", "commit": "test"}
     path.write_text(json.dumps({**piece._asdict(), **about, "environment": where}))
 
@@ -105,60 +105,60 @@ def recalled(accuracy):
 
 
 def test_rates_are_chosen_by_the_end_of_training_and_only_then_seeds_are_run(tmp_path):
-    field = Field(SMALL, tmp_path, (PARAMETERS,), ("gdn", "attention"), (MQAR,))
-    ready = field.ready()
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "attention"), (MQAR,))
+    ready = comparison.ready()
     assert {(p.contestant, p.rate, p.seed) for p in ready} == {
         (name, rate, SMALL.tuning_seed) for name in ("gdn", "attention") for rate in SMALL.rates
     }
     losses = dict(zip(SMALL.rates, (0.5, None, 0.2, 0.3), strict=True))
-    for piece in field.tuning(PARAMETERS, MQAR, "gdn")[:-1]:
-        record(field, piece, losses[piece.rate])
-    assert field.rate(PARAMETERS, MQAR, "gdn") is None
-    record(field, field.tuning(PARAMETERS, MQAR, "gdn")[-1], losses[SMALL.rates[-1]])
-    assert field.rate(PARAMETERS, MQAR, "gdn") == SMALL.rates[2]
-    waiting = [p for p in field.ready() if p.contestant == "gdn"]
+    for piece in comparison.tuning(PARAMETERS, MQAR, "gdn")[:-1]:
+        record(comparison, piece, losses[piece.rate])
+    assert comparison.rate(PARAMETERS, MQAR, "gdn") is None
+    record(comparison, comparison.tuning(PARAMETERS, MQAR, "gdn")[-1], losses[SMALL.rates[-1]])
+    assert comparison.rate(PARAMETERS, MQAR, "gdn") == SMALL.rates[2]
+    waiting = [p for p in comparison.ready() if p.contestant == "gdn"]
     assert [(p.rate, p.seed) for p in waiting] == [(SMALL.rates[2], seed) for seed in SMALL.seeds]
-    for piece in field.tuning(PARAMETERS, MQAR, "attention"):
-        record(field, piece, None)
+    for piece in comparison.tuning(PARAMETERS, MQAR, "attention"):
+        record(comparison, piece, None)
     # where all diverged the smallest stands
-    assert field.rate(PARAMETERS, MQAR, "attention") == SMALL.rates[0]
+    assert comparison.rate(PARAMETERS, MQAR, "attention") == SMALL.rates[0]
 
 
 def test_a_result_of_another_rule_is_refused_by_name(tmp_path):
-    field = Field(SMALL, tmp_path, (PARAMETERS,), ("gdn",), (MQAR,))
-    piece = field.ready()[0]
-    record(field, piece)
-    path = piece.path(field.results, field.size)
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn",), (MQAR,))
+    piece = comparison.ready()[0]
+    record(comparison, piece)
+    path = piece.path(comparison.results, comparison.size)
     path.write_text(path.read_text().replace(fingerprint(piece, SMALL), "other"))
     with pytest.raises(ValueError, match="another rule"):
-        field.ready()
+        comparison.ready()
     with pytest.raises(ValueError, match="no contestant 'gnd'"):
-        Field(SMALL, tmp_path, contestants=("gnd",))
+        Comparison(SMALL, tmp_path, contestants=("gnd",))
 
 
 def test_a_piece_stops_in_time_goes_on_and_is_skipped_when_done(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    field = Field(SMOKE, tmp_path / "results", (PARAMETERS,), ("attention",), (MQAR,))
+    comparison = Comparison(SMOKE, tmp_path / "results", (PARAMETERS,), ("attention",), (MQAR,))
     work = tmp_path / "work"
     tuned = Piece(PARAMETERS, "attention", MQAR, SMOKE.rates[0], SMOKE.tuning_seed)
-    record(field, tuned)
-    (piece,) = field.ready()
+    record(comparison, tuned)
+    (piece,) = comparison.ready()
     assert piece.seed in SMOKE.seeds
-    assert not run_piece(piece, field, work, deadline=time.time(), commit="test")
+    assert not run_piece(piece, comparison, work, deadline=time.time(), commit="test")
     checkpoints = list(work.rglob("checkpoint-*"))
     assert [path.name for path in checkpoints] == ["checkpoint-1"]
     said = []
-    assert runner.run(field, work, commit="test", deadline=math.inf, say=said.append)
+    assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append)
     assert said == [f"parameters attention mqar {SMOKE.rates[0]:g} 1: done"]
-    result = field.read(piece)
+    result = comparison.read(piece)
     assert result["environment"]["commit"] == "test"
     assert [step for step, _ in result["loss"]] == list(range(1, SMOKE.steps + 1))
     assert {row["pairs"] for row in result["rows"]["mqar"]} == {4, 8, 16, 32}
     assert not list(work.rglob("config.json"))
-    assert runner.run(field, work, commit="test", deadline=math.inf, say=said.append)
+    assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append)
     assert len(said) == 1
-    assert "says nothing" not in report.write(field).read_text()
-    assert report.SMOKE in report.write(field).read_text()
+    assert "says nothing" not in report.write(comparison).read_text()
+    assert report.SMOKE in report.write(comparison).read_text()
 
 
 def test_time_that_is_up_is_told_by_the_exit_code(tmp_path, capsys):
@@ -171,8 +171,8 @@ def test_time_that_is_up_is_told_by_the_exit_code(tmp_path, capsys):
 
 
 def test_what_was_not_run_is_not_measured(tmp_path):
-    field = Field(SMALL, tmp_path)
-    text = report.write(field).read_text()
+    comparison = Comparison(SMALL, tmp_path)
+    text = report.write(comparison).read_text()
     assert "Nothing was run." in text
     assert "0 of " in text
     assert not list(tmp_path.rglob("*.png"))
@@ -181,19 +181,19 @@ def test_what_was_not_run_is_not_measured(tmp_path):
 
 def test_the_report_says_of_each_claim_what_the_differences_say(tmp_path):
     names = ("gdn", "gdn-h", "nha-h", "gsa-h", "attention")
-    field = Field(SMALL, tmp_path, (PARAMETERS,), names, (MQAR,))
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), names, (MQAR,))
     accuracy = {"gdn": 0.2, "gdn-h": 0.9, "nha-h": 0.5, "gsa-h": 0.1, "attention": 0.55}
     for name in names:
-        for piece in field.tuning(PARAMETERS, MQAR, name):
-            record(field, piece, piece.rate)
-        for piece in field.counted(PARAMETERS, MQAR, name):
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece, piece.rate)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
             noise = 0.2 * (piece.seed - 2) if name == "attention" else 0.01 * piece.seed
-            record(field, piece, rows=recalled(accuracy[name] + noise))
+            record(comparison, piece, rows=recalled(accuracy[name] + noise))
     for name in names:
         piece = CostPiece(PARAMETERS, name, max(SMALL.cost_lengths))
         row = {"mode": "", "training tokens/s": 1.0, "prefill ms": 1.0, "decode ms/token": 2.0, "cache bytes": 3}
-        record(field, piece, rows=[row])
-    text = report.write(field).read_text()
+        record(comparison, piece, rows=[row])
+    text = report.write(comparison).read_text()
     said = {
         line.split("|")[2].strip(): line.split("|")[3].strip() for line in text.splitlines() if line.count("|") == 5
     }
@@ -208,13 +208,13 @@ def test_the_report_says_of_each_claim_what_the_differences_say(tmp_path):
 
 
 def test_a_margin_forgives_and_a_smoke_run_decides_nothing(tmp_path):
-    field = Field(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
     for name, accuracy in (("gdn", 0.9), ("gdn-h", 0.89)):
-        for piece in field.tuning(PARAMETERS, MQAR, name):
-            record(field, piece)
-        for piece in field.counted(PARAMETERS, MQAR, name):
-            record(field, piece, rows=recalled(accuracy))
-    scores = Scores(field, PARAMETERS, MQAR)
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
+            record(comparison, piece, rows=recalled(accuracy))
+    scores = Scores(comparison, PARAMETERS, MQAR)
     claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""))
     assert judge(claim, scores, SMALL).word == NOT_HELD
     assert judge(claim._replace(margin=0.02), scores, SMALL).word == HELD
