@@ -22,7 +22,7 @@ from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training import steer_sparsity
 from tokenmix_nats_l.training import log_shares
-from tokenmix_nha.windows import hybrid_windows
+from tokenmix_nha.windows import hybrid_windows, nha_layers
 from tokenmix_oryx.recipes import FAMILIES, mode_rows
 
 GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
@@ -117,7 +117,7 @@ def _mamba2(size: Size, state_size: int) -> Fields:
 
 def _nha(size: Size, window: int, slots: int, *, hybrid: bool = False) -> Fields:
     full = range(FULL_PLACE, size.layers, 4) if hybrid else ()
-    return {"num_heads": _heads(size), "slots": slots, "window": hybrid_windows(size.layers, window, full)}
+    return nha_layers(hybrid_windows(size.layers, window, full), num_heads=_heads(size), slots=slots)
 
 
 def _lte(size: Size, window: int, cap: int) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def _lte(size: Size, window: int, cap: int) -> dict[str, Any]:
 
 def _oryx(family: str) -> Callable[[Size], Fields]:
     def fields(size: Size) -> Fields:
-        return {"linear_mixer": FAMILIES[family], "head_dim": size.head, "mode_chunk_size": size.seq_len // 8}
+        layers = _pattern("oryx", oryx={"linear_mixer": FAMILIES[family], "head_dim": size.head})
+        return {**layers, "mode_chunk_size": size.seq_len // 8}
 
     return fields
 

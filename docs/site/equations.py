@@ -35,6 +35,8 @@ _SYMBOLS = {
     "…": r"\ldots",
     "∞": r"\infty",
     "×": r"\times",
+    "±": r"\pm",
+    "∇": r"\nabla",
     "∂": r"\partial",
     "⌊": r"\lfloor",
     "⌋": r"\rfloor",
@@ -116,7 +118,9 @@ class _Parser:
         if word and len(word[0]) > 1:
             return self._word(word[0])
         self.at += 1
-        base = _BIG.get(char, _SYMBOLS.get(char, char))
+        # a sign that is not known stands as it is
+        known = char.isascii() or unicodedata.name(char, "").startswith("GREEK")
+        base = _BIG.get(char, _SYMBOLS.get(char, char if known else rf"\text{{{char}}}"))
         if char.isalpha() or char in ")]}⟩⌋" or char in _BIG:
             return self._scripts(base)
         return base
@@ -141,7 +145,7 @@ class _Parser:
             char = self.text[self.at]
             if char in _ACCENTS:
                 base = f"{_ACCENTS[char]}{{{base}}}"
-            elif char == "'":
+            elif char in "'′":
                 above.append(r"\prime")
             elif char == "°":
                 above.append(r"\circ")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import itertools
 import json
 import posixpath
 import re
@@ -350,21 +349,17 @@ def _state_table(chosen: dict[str, type]) -> str:
 
 
 def _layer(name: str, mixer: type) -> Any:
-    """One layer with its defaults, on the meta device."""
+    """One layer with its defaults, on the meta device; of 16 heads where it has no default of them."""
     import torch
-    from transformers import AutoConfig
 
-    family = mixer.__module__.partition(".")[0]
-    own = "tokenmix_hybrid" if family == "tokenmix_core" else family
+    from tokenmix_core.modeling import HybridConfig
+
+    required = inspect.signature(mixer).parameters.get("num_heads")
+    options = {"num_heads": 16} if required is not None and required.default is inspect.Parameter.empty else {}
+    layers = {"mixers": [name], "mixer_options": {name: options}}
     with torch.device("meta"):
-        for model_type, options in itertools.product(dict.fromkeys((own, "tokenmix_hybrid")), ({}, {"num_heads": 16})):
-            try:
-                config = AutoConfig.for_model(model_type, hidden_size=1024, num_hidden_layers=1, mixers=[name])
-                return mixer.from_config(config, 0, **options)  # type: ignore[attr-defined]
-            except (TypeError, ValueError):
-                # another family's layer, or one that has no default of its heads
-                continue
-    raise ValueError(f"no family of ours has a layer {name!r} with its defaults")
+        config = HybridConfig(hidden_size=1024, num_hidden_layers=1, **layers)
+        return mixer.from_config(config, 0, **options)  # type: ignore[attr-defined]
 
 
 def _bfloat16() -> Any:
