@@ -41,6 +41,8 @@ TOLERANCE = {PARAMETERS: 0.01, STATE: 0.05}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 # tokens that the scorer of laLTE reads
 NARROWEST = 13
+# the mode in which a contestant drops what it may
+BOUNDED = "linear"
 # the layer of every four that hybrids leave to attention, or to a mixer that keeps keys
 FULL_PLACE = 3
 
@@ -149,7 +151,7 @@ _NHA: dict[str, Any] = {"model_type": "tokenmix_nha"}
 _ORYX: dict[str, Any] = {
     "model_type": "tokenmix_oryx",
     "row_inputs": mode_rows,
-    "modes": ("linear", "attention"),
+    "modes": (BOUNDED, "attention"),
     "drops": ("kv",),
 }
 _LTE: dict[str, Any] = {"model_type": "tokenmix_lte", "callbacks": (steer_sparsity,)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from arena.contestants import CONTESTANTS
+from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS
 from arena.pieces import Comparison, CostPiece
 from arena.sizes import Size
 from arena.tasks import COPY, MQAR, NEEDLE, TEXT
@@ -51,6 +51,12 @@ def title(line: Line) -> str:
     """What a line is called."""
     contestant, mode = line
     return CONTESTANTS[contestant].title + (f", {mode}" if mode else "")
+
+
+def counts(division: str, line: Line) -> bool:
+    """Whether a line belongs in a division: where states are equal, a contestant is measured in its bounded form."""
+    contestant, mode = line
+    return division == PARAMETERS or not CONTESTANTS[contestant].drops or mode == BOUNDED
 
 
 def columns(result: Mapping[str, Any], size: Size) -> dict[str, dict[str, float]]:
@@ -106,9 +112,10 @@ class Scores:
                 if (result := comparison.read(piece)) is None:
                     continue
                 for mode, numbers in columns(result, comparison.size).items():
-                    line = self.lines.setdefault((name, mode), {})
-                    for column, value in numbers.items():
-                        line.setdefault(column, {})[piece.seed] = value
+                    if counts(division, (name, mode)):
+                        line = self.lines.setdefault((name, mode), {})
+                        for column, value in numbers.items():
+                            line.setdefault(column, {})[piece.seed] = value
 
     def estimate(self, line: Line, column: str) -> Estimate | None:
         """The mean over seeds; None where nothing was measured."""
@@ -128,7 +135,8 @@ def costs(comparison: Comparison, division: str) -> dict[Line, dict[int, dict[st
     for piece in comparison.costs():
         if piece.division == division and (result := comparison.read(CostPiece(*piece))) is not None:
             for row in result["rows"]:
-                found.setdefault((piece.contestant, row["mode"]), {})[piece.length] = row
+                if counts(division, (piece.contestant, row["mode"])):
+                    found.setdefault((piece.contestant, row["mode"]), {})[piece.length] = row
     return found
 
 

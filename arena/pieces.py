@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from arena.contestants import CONTESTANTS, DIVISIONS, solve, taking_part
+from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, solve, taking_part
 from arena.sizes import Size
 from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
 from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
@@ -252,7 +252,7 @@ def run_costs(piece: CostPiece, comparison: Comparison, *, commit: str) -> None:
     rows = []
     for mode in contestant.modes or ("",):
         # a linear mode promised to the end keeps no keys
-        chosen: Any = model.modes(mode, keep_kv=mode != "linear") if mode else nullcontext()
+        chosen: Any = model.modes(mode, keep_kv=mode != BOUNDED) if mode else nullcontext()
         with chosen:
             model.eval()
             inference = measure_inference(model, piece.length, repeats=repeats)

@@ -9,7 +9,7 @@ from typing import Any
 
 from arena import measures
 from arena.claims import CLAIMS, NOT_MEASURED, judge
-from arena.contestants import CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
+from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
 from arena.measures import EXCESS, MEAN, Line, Scores, front, title
 from arena.pieces import Comparison
 from arena.tasks import MQAR, TASKS, TEXT
@@ -186,7 +186,7 @@ def pictures(comparison: Comparison, division: str) -> list[dict[str, Any]]:
         contestant = CONTESTANTS[line[0]]
         fields = solve(line[0], division, size).fields
         least, most = state_bytes(contestant, size, fields, size.seq_len)
-        return least if line[1] == "linear" else most
+        return least if line[1] == BOUNDED else most
 
     def decoding(line: Line) -> float | None:
         # of a switched line, what its last mode takes
@@ -252,7 +252,7 @@ def scatter(picture: Mapping[str, Any], path: Path) -> None:
     axes.set_xscale("log")
     axes.set(title=picture["title"], xlabel=picture["x"], ylabel=picture["y"])
     # a name must not leave the picture
-    axes.margins(x=0.18)
+    axes.margins(x=0.24)
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 

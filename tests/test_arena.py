@@ -207,6 +207,19 @@ def test_the_report_says_of_each_claim_what_the_differences_say(tmp_path):
     }
 
 
+def test_where_states_are_equal_oryx_is_measured_in_linear_mode_alone(tmp_path):
+    comparison = Comparison(SMALL, tmp_path, DIVISIONS, ("oryx-tg",), (MQAR,))
+    modes = ("linear → linear", "linear → attention", "attention → attention")
+    for division in DIVISIONS:
+        for piece in comparison.tuning(division, MQAR, "oryx-tg"):
+            record(comparison, piece)
+        for piece in comparison.counted(division, MQAR, "oryx-tg"):
+            rows = [{"modes": mode, "pairs": 4, "accuracy": 0.5} for mode in modes]
+            record(comparison, piece, rows={"cross-mode-mqar": rows})
+    lines = {division: [mode for _, mode in Scores(comparison, division, MQAR).lines] for division in DIVISIONS}
+    assert lines == {PARAMETERS: ["linear", "linear → attention", "attention"], STATE: ["linear"]}
+
+
 def test_a_margin_forgives_and_a_smoke_run_decides_nothing(tmp_path):
     comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
     for name, accuracy in (("gdn", 0.9), ("gdn-h", 0.89)):
