@@ -17,8 +17,8 @@ import tokenmix_nats_l.model  # noqa: F401
 import tokenmix_nha.model  # noqa: F401
 import tokenmix_oryx.model  # noqa: F401
 from arena.sizes import Size
-from tokenmix_core.modeling.mixer import known_mixers
 from tokenmix_core.nn.mlp import swiglu_width
+from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training import steer_sparsity
 from tokenmix_nats_l.training import log_shares

@@ -27,7 +27,7 @@ from arena.pieces import Comparison, CostPiece, Piece, fingerprint, recipe_of, r
 from arena.sizes import LEAST_RATES, LEAST_SEEDS, SIZES
 from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
 from tokenmix_core.corpora.tokenizer import load_tokenizer
-from tokenmix_core.modeling.mixer import known_mixers
+from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.trainer import training_rows
 
 SMOKE, SMALL = SIZES["smoke"], SIZES["small"]

@@ -287,7 +287,7 @@ def _summary(value: Any) -> str:
 @cache
 def mixers() -> dict[str, type]:
     """Every registered mixer of all packages, by name."""
-    from tokenmix_core.modeling.mixer import find_mixer, known_mixers
+    from tokenmix_core.nn.registry import find_mixer, known_mixers
 
     for module in PACKAGES.values():
         for part in ("model", "recipes"):

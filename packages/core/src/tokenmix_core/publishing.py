@@ -17,8 +17,8 @@ import tokenmix_core
 from tokenmix_core.commands import Context, config_of, is_checkpoint, load_model
 from tokenmix_core.evaluation.report import format_rows, format_settings, format_table
 from tokenmix_core.files import write_atomically
-from tokenmix_core.integrations.checkpoints import COMPANIONS
-from tokenmix_core.modeling.mixer import find_mixer
+from tokenmix_core.modeling.checkpoint import COMPANIONS
+from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.training.record import RUN_RECORD
 
 CARD = "README.md"

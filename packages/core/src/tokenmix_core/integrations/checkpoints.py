@@ -215,7 +215,7 @@ def _ours(
                 problems.setdefault("misshapen", []).append(f"{theirs} {list(x.shape)} for {list(shape)}")
             else:
                 found[ours] = x.reshape(shape).contiguous()
-    if text := "; ".join(f"{len(some)} {kind} ({some(some)})" for kind, some in problems.items() if some):
+    if text := "; ".join(f"{len(these)} {kind} ({some(these)})" for kind, these in problems.items() if these):
         raise ValueError(f"{source}: the weights are not those of {layout.what} with this configuration: {text}")
     return found
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 # what belongs to a checkpoint beside its model
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -88,7 +88,7 @@ class CheckedLoading:
 
 def copy_companions(source: Path, out: Path) -> None:
     """Copy what belongs to a checkpoint beside its model, such as the tokenizer, to another folder."""
-    for pattern in _COMPANIONS:
+    for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, out / file.name)
 

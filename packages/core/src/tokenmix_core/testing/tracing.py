@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class CountedGraphs:
@@ -37,7 +39,7 @@ def _shapes_of(graph: GraphModule, _: Sequence[Tensor]) -> Callable:
     return make_boxed_func(run)
 
 
-def by_kernels(model: nn.Module) -> nn.Module:
+def by_kernels(model: Model) -> Model:
     """The model with every mixer's `impl` set to "triton", as graphs on a GPU have it."""
     for module in model.modules():
         if hasattr(module, "impl"):
