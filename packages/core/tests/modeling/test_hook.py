@@ -128,6 +128,29 @@ def test_inputs_reach_the_mixers_that_take_them(model, ids):
         model(ids, modes=1)
 
 
+def test_layers_of_different_sizes_train_and_tell_what_they_have_to_tell_one_by_one(ids):
+    options = {"wide": {"type": "switching", "num_heads": 4}, "narrow": {"type": "switching", "num_heads": 2}}
+    mixers = {"mixers": ["wide", "narrow"], "mixer_options": options, "num_hidden_layers": 2}
+    model = SwitchingForCausalLM(SwitchingConfig(**FIELDS | mixers)).train()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    assert [x.shape for x in out.auxiliary["lengths"]] == [(4,), (2,)]
+    assert out.auxiliary["length_loss"].shape == (2,)
+
+
+def test_mixers_that_take_one_input_in_different_forms_are_refused_in_one_model():
+    class Other(SwitchingMixer):
+        @classmethod
+        def prepare_input(cls, name, value, span, cu_seqlens):
+            return str(value)
+
+    register_mixer("switching otherwise", Other)
+    mixers = ["switching", "switching otherwise"]
+    config = HybridConfig(hidden_size=16, num_hidden_layers=2, mixers=mixers)
+    with pytest.raises(ValueError, match="SwitchingMixer and Other take an input 'mode' in different forms"):
+        HybridForCausalLM(config)
+
+
 @torch.no_grad()
 def test_an_input_for_each_token_follows_its_token_through_padding(model, ids):
     mode = torch.randint(0, 2, ids.shape, generator=torch.Generator().manual_seed(2))

@@ -48,7 +48,10 @@ def softmax_shares(
 def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """The share of softmax chunks by layer and head (Figures 5 and 8), on one text or on each file of a folder."""
     options.choose("chunk-types", ("chunk-types",))
-    layers = list(nats_l_layers(model))
+    found = nats_l_layers(model)
+    if len(heads := {layer.num_heads for layer in found.values()}) > 1:
+        raise ValueError(f"chunk-types needs NAtS-L layers with equally many heads, got {sorted(heads)}")
+    layers = list(found)
     lengths, limit = sorted(options.lengths or (options.max_length or 2048,)), options.limit or 32
     rows, plots = [], []
     for (name, source), length in itertools.product(_texts(options.text).items(), lengths):

@@ -37,7 +37,8 @@ class LogSoftmaxShares(TrainerCallback):
     @torch.no_grad()
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
         if model.training and self._sums is not None:
-            shares = output.auxiliary["softmax_share"].float().mean(1)
+            # a tensor of all layers, or, where they differ in heads, one of each
+            shares = torch.stack([share.float().mean() for share in output.auxiliary["softmax_share"]])
             self._sums += torch.cat((shares, shares.new_ones(1)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
