@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_pieces
+from tokenmix_core.testing.recording import recorded_decoding
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM, OryxModel
 
@@ -378,3 +379,24 @@ def test_only_what_replaces_all_kernels_can_be_requested():
     assert {mixer.impl for mixer in model.model.mixers} == {"reference"}
     with pytest.raises(ValueError, match="one of 'eager' for OryxMixer, got 'sdpa'"):
         AutoModelForCausalLM.from_config(OryxConfig(**FAMILIES["tm"]), attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"prefill_mode": "linear", "generation_mode": [(0, "linear"), (8, "attention"), (14, "linear")]},
+        {"prefill_mode": "attention", "generation_mode": "linear", "keep_kv": False},
+        {"prefill_mode": "linear", "generation_mode": lambda step, ids: ids[:, -1] % 2 == 0},
+    ],
+    ids=["schedule", "promise", "by sequence"],
+)
+def test_modes_switch_between_recorded_steps(modes):
+    torch.manual_seed(0)
+    model = OryxForCausalLM(OryxConfig(**FAMILIES["tg"])).eval()
+    ids = torch.randint(1, 61, (3, 7))
+    options = {"attention_mask": left_padded([7, 4, 2], 7), "max_new_tokens": 14, "do_sample": False, **modes}
+    with recorded_decoding():
+        for beams in (1, 2):
+            said = [model.generate(ids, num_beams=beams, decoding_graph=graph, **options) for graph in (False, True)]
+            assert torch.equal(*said), beams
+    assert len(model.step_store) == 2

@@ -85,8 +85,8 @@ class Chooser:
         self._host_length = 0
         self.processors = LogitsProcessorList(self._own(x) for x in processors)
 
-    def begin(self, prompt: Int[Tensor, "N T"]) -> None:
-        """Start behind a prompt."""
+    def begin(self, prompt: Int[Tensor, "N T"], token: Int[Tensor, "N 1"]) -> None:
+        """Start with a prompt and the token after it."""
         T = prompt.shape[1]
         if T:
             self.tokens.copy_(prompt[:, -1:].expand_as(self.tokens))
@@ -97,7 +97,8 @@ class Chooser:
         self.length.fill_(T)
         self.ended.zero_()
         self.ends.fill_(_NEVER)
-        self._host_length = T
+        self._write(token)
+        self._host_length = T + 1
 
     def moved(self, recorded: Recorded, room: int) -> Chooser:
         """The same for other storage of the steps, and with more room."""
@@ -142,15 +143,11 @@ class Chooser:
         return processor
 
     def _choose(self, logits: Tensor) -> None:
-        scores = logits.to(torch.float32, copy=True)
         seen = self.tokens if self._records else self.tokens[:, : self._host_length]
-        scores: Tensor = self.processors(seen, scores)  # type: ignore[arg-type]
-        if self.sample:
-            # as torch.multinomial draws one, which looks at the probabilities on the host beforehand
-            probabilities = scores.softmax(-1)
-            token = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
-        else:
-            token = scores.argmax(-1, keepdim=True)
+        self._write(draw(self.processors, logits, seen, sample=self.sample))
+
+    def _write(self, token: Int[Tensor, "N 1"]) -> None:
+        """Put tokens behind the others, or padding where a sequence has ended."""
         if self.eos:
             token = torch.where(self.ended.unsqueeze(1), self.pad, token)
         self.tokens.scatter_(1, self.length, token)
@@ -161,6 +158,18 @@ class Chooser:
             self.ended.logical_or_(ending)
         self.recorded.ids.copy_(token)
         self.recorded.positions.add_(1)
+
+
+def draw(
+    processors: LogitsProcessorList, logits: Float[Tensor, "N vocab"], seen: Int[Tensor, "N T"], *, sample: bool
+) -> Int[Tensor, "N 1"]:
+    """The next tokens after those that were `seen`."""
+    scores: Tensor = processors(seen, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
+    if not sample:
+        return scores.argmax(-1, keepdim=True)
+    # as torch.multinomial draws one, which looks at the probabilities on the host beforehand
+    probabilities = scores.softmax(-1)
+    return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 
 
 def _signature(processors: LogitsProcessorList) -> Hashable | None:

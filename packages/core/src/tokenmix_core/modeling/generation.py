@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tokenmix_core.launch import graphs
 from tokenmix_core.modeling.cache import HybridCache
-from tokenmix_core.modeling.choosing import Chooser, choosing_needs_host
+from tokenmix_core.modeling.choosing import Chooser, choosing_needs_host, draw
 from tokenmix_core.modeling.steps import Steps, StepStore, why_not
 from tokenmix_core.nn.mixer import Mixer
 
@@ -179,20 +179,18 @@ class _Loop:
     def __call__(self, input_ids: Tensor, given: dict[str, Any], *, ask_every: int) -> Any:
         model, steps, cache = self.model, self.steps, self.steps.cache
         logits = self._prefill(input_ids, given)
-        # every attempt to read on is one of these
+        token = draw(self.processors, logits, input_ids, sample=self.config.do_sample)
+        # what follows is decided by all tokens there are, and may free memory
         first = model.prepare_inputs_for_generation(
-            torch.cat((input_ids, input_ids.new_zeros(len(input_ids), 1)), 1), next_sequence_length=1, **self.given
+            torch.cat((input_ids, token), 1), next_sequence_length=1, **self.given
         )
-        model.step_inputs(self.given, cache, input_ids)
         recorded = steps.settle()
         room = max(recorded.room, input_ids.shape[1]) + 1
         chooser = Chooser(recorded, self.processors, room, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
-        chooser.begin(input_ids)
+        chooser.begin(input_ids, token)
         positions = first.get("position_ids")
         if positions is not None:
-            # one less, as choosing a token moves on
-            recorded.positions.copy_(positions - 1)
-        chooser(logits)
+            recorded.positions.copy_(positions)
         shown, length, stop = input_ids.shape[1], input_ids.shape[1] + 1, None
         # a reader sees the first token at once
         pause = 0 if self.streamer is not None or ask_every == 1 else ask_every - 1
