@@ -142,7 +142,7 @@ def _nats_l(size: Size, *, hybrid: bool) -> dict[str, Any]:
 
 def _nsa(size: Size) -> dict[str, Any]:
     # as many of a row as its authors read of theirs: a quarter by blocks, an eighth by the window
-    heads, block = size.width // size.attention_head, min(64, size.seq_len // 16)
+    heads, block = size.width // size.attention_head, max(16, min(64, size.seq_len // 16))
     options = {"num_heads": heads, "num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head, "block": block}
     return options | {"blocks": max(3, size.seq_len // 4 // block), "window": size.seq_len // 8}
 

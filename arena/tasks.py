@@ -121,7 +121,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
         description=f"{what.title} in the arena",
         model={
             "vocab_size": what.vocabulary(size),
-            "max_position_embeddings": size.reach * size.seq_len,
+            "max_position_embeddings": max(size.reach * size.seq_len, 2 * size.needle_len),
             "initializer_range": size.deviation,
         },
         data=data,

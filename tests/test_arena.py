@@ -32,7 +32,7 @@ from tokenmix_core.training.trainer import training_rows
 
 SMOKE, SMALL = SIZES["smoke"], SIZES["small"]
 # registered, but of another's baselines or for conversions
-LEFT_OUT = {"gla", "normed_attention", "tova"}
+LEFT_OUT = {"gated_slot_attention", "gla", "normed_attention", "tova"}
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
