@@ -133,6 +133,12 @@ def test_a_partial_chunk_has_the_mean_of_what_it_has():
     torch.testing.assert_close(packed[0, 0], x[0, :3].mean(0))
     torch.testing.assert_close(packed[0, 2], x[0, 3:67].mean(0))
     torch.testing.assert_close(packed[0, 3], x[0, 67:].mean(0))
+    # slot 1 holds nothing
+    weights = torch.tensor([1.0, 0, 2, 3], dtype=x.dtype).unsqueeze(1).expand(packed.shape)
+    leaf = x[:1].clone().requires_grad_()
+    (got,) = torch.autograd.grad((chunk_means(leaf, 64, borders) * weights).sum(), leaf)
+    shares = torch.cat([weights[0, i].expand(n, -1) / n for i, n in ((0, 3), (2, 64), (3, 3))])
+    torch.testing.assert_close(got[0], shares)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,17 @@ def test_padded_rows_of_any_lengths_give_what_they_give_alone(chunk, seed):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"types": "alternate"}])
+def test_padded_prompts_of_any_variant_go_on_as_they_would_alone(options):
+    model, lengths = build(**options), [140, 64, 3, 70]
+    ids, mask = drawn_ids(random.Random(0), 4, 142), left_padded([n + 2 for n in lengths], 142)
+    padded = logits_in_pieces(model, ids, [140, 1, 1], mask)
+    for row, tokens, n in zip(padded, ids, lengths, strict=True):
+        alone = model(tokens[None, -n - 2 :], use_cache=False).logits[0]
+        assert relative_error(row[-n - 2 :], alone) < 1e-11
+
+
+@torch.no_grad()
 def test_turns_of_a_conversation_go_on_where_the_last_ended():
     model, rng = build(), random.Random(0)
     ids, cache = drawn_ids(rng, 1, 120), None
