@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from tokenmix_core.launch.switch import flag, untried
 
 # records what a function does on the device without doing it; what is returned does it
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
@@ -15,11 +16,8 @@ _VARIABLE = "TOKENMIX_DECODING_GRAPH"
 
 
 def wanted() -> bool:
-    """Tell whether the environment leaves graphs on; a ValueError for what is neither 0 nor 1."""
-    value = os.environ.get(_VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{_VARIABLE} must be 0 (launch every kernel) or 1 (repeat recorded steps), got {value!r}")
-    return value == "1"
+    """Tell whether the environment turns graphs on; a ValueError for what is neither 0 nor 1."""
+    return flag(_VARIABLE, untried(), "launch every kernel", "repeat recorded steps")
 
 
 def capture_on(device: torch.device) -> Capture | None:

@@ -1,4 +1,4 @@
-"""Tell whether calls are recorded: the switch that users have."""
+"""The switches that users have: whether calls are recorded, and whether what no GPU has run yet is chosen by itself."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tokenmix_core.launch import private
+
 _VARIABLE = "TOKENMIX_RECORD"
 
 
-def wanted() -> bool:
-    """Tell whether the environment leaves recording on; a ValueError for what is neither 0 nor 1."""
-    value = os.environ.get(_VARIABLE, "1")
+def flag(variable: str, default: bool, off: str, on: str) -> bool:
+    """The value of an environment variable; a ValueError for what is neither 0 nor 1, with what these mean."""
+    value = os.environ.get(variable, str(int(default)))
     if value not in ("0", "1"):
-        raise ValueError(f"{_VARIABLE} must be 0 (run every call) or 1 (replay recorded calls), got {value!r}")
+        raise ValueError(f"{variable} must be 0 ({off}) or 1 ({on}), got {value!r}")
     return value == "1"
 
 
 # read with every call
-on = wanted()
+on = flag(_VARIABLE, True, "run every call", "replay recorded calls")
+
+
+@private.constant_when_traced
+def untried() -> bool:
+    """Tell whether kernels and graphs that have run on no GPU yet are chosen on one like any others.
+
+    They are right in Triton's interpreter and were compiled for Hopper; until they have been timed, they run where they
+    are asked for by name, or everywhere with `TOKENMIX_UNTRIED=1`.
+    """
+    return flag("TOKENMIX_UNTRIED", False, "choose what was measured", "choose kernels that no GPU has run, too")
 
 
 @contextmanager

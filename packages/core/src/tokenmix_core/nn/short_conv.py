@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.launch.switch import untried
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.state import TensorState
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps
@@ -98,7 +99,7 @@ def convolved(
     """The outputs of convolutions that are alike but for their channels, each of its input; a step is one launch."""
     first = convs[0]
     alike = all(conv.bias is None and conv.weight.shape[1] == first.weight.shape[1] for conv in convs)
-    if not step or not alike or None in states:
+    if not step or not alike or None in states or (xs[0].is_cuda and not untried()):
         given = zip(convs, xs, states, strict=True)
         return tuple(conv(x, state=state, cu_seqlens=cu_seqlens, step=step) for conv, x, state in given)
     last = [state.get(x.shape[0], x) for state, x in zip(states, xs, strict=True) if state is not None]

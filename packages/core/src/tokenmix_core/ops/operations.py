@@ -24,9 +24,11 @@ from tokenmix_core.ops.ssd import plan as ssd_plan
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 
-def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
+def whole(
+    op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None, *, tried: bool = True
+) -> Mapping[str, str]:
     """One kernel, or the reference."""
-    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
+    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon, tried=tried)
     return {WHOLE: impl or "triton"}
 
 

@@ -77,7 +77,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
         lengths=(lengths, "N H"), scores=(scores, "N H S"), ages=(ages, "N H cap"), raws=(raws, "N P H K"),
         before=(before, "N"),
     )  # fmt: skip
-    impl = resolve_impl(op, impl, k)
+    impl = resolve_impl(op, impl, k, tried=False)
     if window < 1 or dims["cap"] < 1 or window + dims["cap"] != dims["S"] or not 0 <= sinks <= dims["cap"]:
         raise ValueError(
             f"{op}: expected at least one place of the window and one far one, S in all, and sinks from 0 to the far "

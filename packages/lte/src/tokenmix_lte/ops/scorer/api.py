@@ -86,7 +86,7 @@ def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl)
 def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat) -> str | None:
     op, convs = "retention_logits", list(zip(flat[::2], flat[1::2], strict=True))
     dims = bind_shapes(op, {}, k=(k, "B T H K"), v=(v, "B T H V"), begin=(begin, "B?"))
-    asked, impl = impl, resolve_impl(op, impl, k)
+    asked, impl = impl, resolve_impl(op, impl, k, tried=False)
     check_dtype(op, _FLOATS, k=k)
     check_same_dtype(op, k=k, v=v)
     check_dtype(op, (torch.int32, torch.int64), begin=begin)

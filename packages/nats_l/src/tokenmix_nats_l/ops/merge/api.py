@@ -68,7 +68,7 @@ def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) 
         op, {}, linear=(linear, "B T H V"), softmax=(softmax, "B T H V"), gate=(gate, "B T E"),
         linear_norm=(linear_norm, "V"), softmax_norm=(softmax_norm, "V?"), logits=(logits, "B T 2 H?"),
     )  # fmt: skip
-    impl = resolve_impl(op, impl, linear)
+    impl = resolve_impl(op, impl, linear, tried=False)
     if dims["E"] != dims["H"] * dims["V"]:
         raise ValueError(f"{op}: gate must have H · V = {dims['H'] * dims['V']} channels, got {dims['E']}")
     if impl != "reference" and dims["V"] > WIDEST:
