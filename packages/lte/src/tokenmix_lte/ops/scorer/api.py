@@ -26,7 +26,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def retention_logits(
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
-    convs: Sequence[tuple[Float[Tensor, "H out in taps"], Float[Tensor, "H out"]]],
+    convs: Sequence[tuple[Float[Tensor, "H _out _in taps"], Float[Tensor, "H _out"]]],
     weight: Float[Tensor, "H C"],
     bias: Float[Tensor, "H"],
     *,

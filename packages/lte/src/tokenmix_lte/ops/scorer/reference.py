@@ -20,7 +20,7 @@ _WORD = (1 << 32) - 1
 def retention_logits_reference(
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
-    convs: Sequence[tuple[Float[Tensor, "H out in taps"], Float[Tensor, "H out"]]],
+    convs: Sequence[tuple[Float[Tensor, "H _out _in taps"], Float[Tensor, "H _out"]]],
     weight: Float[Tensor, "H C"],
     bias: Float[Tensor, "H"],
     *,
