@@ -131,7 +131,7 @@ def _branches(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Ten
     selected = block_attention(q, k, v, blocks, block_size=size).o
     window = attention(q, k, v, window=case.window).o
     a, b, c = gates.unsqueeze(-1).unbind(-2)
-    return a * compressed + b * selected + c * window
+    return torch.addcmul(torch.addcmul(a * compressed, b, selected), c, window)
 
 
 def _through(gates: Tensor, run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -113,8 +113,9 @@ class Nsa(Mixer):
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._go_on)(q, k, v, state)
-        compressed, selected, window = (g.unsqueeze(-1) * o for g, o in zip(gates.unbind(-1), branches, strict=True))
-        o = compressed + selected + window
+        # each sum in one pass
+        a, b, c = gates.unsqueeze(-1).unbind(-2)
+        o = torch.addcmul(torch.addcmul(a * branches.compressed, b, branches.selected), c, branches.window)
         return self.o_proj(o.flatten(-2)), None
 
     def _attend(

@@ -91,7 +91,7 @@ def _meet_blocks_backward(
     blocks = B * H * U
     if i_x >= tl.load(ends + tl.cast(blocks, tl.int64) * runs - 1) // P + blocks:
         return
-    i_b, i_h, i_u, i_r, p_list, low, high, begin = owner(owners, ends, listed, i_x, B, H, U, S, T, runs, P)
+    i_b, i_h, i_u, i_r, p_list, begin, low, high = owner(owners, ends, listed, i_x, H, U, runs, P)
     if low >= high:
         return
     start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)

@@ -52,15 +52,20 @@ def sequence_of(o_t, N, cu_seqlens):
 
 
 @triton.jit
-def owner(owners, ends, listed_of, i_x, B, H, U, S, T, runs, P: tl.constexpr):
-    """A program's row, head and block, where its list begins, and which pairs of it, from `low` to `high`, it takes."""
+def owner(owners, ends, listed, i_x, H, U, runs, P: tl.constexpr):
+    """Whose piece of a list a program takes.
+
+    Returns:
+        row, head (int64) and block; its number among all, its list and where that begins; the pairs `low` … `high − 1`
+        of the list that are the program's, none where it has no piece.
+    """
     i_r = tl.load(owners + i_x)
     i_b = (i_r // U // H).to(tl.int64)
     i_h = (i_r // U % H).to(tl.int64)
     begin = tl.load(ends + i_r.to(tl.int64) * runs - 1, mask=i_r > 0, other=0)
     count = tl.load(ends + (i_r.to(tl.int64) + 1) * runs - 1) - begin
     low = (i_x - begin // P - i_r) * P
-    return i_b, i_h, i_r % U, i_r, listed_of + begin, tl.minimum(low, count), tl.minimum(low + P, count), begin
+    return i_b, i_h, i_r % U, i_r, listed + begin, begin, tl.minimum(low, count), tl.minimum(low + P, count)
 
 
 @triton.jit
@@ -156,7 +161,7 @@ def _list_pairs(slots, ranks, ends, listed, pairs, U, runs, RUN: tl.constexpr, B
 
 @cached_launch
 @triton.jit
-def _own_pieces(ends, owners, blocks, runs, P: tl.constexpr, BP: tl.constexpr):
+def _own_pieces(ends, owners, runs, P: tl.constexpr, BP: tl.constexpr):
     """Name a block as the owner of its programs: from ⌊its list's beginning / P⌋ + its number on.
 
     So blocks never share a program, and no table of their numbers of pieces is needed.
@@ -182,7 +187,7 @@ def make_lists(
     pieces = cdiv(pairs, _ELEMENTS)
     _find_slots[(B * H * pieces,)](
         blocks, slots, cu_seqlens, *blocks.stride(), T=T, TQ=TQ, TK=TK, first=first, H=H, S=S, U=U, N=N,
-        BLOCK=block_size, PACKED=cu_seqlens is not None, BE=_ELEMENTS if N == 0 else 256,
+        BLOCK=block_size, PACKED=cu_seqlens is not None, BE=_ELEMENTS if N == 0 else 256, num_warps=8,
     )  # fmt: skip
     counts = blocks.new_zeros(B * H * U * runs, dtype=torch.int32)
     _rank_pairs[(B * H * runs,)](slots, ranks, counts, pairs=pairs, U=U, runs=runs, RUN=RANKED, BJ=16, num_warps=8)
@@ -190,5 +195,5 @@ def make_lists(
     _list_pairs[(B * H * pieces,)](
         slots, ranks, ends, listed, pairs=pairs, U=U, runs=runs, RUN=RANKED, BE=_ELEMENTS
     )  # fmt: skip
-    _own_pieces[(B * H * U,)](ends, owners, blocks=B * H * U, runs=runs, P=piece, BP=64)
+    _own_pieces[(B * H * U,)](ends, owners, runs=runs, P=piece, BP=64)
     return Lists(slots, listed, ends, owners, runs, piece)
