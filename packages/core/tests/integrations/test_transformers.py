@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from types import MethodType
 
@@ -277,14 +278,21 @@ def test_kernels_give_what_the_model_gives_also_in_decoding(family):
     assert relative_error(torch.cat((out.logits, step.logits), 1), expected) < BAR
 
 
-def test_the_fallback_is_transformers_own_functions():
-    for family in ("qwen3_5", "mamba2"):
-        model, ids = field_model(family), prompt(1)
-        expected = model(ids, use_cache=False).logits
-        with use_kernels(family):
-            use = use_fallback(model)
-            assert torch.equal(model(ids, use_cache=False).logits, expected)
-            use.undo()
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_the_fallback_is_in_torch_whatever_is_installed(family, monkeypatch):
+    model, ids = field_model(family), prompt(1)
+    expected = model(ids, use_cache=False).logits
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+    @functools.wraps(home.causal_conv1d_fn.__wrapped__)
+    def installed(*args, **kwargs):
+        raise AssertionError("a kernel")
+
+    monkeypatch.setattr(home, "causal_conv1d_fn", installed)
+    with use_fallback(model):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+    with use_kernels(family), pytest.raises(ValueError, match="runs our kernels; undo that first"):
+        use_fallback(model)
 
 
 def test_no_family_is_without_its_norm_or_its_scan():

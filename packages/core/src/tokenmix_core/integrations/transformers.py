@@ -107,11 +107,13 @@ def use_fallback(model: nn.Module) -> KernelUse:
     """Let a model of these families run transformers' own functions in torch, whatever else is installed: to compare.
 
     Raises:
-        ValueError: as `use_kernels`.
+        ValueError: as `use_kernels`, or the family is exchanged.
     """
 
     def theirs(cls: type) -> Callable[..., Any]:
         family, home = _family(cls), importlib.import_module(cls.__module__)
+        if getattr(vars(cls)["forward"], _MARK, False):
+            raise ValueError(f"use_fallback: {cls.__name__} runs our kernels; undo that first")
         if family is None or cls.__name__ == family.norm:
             return vars(cls)["forward"]
         # what chooses between packages wraps the function in torch
