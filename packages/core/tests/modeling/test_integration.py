@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.tracing import by_kernels
 
 FIELDS = {
     "vocab_size": 59,
@@ -50,6 +51,18 @@ def test_training_compiles_into_one_graph(model, ids):
     torch.testing.assert_close(again, loss)
     for name, exact in gradients.items():
         assert relative_error(compiled_gradients[name], exact) < 1e-4, name
+
+
+@torch.no_grad()
+def test_documents_told_by_positions_compile_into_one_graph(ids):
+    attention = {"mixers": ["attention"], "mixer_options": {"attention": {"num_heads": 2}}, "num_hidden_layers": 1}
+    model = by_kernels(HybridForCausalLM(HybridConfig(**FIELDS | attention)))
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for lengths in ([7, 9], [2, 8, 1, 5]):
+            positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+            exact = model(ids[:1], position_ids=positions, use_cache=False).logits
+            assert relative_error(compiled(ids[:1], position_ids=positions, use_cache=False).logits, exact) < 1e-5
 
 
 @torch.no_grad()
