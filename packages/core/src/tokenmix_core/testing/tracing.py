@@ -41,6 +41,7 @@ def _shapes_of(graph: GraphModule, _: Sequence[Tensor]) -> Callable:
 
 def by_kernels(model: Model) -> Model:
     """The model with every mixer's `impl` set to "triton", as graphs on a GPU have it."""
+    module: Any
     for module in model.modules():
         if hasattr(module, "impl"):
             module.impl = "triton"
