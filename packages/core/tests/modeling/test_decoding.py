@@ -133,7 +133,7 @@ def test_what_cannot_be_recorded_is_said_once_and_decoded_all_the_same(model, id
     # an operation that was begun before the failure has been done by the device or not: here it was not
     monkeypatch.setattr(graphs, "capture_on", lambda device: lambda work: (record(work), fail(lambda: None)))
     with pytest.warns(UserWarning, match="kernel by kernel") as caught:
-        assert torch.equal(model.generate(ids, **OPTIONS), plain)
+        assert torch.equal(model.generate(ids, decoding_graph=True, **OPTIONS), plain)
     assert len(caught) == 1
 
 
@@ -289,3 +289,36 @@ def test_decoding_inside_of_recorded_decoding_leaves_both_right(model, ids):
             assert torch.equal(model.generate(ids, **OPTIONS), plain)
             assert torch.equal(logits[:, -1].argmax(-1), plain[:, 9])
             assert torch.equal(model(plain[:, 9:10], past_key_values=cache).logits[:, -1].argmax(-1), plain[:, 10])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"eos_token_id": 5}, {"do_sample": True, "top_k": 9}, {"num_beams": 3}])
+def test_graphs_give_the_tokens_that_kernels_give(model, ids, options):
+    model, ids = copy.deepcopy(model).cuda(), ids.cuda()
+    options = OPTIONS | {"max_new_tokens": 64, "attention_mask": left_padded([7, 4], 7).cuda(), **options}
+    said = []
+    # the last one repeats what the one before has recorded
+    for graph in (False, True, True):
+        torch.manual_seed(0)
+        said.append(model.generate(ids, decoding_graph=graph, **options))
+    assert torch.equal(said[0], said[1])
+    assert torch.equal(said[0], said[2])
+    assert len(model.step_store) == 1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_repeated_steps_never_wait_for_the_device(model, ids):
+    model, ids = copy.deepcopy(model).cuda(), ids.cuda()
+    whole = model(ids, use_cache=False).logits
+    cache = model(ids[:, :2], use_cache=True).past_key_values
+    with model.decoding(cache, graph=True):
+        for t in range(2, 4):
+            model(ids[:, t : t + 1], past_key_values=cache)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = [model(ids[:, t : t + 1], past_key_values=cache).logits.clone() for t in range(4, 7)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert any(cache.steps.recorded.repeats.values())
+    assert relative_error(torch.cat(logits, 1), whole[:, 4:]) < 1e-3
