@@ -40,6 +40,9 @@ def _rows(shape: tuple[int, int, int, int], device: str) -> list[dict]:
         return keys
 
     name = f"B{N} H{H} K{K} W{WINDOW} cap{CAP}"
-    forwards = {"tokenmix": stepped, "tokenmix, eager": functools.partial(stepped, impl="reference")}
+    forwards = {
+        "tokenmix": functools.partial(stepped, impl=None if device == "cpu" else "triton"),
+        "tokenmix, eager": functools.partial(stepped, impl="reference"),
+    }
     found = measure_step("eviction step", name, device, forwards)
     return found + measure_step("attention after it", name, device, {"tokenmix": lambda: attention_decode(*folded).o})

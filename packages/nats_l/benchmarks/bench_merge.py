@@ -26,7 +26,7 @@ norms = [torch.randn(128, device="cuda", requires_grad=True) for _ in "12"]
 torch.cuda.synchronize()
 """
 _CALL = """
-y = merge_operations(linear, softmax, gate, *norms, logits)
+y = merge_operations(linear, softmax, gate, *norms, logits, impl="triton")
 torch.autograd.grad(y, (linear, softmax, gate, *norms, logits), torch.ones_like(y))
 torch.cuda.synchronize()
 """
@@ -54,7 +54,10 @@ def _rows(shape: tuple[int, int, int, int], kind: str, device: str) -> list[dict
     tensors = (random(B, T, H, V), random(B, T, H, V), random(B, T, H * V), gamma, other, logits)
     leaves = tuple(x for x in tensors if x is not None)
     eager = functools.partial(merge_reference, *tensors, 1e-6)
-    forwards = {"tokenmix": functools.partial(merge_operations, *tensors), "torch, eager": eager}
+    forwards = {
+        "tokenmix": functools.partial(merge_operations, *tensors, impl=None if device == "cpu" else "triton"),
+        "torch, eager": eager,
+    }
     if device != "cpu":
         forwards["torch, compiled"] = functools.partial(torch.compile(merge_reference), *tensors, 1e-6)
     first = None

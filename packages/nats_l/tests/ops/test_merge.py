@@ -62,7 +62,7 @@ def test_kernels_agree_with_the_reference_in_value_and_gradient(kind, dtype, sha
 @pytest.mark.parametrize("V", [32, 128, 200, 1024])
 def test_every_width_agrees_in_bfloat16_on_a_gpu(kind, V, device):
     x = inputs(kind, B=2, T=1001, V=V, dtype=torch.bfloat16, device=device)
-    assert_agrees(merge, partial(merge, impl="reference"), x)
+    assert_agrees(partial(merge, impl="triton"), partial(merge, impl="reference"), x)
 
 
 def test_norms_and_logits_may_be_kept_in_float32(device):

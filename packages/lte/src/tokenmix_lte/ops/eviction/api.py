@@ -54,7 +54,8 @@ def evict_step(
         window: W.
         sinks: first tokens that stay whatever their score.
         uniform: tokens are ranked by position (Unif.+SWA) and not by `scores`.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others.
+        impl: "triton", "reference" (any device), or None: the reference, as no GPU has run the kernel yet, or with
+            `TOKENMIX_UNTRIED=1` Triton for CUDA tensors.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or what is written is not contiguous.

@@ -51,8 +51,9 @@ def retention_logits(
         cu_seqlens: borders of packed sequences, for B = 1 and without `begin`.
         dropout: probability with which elements of a convolution's input are dropped, others enlarged. Which ones is a
             hash of a number drawn by torch and of their places, alike in all implementations.
-        impl: "triton" (three convolutions of three offsets, K = V), "reference" (any device), or None: Triton for CUDA
-            tensors wherever it takes the scorer, the reference elsewhere. With k in bfloat16 or float16, Triton's
+        impl: "triton" (three convolutions of three offsets, K = V), "reference" (any device), or None: the
+            reference, as no GPU has run the kernels yet, or with `TOKENMIX_UNTRIED=1` Triton for CUDA tensors wherever
+            it takes the scorer. With k in bfloat16 or float16, Triton's
             products are of that dtype, with sums in float32; all else is float32. There are no kernels in Gluon.
 
     Returns:

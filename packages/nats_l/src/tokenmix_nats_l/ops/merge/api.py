@@ -43,8 +43,9 @@ def merge_operations(
         softmax_norm: γ₂; None for one norm after the sum (Table 4, *w/o Attn Norm*).
         logits: of the linear operation's weight and of the softmax operation's, for each head; None for weights of 1.
         eps: of the norms.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
-            no kernels in Gluon, as reading and writing is all that takes time here.
+        impl: "triton", "reference" (any device), or None: the reference, as no GPU has run the kernels yet, or with
+            `TOKENMIX_UNTRIED=1` Triton for CUDA tensors. There are no kernels in Gluon, as reading and writing is all
+            that takes time here.
 
     Returns:
         y `[B, T, E]` in the dtype of `linear`.
