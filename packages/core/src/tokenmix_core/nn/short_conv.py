@@ -90,7 +90,7 @@ class ShortConv(nn.Module):
 
 def convolved(
     convs: Sequence[ShortConv],
-    xs: Sequence[Float[Tensor, "B T D"]],
+    xs: Sequence[Float[Tensor, "B T _channels"]],
     states: Sequence[TensorState | None],
     *,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
