@@ -33,15 +33,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
         return rms_norm(x, self.weight, eps=self.eps, dtype=product_dtype(x)).y
 
-    def of_sum(
-        self, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class ResidualNorm(RMSNorm):
+    """RMS normalisation of a residual stream that a branch is added to first."""
+
+    def forward(  # type: ignore[override]
+        self, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None = None
     ) -> tuple[Tensor, Tensor]:
         """The norm of x + branch, or of x where branch is None, and what was normalised."""
         y, total = rms_norm(x, self.weight, branch, eps=self.eps, dtype=product_dtype(x))
         return y, total
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class GatedRMSNorm(nn.Module):
