@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenmix_core.modeling import mixer as registry
+from tokenmix_core.nn import registry
 
 ROOT = Path(__file__).parent.parent
 REASONS = ("needs a GPU", "needs data")
