@@ -17,7 +17,7 @@ FORGOTTEN = -40 * math.log(2)
 
 
 def as_one_sequence(
-    g: Float[Tensor, "1 T HV"], cu_seqlens: Int[Tensor, "N_plus_1"] | None, dtype: torch.dtype
+    g: Float[Tensor, "B T HV"], cu_seqlens: Int[Tensor, "N_plus_1"] | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Decays and borders for a recurrence that starts from nothing and whose last states nobody wants.
 

@@ -106,8 +106,8 @@ def select_blocks_reference(
 def most_attended(
     scores: Float[Tensor, "*T H G U"],
     lse: Float[Tensor, "*T HQ"],
-    block: Int[Tensor, "*T U"],
-    own: Int[Tensor, "*T 1"],
+    block: Int[Tensor, "... U"],
+    own: Int[Tensor, "... 1"],
     count: int,
 ) -> Int[Tensor, "*T H count"]:
     """The choice among blocks whose numbers in the sequence of a query with block `own` are `block`.
