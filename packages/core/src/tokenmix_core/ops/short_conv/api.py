@@ -101,8 +101,8 @@ def short_conv_step(
 
 @torch.no_grad()
 def short_conv_steps(
-    xs: Sequence[Float[Tensor, "B D"]],
-    weights: Sequence[Float[Tensor, "D W"]],
+    xs: Sequence[Float[Tensor, "B _channels"]],
+    weights: Sequence[Float[Tensor, "_channels W"]],
     states: Sequence[Float[Tensor, "B D W_minus_1"]],
     *,
     activation: Activation | None = None,

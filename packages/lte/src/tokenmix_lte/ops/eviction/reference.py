@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
@@ -52,7 +52,10 @@ def _of(x: Float[Tensor, "N H places"], at: Int[Tensor, "N H"]) -> Float[Tensor,
 
 
 def _put(
-    x: Float[Tensor, "N H places *K"], at: Int[Tensor, "N H"], new: Float[Tensor, "N H *K"], where: Bool[Tensor, "N H"]
+    x: Shaped[Tensor, "N H places *K"],
+    at: Int[Tensor, "N H"],
+    new: Shaped[Tensor, "N H *K"],
+    where: Bool[Tensor, "N H"],
 ) -> None:
     """Write one place of each head, in place, where `where` says so."""
     one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
