@@ -1,13 +1,18 @@
-"""NHA and GLA layers stand in one model with each other and with core's."""
+"""NHA, GLA and GSA layers stand in one model with each other and with core's."""
 
 from typing import ClassVar
 
-# registers the baseline
-import tokenmix_nha.gla  # noqa: F401
+# registers the baselines
+import tokenmix_nha.gla
+import tokenmix_nha.gsa  # noqa: F401
 from tokenmix_core.testing.interleaving import InterleavingContract
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
 
-MIXERS = {"nha": {"num_heads": 4, "num_kv_heads": 2, "slots": 5, "window": 6}, "gla": {"num_heads": 2}}
+MIXERS = {
+    "nha": {"num_heads": 4, "num_kv_heads": 2, "slots": 5, "window": 6},
+    "gla": {"num_heads": 2},
+    "gated_slot_attention": {"num_heads": 2, "slots": 5},
+}
 
 
 class TestNha(InterleavingContract):

@@ -113,7 +113,7 @@ def test_the_delta_rule_runs_without_gluon_where_it_takes_no_such_tensors(hopper
 def test_ssds_segments_are_those_of_every_device(K, T, hopper_device):
     q, v = empty(1, T, 1, K), empty(1, T, 16, 64)
     fast, portable = (ssd_plan.plan(q, v, None, impl) for impl in (None, "triton"))
-    assert fast.segment == portable.segment == ssd_plan.segment_of(q, v, None)
+    assert fast.segment == portable.segment
     assert (fast.forward.hopper, fast.gradients.hopper is not None) == (64 * (K >= 64), K in (64, 128))
     assert (portable.forward.hopper, portable.forward.lookback, portable.gradients.hopper) == (0, 0, None)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tokenmix_core.launch.switch import flag, untried
+from tokenmix_core.launch.switch import flag
+from tokenmix_core.launch.trial import untried
 
 # records what a function does on the device without doing it; what is returned does it
 Capture = Callable[[Callable[[], object]], Callable[[], object]]

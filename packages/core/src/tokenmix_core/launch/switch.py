@@ -1,12 +1,10 @@
-"""The switches that users have: whether calls are recorded, and whether what no GPU has run yet is chosen by itself."""
+"""Tell whether calls are recorded: the switch that users have."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from tokenmix_core.launch import private
 
 _VARIABLE = "TOKENMIX_RECORD"
 
@@ -19,18 +17,13 @@ def flag(variable: str, default: bool, off: str, on: str) -> bool:
     return value == "1"
 
 
+def wanted() -> bool:
+    """Tell whether the environment leaves recording on; a ValueError for what is neither 0 nor 1."""
+    return flag(_VARIABLE, True, "run every call", "replay recorded calls")
+
+
 # read with every call
-on = flag(_VARIABLE, True, "run every call", "replay recorded calls")
-
-
-@private.constant_when_traced
-def untried() -> bool:
-    """Tell whether kernels and graphs that have run on no GPU yet are chosen on one like any others.
-
-    They are right in Triton's interpreter and were compiled for Hopper; until they have been timed, they run where they
-    are asked for by name, or everywhere with `TOKENMIX_UNTRIED=1`.
-    """
-    return flag("TOKENMIX_UNTRIED", False, "choose what was measured", "choose kernels that no GPU has run, too")
+on = wanted()
 
 
 @contextmanager

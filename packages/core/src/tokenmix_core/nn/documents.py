@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.switch import untried
+from tokenmix_core.launch.trial import untried
 
 # recurrences work by chunks of so many tokens
 CHUNK = 64

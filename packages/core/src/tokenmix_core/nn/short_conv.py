@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.launch.switch import untried
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.state import TensorState
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps

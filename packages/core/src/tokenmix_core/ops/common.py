@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from tokenmix_core.launch import private
 from tokenmix_core.launch.replay import Replayed, is_plain, is_real
 from tokenmix_core.launch.replay_code import next_part
-from tokenmix_core.launch.switch import untried
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.choice import NOT_TO_BE_HAD, GluonForm, give_up
 
 Impl = Literal["gluon", "triton", "reference"]
@@ -214,7 +214,7 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
 def row_impl(op: str, impl: str | None, x: Tensor) -> str:
     """The implementation of what works row by row between matrix products: "triton" or "reference".
 
-    None is Triton for CUDA tensors in eager mode, once it has run there (`switch.untried`). Where torch traces, or
+    None is Triton for CUDA tensors in eager mode, once it has run there (`trial.untried`). Where torch traces, or
     operations are watched, it is the reference, also if Triton was asked for: compilers fuse it with its neighbours.
 
     Raises:
@@ -293,7 +293,7 @@ def resolve_impl(
 
     Args:
         gluon: the operation's kernels in Gluon, if it has any.
-        tried: whether its kernels have run on a GPU; None is the reference where they have not, see `switch.untried`.
+        tried: whether its kernels have run on a GPU; None is the reference where they have not, see `trial.untried`.
 
     Raises:
         ValueError: an unknown name, "gluon" where there are no such kernels, or "triton" for tensors on a CPU outside

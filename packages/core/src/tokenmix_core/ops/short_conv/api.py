@@ -103,7 +103,7 @@ def short_conv_step(
 def short_conv_steps(
     xs: Sequence[Float[Tensor, "B _channels"]],
     weights: Sequence[Float[Tensor, "_channels W"]],
-    states: Sequence[Float[Tensor, "B D W_minus_1"]],
+    states: Sequence[Float[Tensor, "B _channels W_minus_1"]],
     *,
     activation: Activation | None = None,
     impl: Impl | None = None,
