@@ -39,7 +39,10 @@ class InterleavingContract:
 
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", [*map(" ".join, self.groups()), *self.configs], scope="class")
+            cases = [*map(" ".join, self.groups()), *self.configs]
+            # pytest shows no longer names
+            ids = [case if len(case) < 90 else "together" for case in cases]
+            metafunc.parametrize("case", cases, ids=ids, scope="class")
 
     @classmethod
     def groups(cls) -> list[tuple[str, ...]]:
