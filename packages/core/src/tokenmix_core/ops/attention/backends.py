@@ -116,10 +116,10 @@ def choose_impl(call: Call) -> str:
     """The fastest implementation that covers the call, by rule.
 
     On CUDA: "flash_attn" on Hopper where FlashAttention-4 is installed, for large calls without sinks whose heads are
-    of 64 or 128 and whose window, if any, is wide, once that was seen on a GPU (`trial.untried`); "sdpa" for plain attention (16-bit, unpacked, no window, at least
-    128 queries aligned with the keys), where cuDNN leads but for calls too small to fill the GPU; K and V that differ
-    are cuDNN's up to its largest head; "triton", our kernels, for everything else they take, those in Gluon where they
-    run; "reference" for what is left (heads beyond 256, float64).
+    of 64 or 128 and whose window, if any, is wide, once that was seen on a GPU (`trial.untried`); "sdpa" for plain
+    attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where cuDNN leads but for calls
+    too small to fill the GPU; K and V that differ are cuDNN's up to its largest head; "triton", our kernels, for
+    everything else they take, those in Gluon where they run; "reference" for what is left (heads beyond 256, float64).
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
     FlashAttention-2's own package runs only when asked for: no call is known on which it is the fastest.
     """
