@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-# register the mixers
-import tokenmix_nha.gla
-import tokenmix_nha.gsa  # noqa: F401
 from tokenmix_core.integrations.checkpoints import Fields, Layout, Names
 from tokenmix_core.integrations.layouts import fla_config, fla_names, hybrid_mixers
 from tokenmix_core.modeling import HybridConfig
