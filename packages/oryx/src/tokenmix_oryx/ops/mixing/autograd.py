@@ -106,15 +106,14 @@ def _(
     impl=None,
 ):  # fmt: skip
     (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
-    none = rows.new_empty(0)
     heads = rows.new_empty(B, T, H, E // H)
     g = rows.new_empty(B, T, H, dtype=torch.float32)
     saved = rows.new_empty(0), rows.new_empty(0)
     if D is None:
         _, _, *saved = delta_rule.chunk_op(heads, heads, heads, g, g, None, cu_seqlens, 1.0, True, impl)
-    plain = none if turn_linear else rows.new_empty(rows.shape)
+    plain = rows.new_empty(0 if turn_linear else rows.shape)
     o, lse = rows.new_empty(B, T, H, E // H), rows.new_empty(B, H, T, dtype=torch.float32)
-    beta = none if D is not None else torch.empty_like(g)
+    beta = rows.new_empty(0) if D is not None else torch.empty_like(g)
     return (
         rows.new_empty(B, T, E), rows.new_empty(rows.shape), rows.new_empty(rows.shape), plain,
         rows.new_empty(rows.shape), o, lse, torch.empty_like(o), g, torch.empty_like(g), beta, *saved,
