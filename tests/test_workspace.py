@@ -1,7 +1,10 @@
 """The workspace's own tools: a lock is compared by what it pins, and every extra installs from wheels."""
 
+import importlib
 import importlib.util
 import itertools
+import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,16 @@ def test_every_extra_can_be_installed_without_a_compiler(noxfile):
     # these are built from source only, by setups that ask for torch before it is there
     built = {"flash-attn", "causal-conv1d", "mamba-ssm"}
     assert not built & {name.partition("==")[0] for name in noxfile.pins((ROOT / "requirements.lock").read_text())}
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
+def test_every_module_is_found_under_its_own_name(name):
+    """A function of a module's name would take its place in the package, and `import a.b.c as c` would fail."""
+    package = importlib.import_module(f"tokenmix_{name}")
+    hidden = []
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        module = importlib.import_module(found.name)
+        parent, _, last = found.name.rpartition(".")
+        if getattr(sys.modules[parent], last) is not module:
+            hidden.append(found.name)
+    assert hidden == []

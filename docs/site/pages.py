@@ -234,7 +234,7 @@ def _operations(site: Site) -> Iterator[tuple[str, str]]:
         if functions:
             parts.append("## Functions")
             parts += [f"::: {f.__module__}.{f.__name__}" for f in functions]
-        if rows := _speed(package, name):
+        if rows := _speed(package, (name, *(f.__name__ for f in functions))):
             from tokenmix_core.testing import results
 
             parts += ["## Speed", results.markdown(rows)]
@@ -274,10 +274,10 @@ def _source(folder: Path) -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
 
-def _speed(package: str, name: str) -> list[dict[str, Any]]:
+def _speed(package: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
     files = sorted((ROOT / "packages" / package / "benchmarks" / "results").glob("*.json"))
     rows = [row for path in files for row in json.loads(path.read_text())]
-    return [row for row in rows if re.sub(r"\W", "_", row["op"].lower()).startswith(name)]
+    return [row for row in rows if re.sub(r"\W", "_", row["op"].lower()).startswith(names)]
 
 
 def _summary(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.extras import is_installed
 from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.ops.attention.backends import flash_attention
+from tokenmix_core.ops.softmax_attention.backends import flash_attention
 from tokenmix_core.testing.benchmarking import (
     document_borders,
     first_call_seconds,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.ops.attention.backends import flash_attention
+from tokenmix_core.ops.softmax_attention.backends import flash_attention
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure, measure_forms, table
 
 

@@ -30,7 +30,7 @@ from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
 from tokenmix_core.fields import described
 from tokenmix_core.nn.registry import known_mixers
-from tokenmix_core.ops.explain import OPERATIONS, explain
+from tokenmix_core.ops.explanation import OPERATIONS, explain
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
 
 RECIPES = "tokenmix_core.recipes:RECIPES"

@@ -10,10 +10,10 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
-from tokenmix_core.ops.attention import attention_reference, backends, choose_impl
-from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
-from tokenmix_core.ops.attention.backends import Call, Mask, limit
 from tokenmix_core.ops.common import AttentionOutput, interpreting
+from tokenmix_core.ops.softmax_attention import attention_reference, backends, choose_impl
+from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, limit
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 NEG_INF = float("-inf")
@@ -174,8 +174,8 @@ def test_kernels_answer_to_the_reference(case, dtype, device, small_tiles):
 @pytest.mark.parametrize("mask", [Mask(True, None, 0), Mask(True, 7, 3), Mask(False, None, 0)], ids=str)
 @pytest.mark.parametrize("cu", [None, [0, 9, 9, 60]], ids=["whole", "packed"])
 def test_kernels_answer_selected_queries_alone(mask, cu, device, small_tiles):
-    from tokenmix_core.ops.attention.backward import attention_backward
-    from tokenmix_core.ops.attention.forward import attention_forward
+    from tokenmix_core.ops.softmax_attention.backward import attention_backward
+    from tokenmix_core.ops.softmax_attention.forward import attention_forward
 
     q, k, v = (x.detach().to(device, torch.float32) for x in inputs(TQ=60))
     selected = (torch.arange(60, device=device) // 11 % 3 == 1)[None]
@@ -389,7 +389,7 @@ def test_the_interpreter_refuses_bfloat16():
 
 
 def test_reference_in_blocks_is_the_reference_at_once(monkeypatch):
-    from tokenmix_core.ops.attention import reference
+    from tokenmix_core.ops.softmax_attention import reference
 
     x = inputs(TQ=70, TK=80)
     want = attention_reference(*x, window=30, sinks=4)

@@ -8,10 +8,10 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops import attention, attention_decode, merge_attention
-from tokenmix_core.ops.attention import attention_reference, choose_impl
-from tokenmix_core.ops.attention.autograd import attention_backward_op, attention_decode_op, attention_op
-from tokenmix_core.ops.attention.backends import Call, Mask, cudnn_heads, flash_attention, limit, on_hopper
-from tokenmix_core.ops.attention.plan import GLUON
+from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl
+from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, cudnn_heads, flash_attention, limit, on_hopper
+from tokenmix_core.ops.softmax_attention.plan import GLUON
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.ops.attention import attention_reference
-from tokenmix_core.ops.attention.backends import Mask
-from tokenmix_core.ops.attention.reference import attention_reference_backward
+from tokenmix_core.ops.softmax_attention import attention_reference
+from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
 from tokenmix_core.testing import gluon
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
@@ -32,7 +32,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def hopper():
     """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
-    names = "tile.hopper", "ops.attention.hopper.backward", "ops.attention.hopper.forward"
+    names = "tile.hopper", "ops.softmax_attention.hopper.backward", "ops.softmax_attention.hopper.forward"
     _, *modules = gluon.load("tokenmix_core", *names)
     for module in modules:
         module.TILE = 16

@@ -26,13 +26,13 @@ from tokenmix_core.ops import (
     short_conv,
     ssd_step,
 )
-from tokenmix_core.ops.attention import plan as attention_plan
-from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.choice import GluonForm
-from tokenmix_core.ops.explain import OPERATIONS
+from tokenmix_core.ops.explanation import OPERATIONS
 from tokenmix_core.ops.gated_delta_rule import autograd, hopper
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare as portable_prepare
+from tokenmix_core.ops.softmax_attention import plan as attention_plan
+from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.ssd import plan as ssd_plan
 
 GLUON = delta_rule_plan.GLUON

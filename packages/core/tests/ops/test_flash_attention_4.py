@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
-from tokenmix_core.ops.attention import attention_reference, backends, flash4
-from tokenmix_core.ops.attention.backends import Call, Mask, choose_impl, limit
-from tokenmix_core.ops.attention.reference import attention_reference_backward
+from tokenmix_core.ops.softmax_attention import attention_reference, backends, flash4
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
 
 # fmt: off
 FORWARD = [

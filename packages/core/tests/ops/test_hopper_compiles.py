@@ -54,9 +54,9 @@ def ssd(B=8, T=4096, G=1, HV=16, K=128, V=128, N=0, borders=None, steps=False, d
 
 def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtype=torch.bfloat16, group=1, impl=None):
     """What the operation runs: it takes no bfloat16 on a CPU itself."""
-    from tokenmix_core.ops.attention.backends import Mask
-    from tokenmix_core.ops.attention.backward import attention_backward
-    from tokenmix_core.ops.attention.forward import attention_forward
+    from tokenmix_core.ops.softmax_attention.backends import Mask
+    from tokenmix_core.ops.softmax_attention.backward import attention_backward
+    from tokenmix_core.ops.softmax_attention.forward import attention_forward
 
     q, do = (torch.empty(B, T, H * group, D, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(B, T, H, D, dtype=dtype) for _ in range(2))

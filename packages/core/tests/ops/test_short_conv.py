@@ -180,7 +180,7 @@ def test_gradients_flow_through_either_result_alone(used, device):
 
 
 def test_custom_ops_pass_torchs_own_checks(device):
-    from tokenmix_core.ops.short_conv.autograd import (
+    from tokenmix_core.ops.convolution.autograd import (
         short_conv_backward_op,
         short_conv_forward_op,
         short_conv_step_op,

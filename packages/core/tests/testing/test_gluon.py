@@ -2,7 +2,7 @@
 
 import torch
 
-from tokenmix_core.ops.attention.autograd import attention_op
+from tokenmix_core.ops.softmax_attention.autograd import attention_op
 from tokenmix_core.testing import gluon
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.ops.explain import explain
+from tokenmix_core.ops.explanation import explain
 from tokenmix_lte.ops import evict_step
 
 N, H, K, W, CAP, REACH = 3, 2, 5, 8, 6, 7

@@ -18,7 +18,7 @@ from tokenmix_core.ops.common import AttentionOutput, Impl
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 from tokenmix_nha.ops.gla.api import scanned_at_once
 from tokenmix_nha.ops.gla.scan import GatedScan
-from tokenmix_nha.ops.slot_window_attention.state import last_tokens, prepend
+from tokenmix_nha.ops.slot_window.state import last_tokens, prepend
 
 
 class Entering(NamedTuple):

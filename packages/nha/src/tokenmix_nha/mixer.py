@@ -22,7 +22,7 @@ from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, de
 from tokenmix_nha.choices import Fusion, Positions, check_choices
 from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
-from tokenmix_nha.ops.slot_window_attention.prefix import with_zeros
+from tokenmix_nha.ops.slot_window.prefix import with_zeros
 from tokenmix_nha.shares import share_of_slots
 from tokenmix_nha.state import SlotWindowPart
 from tokenmix_nha.windows import FULL, WINDOW, Window

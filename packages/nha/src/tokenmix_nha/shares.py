@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops.gla.scan import GatedScan
-from tokenmix_nha.ops.slot_window_attention.prefix import share_of_zeros
+from tokenmix_nha.ops.slot_window.prefix import share_of_zeros
 
 if TYPE_CHECKING:
     from tokenmix_nha.mixer import NhaMixer

@@ -13,7 +13,7 @@ from tokenmix_core.ops import attention
 from tokenmix_core.testing.agreement import values_and_gradients, watched
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
-from tokenmix_nha.ops.slot_window_attention import reference, step, tuning
+from tokenmix_nha.ops.slot_window import reference, step, tuning
 
 PACKED = [0, 0, 9, 42, 42, 50]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -343,7 +343,7 @@ def test_a_backward_pass_shows_itself_to_a_mode_that_watches():
 
 
 def test_ops_are_registered_for_compilation():
-    from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_op
+    from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_op
 
     x = inputs(B=1, T=20, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
     arguments = (*x.values(), None, None, None, None, None, None, 0, 4, 0.1)

@@ -14,9 +14,9 @@ from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import values_and_gradients
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
-from tokenmix_nha.ops.slot_window_attention import hopper, tuning
-from tokenmix_nha.ops.slot_window_attention.autograd import slot_window_attention_kernels
-from tokenmix_nha.ops.slot_window_attention.plan import GLUON
+from tokenmix_nha.ops.slot_window import hopper, tuning
+from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_kernels
+from tokenmix_nha.ops.slot_window.plan import GLUON
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 

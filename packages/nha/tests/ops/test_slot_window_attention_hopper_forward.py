@@ -11,11 +11,11 @@ import torch
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.testing import gluon
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
-from tokenmix_nha.ops.slot_window_attention import tuning
+from tokenmix_nha.ops.slot_window import tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
-OP = "tokenmix_nha.ops.slot_window_attention"
+OP = "tokenmix_nha.ops.slot_window"
 CASES = {
     "slots alone, ragged": dict(T=130, window=0),
     "grouped heads": dict(B=2, T=70, HQ=2, window=32),

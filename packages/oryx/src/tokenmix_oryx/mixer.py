@@ -27,8 +27,8 @@ from tokenmix_core.ops import (
     gated_delta_rule_step,
     ssd_step,
 )
-from tokenmix_core.ops.attention.plan import GLUON
 from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
+from tokenmix_core.ops.softmax_attention.plan import GLUON
 from tokenmix_oryx.choices import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, of_step, resolve
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention

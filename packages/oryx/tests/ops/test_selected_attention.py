@@ -99,7 +99,7 @@ def test_queries_that_are_not_selected_are_never_read(device):
 
 def test_a_compiled_call_is_one_graph():
     x, mask = made(1, 24, 24, 1, 1, 16, 16, torch.float32), chosen("runs", 1, 24)
-    from tokenmix_oryx.ops.selected_attention.autograd import selected_attention_op
+    from tokenmix_oryx.ops.selected_queries.autograd import selected_attention_op
 
     inputs = (*(t.requires_grad_() for t in x.values()), mask, None, 0.25)
     torch.library.opcheck(selected_attention_op, inputs, test_utils=["test_schema", "test_faketensor"])

@@ -14,8 +14,8 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.ops.attention.backends import AttentionImpl
 from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.softmax_attention.backends import AttentionImpl
 
 
 class Attention(Mixer):

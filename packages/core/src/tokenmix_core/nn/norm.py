@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn.precision import product_dtype
 from tokenmix_core.ops import gated_rms_norm, rms_norm
-from tokenmix_core.ops.rms_norm.reference import GatePlace
+from tokenmix_core.ops.norms.reference import GatePlace
 
 
 class RMSNorm(nn.Module):

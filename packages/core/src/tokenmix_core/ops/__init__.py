@@ -2,20 +2,20 @@
 
 # what explain knows
 import tokenmix_core.ops.operations  # noqa: F401
-from tokenmix_core.ops.attention.api import attention, attention_decode, merge_attention
-from tokenmix_core.ops.delta_gates.api import delta_gates
-from tokenmix_core.ops.explain import Explanation, explain
+from tokenmix_core.ops.convolution.api import short_conv, short_conv_step, short_conv_steps
+from tokenmix_core.ops.explanation import Explanation, explain
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
-from tokenmix_core.ops.rms_norm.api import gated_rms_norm, rms_norm
+from tokenmix_core.ops.gated_units.api import swiglu, swiglu_linear
+from tokenmix_core.ops.gates.api import delta_gates
+from tokenmix_core.ops.norms.api import gated_rms_norm, rms_norm
 from tokenmix_core.ops.rotary.api import rotate
-from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step, short_conv_steps
+from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
-from tokenmix_core.ops.swiglu.api import swiglu, swiglu_linear
 
 __all__ = [
     "Explanation",

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tokenmix_core.ops.attention import plan as attention_plan
-from tokenmix_core.ops.attention.api import attention, attention_decode
-from tokenmix_core.ops.attention.api import implementation as implementation_of_attention
-from tokenmix_core.ops.attention.backends import Mask
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.ops.common import resolve_impl
-from tokenmix_core.ops.explain import WHOLE, Operation, Tensors, register_operation
+from tokenmix_core.ops.convolution.api import short_conv, short_conv_step
+from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
-from tokenmix_core.ops.short_conv.api import short_conv, short_conv_step
+from tokenmix_core.ops.softmax_attention import plan as attention_plan
+from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
+from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
+from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.ssd import plan as ssd_plan
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmix_core.ops.explain import Operation, register_operation
+from tokenmix_core.ops.explanation import Operation, register_operation
 from tokenmix_core.ops.operations import whole
 from tokenmix_lte.ops.eviction.api import evict_step
 from tokenmix_lte.ops.scorer.api import retention_logits

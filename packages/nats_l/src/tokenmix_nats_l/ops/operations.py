@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmix_core.ops.explain import Operation, register_operation
+from tokenmix_core.ops.explanation import Operation, register_operation
 from tokenmix_core.ops.operations import whole
 from tokenmix_nats_l.ops.merge.api import merge_operations
 

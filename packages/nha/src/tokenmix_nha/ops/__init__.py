@@ -3,7 +3,7 @@
 # what explain knows
 import tokenmix_nha.ops.operations  # noqa: F401
 from tokenmix_nha.ops.gla.api import chunk_gla
-from tokenmix_nha.ops.slot_window_attention.api import slot_window_attention, slot_window_attention_step
-from tokenmix_nha.ops.slot_window_attention.state import SlotWindowState
+from tokenmix_nha.ops.slot_window.api import slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops.slot_window.state import SlotWindowState
 
 __all__ = ["SlotWindowState", "chunk_gla", "slot_window_attention", "slot_window_attention_step"]

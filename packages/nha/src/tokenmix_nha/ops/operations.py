@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenmix_core.ops.explain import WHOLE, Operation, Tensors, register_operation
+from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.operations import whole
-from tokenmix_nha.ops.slot_window_attention.api import slot_window_attention, slot_window_attention_step
-from tokenmix_nha.ops.slot_window_attention.plan import GLUON, limit, plan
-from tokenmix_nha.ops.slot_window_attention.tuning import slot_tile
+from tokenmix_nha.ops.slot_window.api import slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops.slot_window.plan import GLUON, limit, plan
+from tokenmix_nha.ops.slot_window.tuning import slot_tile
 
 # of the usual call, in tokens
 _WINDOW = 32

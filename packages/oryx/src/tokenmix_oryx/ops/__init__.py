@@ -3,6 +3,6 @@
 # what explain knows
 import tokenmix_oryx.ops.operations  # noqa: F401
 from tokenmix_oryx.ops.mixing.api import MixOptions, mix
-from tokenmix_oryx.ops.selected_attention.api import selected_attention
+from tokenmix_oryx.ops.selected_queries.api import selected_attention
 
 __all__ = ["MixOptions", "mix", "selected_attention"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenmix_core.ops.attention.plan import GLUON, limit
-from tokenmix_core.ops.explain import WHOLE, Operation, Tensors, register_operation
+from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.operations import attention_steps, delta_rule_steps, ssd_steps, whole
+from tokenmix_core.ops.softmax_attention.plan import GLUON, limit
 from tokenmix_oryx.ops.mixing.api import mix
-from tokenmix_oryx.ops.selected_attention.api import selected_attention
+from tokenmix_oryx.ops.selected_queries.api import selected_attention
 
 
 def _selected(tensors: Tensors, impl: str | None) -> Mapping[str, str]:

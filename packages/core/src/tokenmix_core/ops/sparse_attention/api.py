@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.replay import Checked
-from tokenmix_core.ops.attention.backends import Call, Mask, limit
 from tokenmix_core.ops.common import (
     AttentionOutput,
     Impl,
@@ -19,6 +18,7 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     check_scale,
 )
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, limit
 from tokenmix_core.ops.sparse_attention import autograd, plan
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -14,9 +14,9 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.attention.forward import dense_rows
-from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile
 from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.softmax_attention.forward import dense_rows
+from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
 from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
 from tokenmix_core.ops.sparse_attention.pieces import (

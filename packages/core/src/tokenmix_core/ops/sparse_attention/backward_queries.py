@@ -10,9 +10,9 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.attention.forward import dense_rows
-from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.softmax_attention.forward import dense_rows
+from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon

@@ -11,8 +11,8 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.attention.forward import block_size, dense_rows, precision
-from tokenmix_core.ops.attention.tiles import add_product, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenmix_core.ops.attention.plan import unreadable
 from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.softmax_attention.plan import unreadable
 
 GLUON = GluonForm(
     "attention over kept keys", "tokenmix_core.ops.sparse_attention.hopper", slower="by how much was not measured"

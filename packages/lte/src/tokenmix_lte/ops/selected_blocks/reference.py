@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, packed_positions, sequence_ids
-from tokenmix_core.ops.attention.reference import softmax, wide
 from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.softmax_attention.reference import softmax, wide
 
 # scores of one run of queries: 2²⁴ of them are 64 MiB in float32
 _RUN_SCORES = 1 << 24

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.attention.forward import block_size as width
-from tokenmix_core.ops.attention.forward import dense_rows, precision
-from tokenmix_core.ops.attention.tiles import load_tile
+from tokenmix_core.ops.softmax_attention.forward import block_size as width
+from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision
+from tokenmix_core.ops.softmax_attention.tiles import load_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.lists import sequence_of
 

@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.ops.attention.plan import GLUON as ATTENTION
 from tokenmix_core.ops.common import (
     Impl,
     bind_shapes,
@@ -20,6 +19,7 @@ from tokenmix_core.ops.common import (
     resolve_impl,
 )
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_RULE_SIZES
+from tokenmix_core.ops.softmax_attention.plan import GLUON as ATTENTION
 from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
 from tokenmix_oryx.ops.mixing.reference import mix_reference
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op, retried
+from tokenmix_core.ops.convolution.autograd import token_rows
 from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule
-from tokenmix_core.ops.short_conv.autograd import token_rows
 from tokenmix_core.ops.ssd import autograd as ssd
-from tokenmix_oryx.ops.selected_attention.autograd import CAUSAL
+from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
 
 def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ def _forward(
 ]:  # fmt: skip
     """y `[B, T, E]`, and what the backward pass needs: q, k as either mixer reads it and v; attention's outputs and
     log-sum-exp; the linear mixer's outputs, g, Δ, β and two tensors of its own. What there is not is empty."""
-    from tokenmix_core.ops.attention.forward import attention_forward
+    from tokenmix_core.ops.softmax_attention.forward import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
     from tokenmix_oryx.ops.mixing.rates import rates_forward
@@ -130,7 +130,7 @@ def _backward(
     eps: float, impl: str | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the first eight arguments, those that there are."""
-    from tokenmix_core.ops.attention.backward import attention_backward
+    from tokenmix_core.ops.softmax_attention.backward import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward
     from tokenmix_oryx.ops.mixing.rates import rates_backward

@@ -13,8 +13,8 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.short_conv.backward import short_conv_sums_kernel
-from tokenmix_core.ops.short_conv.forward import load_input, within
+from tokenmix_core.ops.convolution.backward import short_conv_sums_kernel
+from tokenmix_core.ops.convolution.forward import load_input, within
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 

@@ -1,0 +1,45 @@
+"""The kernels as differentiable functions of eager mode; a and b alone are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.ops.common import as_rows, eager_function
+from tokenmix_core.ops.gated_units.kernels import swiglu_backward, swiglu_forward
+
+
+def _run(a, b) -> Tensor:
+    return swiglu_forward(as_rows(a), as_rows(b)).view(a.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(a, b, dh):
+    da, db, _ = swiglu_backward(as_rows(a), as_rows(b), as_rows(dh), False)
+    return da.view(a.shape), db.view(b.shape)
+
+
+_replayed = Replayed(_backward)
+
+
+def _run_linear(a, b, weight) -> Tensor:
+    h = swiglu_forward(as_rows(a), as_rows(b))
+    return torch.mm(h, weight.t()).view(*a.shape[:-1], len(weight))
+
+
+def _backward_linear(a, b, weight, dy):
+    rows = as_rows(dy)
+    dh = torch.mm(rows, weight)
+    da, db, h = swiglu_backward(as_rows(a), as_rows(b), dh, True)
+    assert h is not None, "asked for"
+    return da.view(a.shape), db.view(b.shape), torch.mm(rows.t(), h)
+
+
+_replayed_linear = Replayed(_backward_linear)
+
+product = eager_function(_run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
+linear = eager_function(_run_linear, _save, lambda ctx, dy: _replayed_linear(*ctx.saved_tensors, dy))

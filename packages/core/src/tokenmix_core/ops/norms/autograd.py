@@ -1,0 +1,75 @@
+"""The kernels as differentiable functions of eager mode; inputs alone are kept."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.ops.common import as_rows, eager_function
+from tokenmix_core.ops.norms.kernels import rms_norm_backward, rms_norm_forward
+
+
+def _run(x, branch, weight, eps, dtype):
+    size = x.shape[-1]
+    branch_rows = None if branch is None else as_rows(branch)
+    y, total = rms_norm_forward(as_rows(x), branch_rows, None, weight.contiguous(), eps, size, False, dtype)
+    return (y.view(x.shape),) if total is None else (y.view(x.shape), total.view(x.shape))
+
+
+def _save(ctx, inputs, output) -> None:
+    x, branch, weight, ctx.eps, _ = inputs
+    ctx.save_for_backward(x if branch is None else output[1], weight)
+    ctx.dtypes = x.dtype, None if branch is None else branch.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(h, weight, dy, dtotal, eps, dtype, branch_dtype):
+    total = None if dtotal is None else as_rows(dtotal)
+    rows, size = as_rows(h), h.shape[-1]
+    dx, dbranch, _, dweight = rms_norm_backward(
+        rows, None, weight.contiguous(), as_rows(dy), total, eps, size, False, dtype, branch_dtype
+    )
+    return dx.view(h.shape), None if dbranch is None else dbranch.view(h.shape), dweight
+
+
+_replayed = Replayed(_backward)
+
+
+def _gradients(ctx, dy, dtotal=None):
+    h, weight = ctx.saved_tensors
+    dtype, branch_dtype = ctx.dtypes
+    if dy is None:
+        assert dtotal is not None, "one of the results was used"
+        return dtotal.to(dtype), None if branch_dtype is None else dtotal.to(branch_dtype), None, None, None
+    return *_replayed(h, weight, dy, dtotal, ctx.eps, dtype, branch_dtype), None, None
+
+
+def _run_gated(x, z, weight, eps, before, size, dtype) -> Tensor:
+    z_rows = None if z is None else as_rows(z)
+    y, _ = rms_norm_forward(as_rows(x), None, z_rows, weight.contiguous(), eps, size, before, dtype)
+    return y.view(x.shape)
+
+
+def _save_gated(ctx, inputs, output) -> None:
+    x, z, weight, *ctx.options = inputs
+    ctx.save_for_backward(x, z, weight)
+
+
+def _backward_gated(x, z, weight, dy, eps, before, size):
+    z_rows = None if z is None else as_rows(z)
+    dx, _, dz, dweight = rms_norm_backward(
+        as_rows(x), z_rows, weight.contiguous(), as_rows(dy), None, eps, size, before, x.dtype, None
+    )
+    return dx.view(x.shape), None if dz is None else dz.view(x.shape), dweight
+
+
+_replayed_gated = Replayed(_backward_gated)
+
+
+def _gradients_gated(ctx, dy):
+    eps, before, size, _ = ctx.options
+    return *_replayed_gated(*ctx.saved_tensors, dy, eps, before, size), None, None, None, None
+
+
+norm = eager_function(_run, _save, _gradients)
+gated = eager_function(_run_gated, _save_gated, _gradients_gated)

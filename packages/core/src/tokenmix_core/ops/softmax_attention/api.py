@@ -1,0 +1,226 @@
+"""Softmax attention: one function over several backends, the joining of partial results, and decoding from a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Checked, is_plain
+from tokenmix_core.ops.common import (
+    AttentionOutput,
+    Impl,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    check_scale,
+)
+from tokenmix_core.ops.softmax_attention import autograd
+from tokenmix_core.ops.softmax_attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.plan import GLUON
+from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def attention(
+    q: Float[Tensor, "B TQ HQ K"],
+    k: Float[Tensor, "B TK H K"],
+    v: Float[Tensor, "B TK H V"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: AttentionImpl | None = None,
+) -> AttentionOutput:
+    """Softmax attention with grouped heads, differentiable in q, k and v through both outputs.
+
+    With i the query's position counted in keys (the last query stands at the last key), S(i) the keys it sees, and head
+    h of k and v shared by the HQ / H query heads from h · HQ / H on:
+
+        lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)
+        o_i   = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
+
+    S(i) is every key; with `causal` those with j ≤ i; with a `window` of w of these only i − w < j, and the first
+    `sinks` keys of the sequence. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
+
+    Args:
+        q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
+        causal: whether a query sees only itself and what came before.
+        window: how many keys a query sees, itself included; needs `causal`.
+        sinks: how many first keys of its sequence a query sees beside the window.
+        scale: factor of the scores, positive; None is K ** −0.5.
+        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; a step stays portable where that
+            is faster), "triton" (our portable ones), "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn"
+            (FlashAttention-4, or flash-attn 2 where that is not there), "reference", or None for the fastest here that
+            covers the call (`choose_impl` has the rule, `tokenmix_core.ops.explain` says what it comes to).
+
+    Returns:
+        o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+    """
+    mask, scale, impl = _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl)
+    o, lse = autograd.attention(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
+    return AttentionOutput(o, lse.transpose(1, 2))
+
+
+def merge_attention(outputs: Sequence[AttentionOutput]) -> AttentionOutput:
+    """Join attention over disjoint sets of keys into attention over their union, differentiable in every o and lse.
+
+        lse = log Σ_i exp(lse_i)        o = Σ_i exp(lse_i − lse) o_i
+
+    Args:
+        outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse may be −∞: no key was seen.
+
+    Raises:
+        ValueError: an empty sequence, or shapes, dtypes or devices that differ.
+    """
+    if not outputs:
+        raise ValueError("merge_attention: outputs must hold at least one result, got none")
+    dims: dict[str, int] = {}
+    for i, (o, lse) in enumerate(outputs):
+        bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
+    check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
+    lses = torch.stack([out.lse for out in outputs])
+    top = lses.detach().amax(0)
+    top = top.masked_fill(top.isneginf(), 0.0)
+    weights = (lses - top).exp()
+    total = weights.sum(0)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    weights = (weights / total).unsqueeze(-1)
+    o = weights[0] * outputs[0].o
+    for weight, part in zip(weights[1:], outputs[1:], strict=True):
+        o = o + weight * part.o
+    return AttentionOutput(o.to(outputs[0].o.dtype), (top + total.log()).masked_fill(blind, float("-inf")))
+
+
+def attention_decode(
+    q: Float[Tensor, "B TQ HQ K"],
+    k_cache: Float[Tensor, "B S H K"],
+    v_cache: Float[Tensor, "B S H V"],
+    cache_seqlens: Int[Tensor, "B"],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    impl: Impl | None = None,
+) -> AttentionOutput:
+    """Causal attention of each sequence's last TQ tokens to its cache; no gradient.
+
+    Sequence b holds `cache_seqlens[b]` tokens, the TQ new ones included, at the front of its row of the cache; what
+    lies behind them never enters the result. The result is `attention` of the queries with those keys.
+
+    Args:
+        q: the queries of the newest TQ tokens, few (usually one).
+        k_cache, v_cache: caches of S places, in the dtype of q.
+        cache_seqlens: tokens in the cache, int32 or int64, on the device of q; never read by the host on CUDA.
+        window, sinks, scale: as in `attention`.
+        impl: "triton" (split over the keys, then merged), "reference", or None: "triton" on CUDA up to heads of 256,
+            "reference" otherwise. There are no kernels in Gluon, as reading the cache is all that takes time.
+
+    Returns:
+        o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query before the first token of its sequence.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option; on a CPU also a length outside 0 … S.
+    """
+    mask, scale, impl = _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl)
+    o, lse = autograd.attention_decode(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
+    return AttentionOutput(o, lse)
+
+
+@Checked
+def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None]:
+    """Validate a whole-sequence call; return the mask in its simplest form, the scale and the implementation.
+
+    None is our kernels, those in Gluon wherever they run.
+    """
+    op = "attention"
+    dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
+    mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
+    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    if cu_seqlens is not None:
+        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
+        if dims["TQ"] != dims["TK"]:
+            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
+    return mask, scale, implementation(op, q, k, v, mask, cu_seqlens is not None, impl)
+
+
+def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | None) -> str | None:
+    """The implementation of a call whose shapes fit; None is our kernels, those in Gluon wherever they run.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot do what is asked.
+    """
+    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
+    call = Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ)
+    impl = _resolve(op, impl, call)
+    if impl == "gluon" and not torch.compiler.is_compiling():
+        GLUON.require(op, q.device, q.dtype, limit_of_gluon(q, k, v))
+    return impl
+
+
+@Checked
+def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl) -> tuple[Mask, float, str]:
+    """The same for a cache."""
+    op = "attention_decode"
+    dims = bind_shapes(
+        op, {}, q=(q, "B TQ HQ K"), k_cache=(k_cache, "B S H K"), v_cache=(v_cache, "B S H V"),
+        cache_seqlens=(cache_seqlens, "B"),
+    )  # fmt: skip
+    mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
+    check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
+    # where operations are recorded, nothing is looked at either
+    if not cache_seqlens.is_cuda and is_plain(cache_seqlens):
+        lengths = cache_seqlens.tolist()
+        if any(not 0 <= n <= dims["S"] for n in lengths):
+            raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")
+    call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
+    if impl is None:
+        impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
+    elif impl not in ("triton", "reference"):
+        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
+    elif (why := limit(impl, call)) is not None:
+        raise ValueError(f"{op}: impl={impl!r} {why}")
+    return mask, scale, impl
+
+
+def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:
+    """Check what both forms of attention share; return the mask in its simplest form and the scale as a number."""
+    check_dtype(op, _DTYPES, q=q)
+    check_same_dtype(op, q=q, k=k, v=v)
+    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"{op}: window must be None or an integer of at least 1, got {window!r}")
+    if window is not None and not causal:
+        raise ValueError(f"{op}: a window needs causal=True, got window={window} with causal=False")
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"{op}: sinks must be an integer of at least 0, got {sinks!r}")
+    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    if not factor > 0:
+        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
+    # a window that holds every key hides nothing, and without a window nothing is hidden from a sink
+    keys = dims.get("TK", dims.get("S"))
+    window = None if window is not None and window >= keys else window
+    return Mask(bool(causal), window, 0 if window is None else sinks), factor
+
+
+def _resolve(op: str, impl: str | None, call: Call) -> str | None:
+    if impl is None:
+        chosen = choose_impl(call)
+        return None if chosen == "triton" else chosen
+    if impl not in IMPLS:
+        raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
+    if (why := limit(impl, call)) is not None:
+        raise ValueError(f"{op}: impl={impl!r} {why}")
+    return impl

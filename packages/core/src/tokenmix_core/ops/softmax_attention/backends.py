@@ -1,0 +1,270 @@
+"""Which implementation can run a call, which one should, and where it lives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.extras import is_installed
+from tokenmix_core.launch.private import constant_when_traced
+from tokenmix_core.launch.trial import untried
+from tokenmix_core.ops.common import interpreting
+
+_HALF = (torch.bfloat16, torch.float16)
+
+AttentionImpl = Literal["gluon", "triton", "sdpa", "flash_attn", "reference"]
+IMPLS: tuple[str, ...] = get_args(AttentionImpl)
+
+# below this many queries a row the libraries' plain causal kernels have no lead over ours
+_LONG = 128
+# nor with no more blocks of 64 queries than a GPU has multiprocessors, where latency decides
+_FEW_BLOCKS = 128
+# FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
+_MANY_BLOCKS = 8192
+_WIDE = 512
+# a window as a mask on a CPU: up to 64 MiB in float32
+_MASK_ELEMENTS = 1 << 24
+
+_REFERENCE = "pass impl='reference'"
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool
+    window: int | None
+    sinks: int
+
+
+class Backend(NamedTuple):
+    """`forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
+    `backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask, scale) -> (dq, dk, dv)`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+class Call(NamedTuple):
+    """What the choice of an implementation depends on: the device, the dtype, sizes, and the mask. No values."""
+
+    device: str
+    dtype: torch.dtype
+    tq: int
+    tk: int
+    head_k: int
+    head_v: int
+    mask: Mask
+    packed: bool = False
+    # B · HQ where every query head has keys of its own; None where heads share keys
+    heads: int | None = None
+    # B · HQ in any case; 0 where it does not matter
+    query_heads: int = 0
+
+
+@functools.cache
+def cudnn_heads() -> int:
+    """The largest head that torch's cuDNN attention takes on every CUDA device; 0 where it is missing or no lead."""
+    if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
+        return 0
+    oldest = _oldest()
+    if oldest < (9, 0):
+        return 0
+    # torch's own rule: beyond 128 on Hopper alone
+    return 256 if oldest == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
+
+
+@constant_when_traced
+def flash_attention() -> int:
+    """The FlashAttention that "flash_attn" stands for: 4 where it is installed and every GPU takes it, 2, or 0."""
+    from tokenmix_core.ops.softmax_attention.flash4 import is_here
+
+    if (9, 0) <= _oldest() < (12, 0) and is_here():
+        return 4
+    return 2 if is_installed("flash_attn") else 0
+
+
+def _oldest() -> tuple[int, int]:
+    """The lowest compute capability of all CUDA devices; (0, 0) without any."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    return min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
+
+
+@constant_when_traced
+def on_hopper() -> bool:
+    """Tell whether every CUDA device is a Hopper GPU."""
+    return (9, 0) <= _oldest() < (10, 0)
+
+
+def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
+    """Tell whether cuDNN computes this attention of 16-bit tensors on CUDA: plain, with heads it has kernels for."""
+    plain = mask.window is None and not packed and (tq == tk or not mask.causal) and tq > 1
+    return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
+
+
+def limit(impl: str, call: Call) -> str | None:
+    """Why `impl` cannot run this call, as a sentence with the way out; None where it can."""
+    return _LIMITS[impl](call)
+
+
+def choose_impl(call: Call) -> str:
+    """The fastest implementation that covers the call, by rule.
+
+    On CUDA: "flash_attn" on Hopper where FlashAttention-4 is installed, for large calls without sinks whose heads are
+    of 64 or 128 and whose window, if any, is wide, once that was seen on a GPU (`trial.untried`); "sdpa" for plain
+    attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where cuDNN leads but for calls
+    too small to fill the GPU; K and V that differ are cuDNN's up to its largest head; "triton", our kernels, for
+    everything else they take, those in Gluon where they run; "reference" for what is left (heads beyond 256, float64).
+    On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
+    FlashAttention-2's own package runs only when asked for: no call is known on which it is the fastest.
+    """
+    plain = call.mask.window is None and not call.packed and call.tq >= _LONG
+    plain = plain and (call.tq == call.tk or not call.mask.causal)
+    small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
+    if call.device == "cuda":
+        order = ("sdpa", "triton") if plain and not small else ("triton",)
+        if _leads(call) and on_hopper() and flash_attention() == 4 and untried():
+            order = ("flash_attn", *order)
+    else:
+        order = ("sdpa",) if call.mask.window is None or call.tq * call.tk <= _MASK_ELEMENTS else ()
+    return next((impl for impl in order if limit(impl, call) is None), "reference")
+
+
+def _leads(call: Call) -> bool:
+    """Tell whether FlashAttention-4 is the fastest for a call like those that it was timed in, on Hopper."""
+    wide = call.mask.window is None or call.mask.window >= _WIDE
+    many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
+    return wide and many and call.head_k == call.head_v and call.head_k in (64, 128)
+
+
+def backward_impl(impl: str | None, x: Tensor, through_lse: bool) -> str | None:
+    """Whose backward follows a forward by `impl`: its own, unless a gradient of the log-sum-exp has to be carried."""
+    if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
+        return None if x.is_cuda else "reference"
+    return impl
+
+
+def load(impl: str | None) -> Backend:
+    """Import the implementation, None for our kernels; Triton and optional libraries are imported here at the earliest.
+
+    None lets kernels in Gluon run where they can.
+    """
+    if impl in (None, "gluon", "triton"):
+        from tokenmix_core.ops.softmax_attention import backward, forward
+
+        return Backend(
+            functools.partial(forward.attention_forward, impl=impl),
+            functools.partial(backward.attention_backward, impl=impl),
+        )
+    if impl == "sdpa":
+        from tokenmix_core.ops.softmax_attention import sdpa
+
+        return Backend(sdpa.forward, sdpa.backward)
+    if impl == "flash_attn":
+        from tokenmix_core.ops.softmax_attention import flash, flash4
+
+        library = flash4 if flash_attention() == 4 else flash
+        return Backend(library.forward, library.backward)
+    return Backend(_reference_forward, _reference_backward)
+
+
+def load_decode(impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Import the decoding function of "triton" or "reference"."""
+    if impl == "triton":
+        from tokenmix_core.ops.softmax_attention.decode import attention_decode
+
+        return attention_decode
+    from tokenmix_core.ops.softmax_attention.reference import attention_decode_reference
+
+    return attention_decode_reference
+
+
+def _triton_limit(call: Call) -> str | None:
+    if call.device != "cuda" and not interpreting():
+        return (
+            f"needs CUDA tensors, got tensors on {call.device}; pass impl='reference', "
+            "or set TRITON_INTERPRET=1 to run the kernels on a CPU"
+        )
+    if call.device != "cuda" and call.dtype == torch.bfloat16:
+        return "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
+    if max(call.head_k, call.head_v) > 256:
+        return f"takes head sizes up to 256, got K={call.head_k} and V={call.head_v}; {_REFERENCE}"
+    if call.dtype == torch.float64:
+        return "takes bfloat16, float16 and float32, got float64; pass impl='reference'"
+    return None
+
+
+def _sdpa_limit(call: Call) -> str | None:
+    if call.device == "cuda":
+        # cuDNN alone takes unequal heads; torch.compile could not trace the question whether it is there
+        asks = call.head_k != call.head_v and call.dtype in _HALF and not torch.compiler.is_compiling()
+        if asks and takes_cudnn(call.tq, call.tk, call.head_k, call.head_v, call.mask, call.packed):
+            return None
+        return _flash_limit(call)
+    if call.mask.causal and call.tq > call.tk:
+        return f"needs at least as many keys as queries for causal=True, got {call.tk} and {call.tq}; {_REFERENCE}"
+    if call.head_k != call.head_v:
+        return f"needs K = V, got K={call.head_k} and V={call.head_v}; {_REFERENCE}"
+    return None
+
+
+def _flash_attn_limit(call: Call) -> str | None:
+    if call.device != "cuda":
+        return f"needs CUDA tensors, got tensors on {call.device}; pass impl='sdpa' or impl='reference'"
+    version = flash_attention()
+    if not version:
+        return (
+            "needs the package flash-attn-4 on a GPU of compute capability 9 to 11, or flash-attn (2), neither of "
+            "which is here; pass impl='triton' or impl='sdpa'"
+        )
+    if version == 4 and 128 < call.head_k < 256 and not on_hopper():
+        return f"takes heads up to 128, or of 256, on this device, got K={call.head_k}; pass impl='triton'"
+    return _flash_limit(call)
+
+
+def _flash_limit(call: Call) -> str | None:
+    """What FlashAttention cannot do, in torch or in its own packages."""
+    if call.dtype not in _HALF:
+        return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
+    if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
+        return f"needs K = V, a multiple of 8 up to 256, got K={call.head_k} and V={call.head_v}; pass impl='triton'"
+    if call.mask.window is not None and call.mask.sinks:
+        return f"has no sinks beside a window, got sinks={call.mask.sinks}; pass impl='triton'"
+    if call.mask.causal and call.tq > call.tk:
+        return (
+            f"needs at least as many keys as queries for causal=True, got {call.tk} and {call.tq}; pass impl='triton'"
+        )
+    return None
+
+
+def _gluon_limit(call: Call) -> str | None:
+    """What can be said without the tensors; `plan.limit` has the rest."""
+    return _triton_limit(call) if call.device == "cuda" else None
+
+
+_LIMITS: dict[str, Callable[[Call], str | None]] = {
+    "gluon": _gluon_limit,
+    "triton": _triton_limit,
+    "sdpa": _sdpa_limit,
+    "flash_attn": _flash_attn_limit,
+    "reference": lambda call: None,
+}
+
+
+def _reference_forward(q, k, v, cu_seqlens, mask: Mask, scale):
+    from tokenmix_core.ops.softmax_attention.reference import attention_reference
+
+    o, lse = attention_reference(q, k, v, scale=scale, cu_seqlens=cu_seqlens, **mask._asdict())
+    return o, lse.transpose(1, 2)
+
+
+def _reference_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
+    from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
+
+    dlse = None if dlse is None else dlse.transpose(1, 2)
+    return attention_reference_backward(q, k, v, o, do, dlse, scale=scale, cu_seqlens=cu_seqlens, **mask._asdict())

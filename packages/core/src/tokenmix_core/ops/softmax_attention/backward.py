@@ -1,0 +1,245 @@
+"""The backward kernels: delta = o · do − dlse and dq by tiles of queries, then dk and dv by tiles of keys.
+
+Probabilities are recomputed from the log-sum-exp. The kernel of dk and dv computes transposed scores by a product of
+their own, since transposing a rounded product for the next one miscompiles on Hopper under Triton 3.6.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.softmax_attention.plan import plan
+from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles, listed, selected_rows
+from tokenmix_core.ops.softmax_attention.tiles import (
+    add_product,
+    key_tiles,
+    load_tile,
+    masked_tile,
+    query_tiles,
+    store_tile,
+    tile_of_queries,
+)
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.tile.masks import visible
+from tokenmix_core.tile.sequences import locate_chunk
+
+
+@triton.jit
+def meet_keys(
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what a tile of keys gives to dq."""
+    b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
+    b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
+    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
+    if MASKED:
+        o_k = i_k * BN + tl.arange(0, BN)
+        b_p = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+
+
+@cached_launch
+@triton.jit
+def _attention_backward_queries(
+    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
+    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """dq and delta of a tile of queries and a head a program."""
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        _, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
+        keys = queries
+        if first_row >= queries:
+            return
+        i_t = first_row // BM
+    if selected is not None:
+        m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
+        if tl.max(m_s.to(tl.int32)) == 0:
+            if FILL:
+                p_dq = dq + (i_b * TQ + start) * HQ * K + i_h * K
+                store_tile(p_dq, tl.zeros([BM, BK], tl.float32), i_t * BM, queries, HQ * K, K, BM, BK)
+            return
+    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
+    b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
+    o_t = i_t * BM + tl.arange(0, BM)
+    o_row = (i_b * HQ + i_h) * TQ + start
+    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * LOG2_E
+    b_o = load_tile(o + (i_b * TQ + start) * HQ * V + i_h * V, i_t * BM, queries, HQ * V, V, BM, BV, True)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    if THROUGH_LSE:
+        b_delta -= tl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
+    tl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
+
+    first = i_t * BM + keys - queries
+    last = tl.minimum(first + BM, keys) - 1
+    o_q = first + tl.arange(0, BM)
+    b_dq = tl.zeros([BM, BK], tl.float32)
+    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    for i_k in range(full, end):
+        b_dq = meet_keys(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * LOG2_E,
+            K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+        )  # fmt: skip
+    for i in range(0, far_sinks + full - near + stop - end):
+        b_dq = meet_keys(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
+            keys, window, sinks, scale * LOG2_E, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
+
+
+@triton.jit
+def meet_queries(
+    b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, queries, shift, keys, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what a tile of queries gives to dk and dv."""
+    o_q = i_q * BM + tl.arange(0, BM)
+    m_q = o_q < queries
+    b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
+    b_do = load_tile(p_do, i_q * BM, queries, s_dt, V, BM, BV, MASKED)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * LOG2_E
+    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
+    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
+    if MASKED:
+        m_s = visible(o_q[None, :] + shift, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
+        b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
+    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
+    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_dst = b_pt * (b_dpt - b_delta[None, :])
+    b_dk = add_product(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
+    return b_dk, b_dv
+
+
+@cached_launch
+@triton.jit
+def _attention_backward_keys(
+    q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
+    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of keys and a key head a program."""
+    # the first tiles, which most queries see, start first
+    pid = tl.program_id(0)
+    i_t = pid % tiles
+    i_hk = (pid // tiles % H).to(tl.int64)
+    i_b = (pid // tiles // H).to(tl.int64)
+    start = i_b * 0
+    i_n = 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BN, N, cu_seqlens, PACKED)
+        keys = queries
+        if first_row >= queries:
+            return
+        i_t = first_row // BN
+    shift = keys - queries
+    first = i_t * BN
+    last = tl.minimum(first + BN, keys) - 1
+    o_k = first + tl.arange(0, BN)
+    b_k = load_tile(k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt, K, BN, BK, True)
+    b_v = load_tile(v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt, V, BN, BV, True)
+    b_dk = tl.zeros([BN, BK], tl.float32)
+    b_dv = tl.zeros([BN, BV], tl.float32)
+    near, full, end, stop = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
+    if order is not None:
+        # from here on tiles are counted along the list of those that hold a selected query
+        place = first_place(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
+        order += place
+        near = tl.load(ranks + place + near)
+        full = tl.load(ranks + place + full)
+        end = tl.load(ranks + place + end)
+        stop = tl.load(ranks + place + stop)
+    for i_h in range(i_hk * (HQ // H), (i_hk + 1) * (HQ // H)):
+        p_q = q + i_b * s_qb + start * s_qt + i_h * s_qh
+        p_do = do + i_b * s_db + start * s_dt + i_h * s_dh
+        o_row = (i_b * HQ + i_h) * TQ + start
+        for i_q in range(full, end):
+            b_dk, b_dv = meet_queries(
+                b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, listed(order, i_q), o_k,
+                queries, shift, keys, window, sinks, scale * LOG2_E,
+                K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+            )  # fmt: skip
+        for i in range(0, full - near + stop - end):
+            b_dk, b_dv = meet_queries(
+                b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt,
+                listed(order, masked_tile(i, 0, near, full, end)), o_k, queries, shift, keys,
+                window, sinks, scale * LOG2_E, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+            )  # fmt: skip
+    store_tile(dk + (i_b * TK + start) * H * K + i_hk * K, b_dk * scale, first, keys, H * K, K, BN, BK)
+    store_tile(dv + (i_b * TK + start) * H * V + i_hk * V, b_dv, first, keys, H * V, V, BN, BV)
+
+
+def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
+    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` and `fill` as forward."""
+    q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
+    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    dlse = None if dlse is None else dlse.contiguous()
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    # the kernel of dq leaves delta for the kernel of dk and dv
+    # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
+    delta = torch.empty_like(lse)
+    by = plan(q, k, v, mask, cu_seqlens is not None, impl, do)
+    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
+
+    if by.queries is None:
+        from tokenmix_core.ops.softmax_attention.hopper.backward import backward_queries
+
+        backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill)
+    else:
+        BM, BN, warps, stages = by.queries
+        tiles = chunk_slots(1, TQ, BM, cu_seqlens)
+        _attention_backward_queries[(tiles * HQ * B,)](
+            q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
+            TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+            K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, fill,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    # a sink is seen by every query: among keys that a window sees, its tile would make all others wait
+    sinks = mask.sinks if selected is None else 0
+    mask = mask._replace(sinks=mask.sinks - sinks)
+    if by.keys is None:
+        from tokenmix_core.ops.softmax_attention.hopper.backward import backward_keys
+
+        backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)
+    else:
+        BM, BN, warps, stages = by.keys
+        tiles = chunk_slots(1, TK, BN, cu_seqlens)
+        ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
+        _attention_backward_keys[(tiles * H * B,)](
+            q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,
+            TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
+            K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if sinks:
+        from tokenmix_core.ops.sparse_attention.backward_keys import first_keys_backward
+
+        first_keys_backward(
+            q, k, v, do, lse, delta, dk, dv, cu_seqlens, count=sinks, window=mask.window, scale=scale
+        )  # fmt: skip
+    return dq, dk, dv

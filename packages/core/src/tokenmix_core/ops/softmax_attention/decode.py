@@ -1,0 +1,124 @@
+"""Decoding: the last few queries of each sequence against its cache, split over the keys and then merged.
+
+A program holds the queries of one key head, TQ · HQ / H rows, so that the cache is read once; it takes its share of the
+tiles that these queries see, wherever the sequence ends. Nothing depends on lengths that the host would have to know.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core import tuning
+from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.softmax_attention.tiles import add_product, key_tiles, load_tile
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.tile.masks import visible
+from tokenmix_core.tile.softmax import finish_softmax, online_softmax
+
+
+@cached_launch
+@triton.jit
+def _attention_decode(
+    q, k, v, o, lse, cache_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
+    TQ, HQ, H, splits, row_tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A share of the keys, and a tile of the queries of a key head, a program."""
+    pid = tl.program_id(0)
+    i_s = pid % splits
+    i_m = pid // splits % row_tiles
+    i_hk = (pid // splits // row_tiles % H).to(tl.int64)
+    i_b = (pid // splits // row_tiles // H).to(tl.int64)
+    # row r is query r // G, head r % G of the group
+    G = HQ // H
+    o_r = i_m * BM + tl.arange(0, BM)
+    m_r = o_r < TQ * G
+    o_t = o_r // G
+    o_h = i_hk * G + o_r % G
+    o_d = tl.arange(0, BK)
+    p_q = q + i_b * s_qb + o_t * s_qt + o_h * s_qh
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
+
+    keys = tl.load(cache_seqlens + i_b).to(tl.int32)
+    o_q = keys - TQ + o_t
+    first = keys - TQ + i_m * BM // G
+    last = keys - TQ + tl.minimum((i_m * BM + BM - 1) // G, TQ - 1)
+    far_sinks, near, _, _, stop = key_tiles(first, last, keys, window, sinks, BN, True, WINDOW)
+    tiles = far_sinks + stop - near
+    share = tl.cdiv(tiles, splits)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, BV], tl.float32)
+    for i in range(i_s * share, tl.minimum((i_s + 1) * share, tiles)):
+        i_k = tl.where(i < far_sinks, i, near + i - far_sinks)
+        b_k = load_tile(k + i_b * s_kb + i_hk * s_kh, i_k * BN, keys, s_kt, K, BN, BK, True)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        o_k = i_k * BN + tl.arange(0, BN)
+        m_s = visible(o_q[:, None], o_k[None, :], keys, window, sinks, True, WINDOW)
+        b_p, b_shrink, b_m, b_l = online_softmax(tl.where(m_s, b_s, float("-inf")), b_m, b_l, scale, True)
+        b_v = load_tile(v + i_b * s_vb + i_hk * s_vh, i_k * BN, keys, s_vt, V, BN, BV, True)
+        b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+
+    b_norm, b_lse = finish_softmax(b_m, b_l, scale)
+    o_row = ((i_b * TQ + o_t) * HQ + o_h) * splits + i_s
+    o_d = tl.arange(0, BV)
+    m_o = m_r[:, None] & (o_d < V)[None, :]
+    tl.store(o + o_row[:, None] * V + o_d[None, :], (b_o * b_norm[:, None]).to(o.dtype.element_ty), mask=m_o)
+    tl.store(lse + o_row, b_lse, mask=m_r)
+
+
+@cached_launch
+@triton.jit
+def _merge_splits(
+    o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    """The outputs of a query and head from those of all shares of its keys."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_s = tl.arange(0, BS)
+    o_d = tl.arange(0, BV)
+    b_lse = tl.load(lse_parts + i_row * splits + o_s, mask=o_s < splits, other=float("-inf"))
+    b_top = tl.max(b_lse, 0)
+    b_w = tl.exp2((b_lse - tl.where(b_top == float("-inf"), 0.0, b_top)) * LOG2_E)
+    b_norm, b_sum = finish_softmax(b_top, tl.sum(b_w, 0), LOG2_E)
+    p_o = o_parts + (i_row * splits + o_s)[:, None] * V + o_d[None, :]
+    b_o = tl.load(p_o, mask=(o_s < splits)[:, None] & (o_d < V)[None, :], other=0.0)
+    b_o = tl.sum(b_o * b_w[:, None], 0) * b_norm
+    tl.store(o + i_row * V + o_d, b_o.to(o.dtype.element_ty), mask=o_d < V)
+    tl.store(lse + i_row, b_sum)
+
+
+def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale):
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
+    (B, TQ, HQ, K), (_, S, H, V) = q.shape, v_cache.shape
+    rows = TQ * HQ // H
+    BM = min(64, block_size(rows))
+    row_tiles = cdiv(rows, BM)
+    BN, warps, stages = tuning.attention_decode(max(K, V), q.dtype)
+    seen = S if window is None else min(S, window + TQ + sinks)
+    splits = tuning.splits(B * H * row_tiles, cdiv(seen, BN), q.device)
+    o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, TQ, HQ, dtype=torch.float32)
+    o_parts, lse_parts = o, lse
+    if splits > 1:
+        o_parts = q.new_empty(B, TQ, HQ, splits, V, dtype=torch.float32)
+        lse_parts = q.new_empty(B, TQ, HQ, splits, dtype=torch.float32)
+    _attention_decode[(B * H * row_tiles * splits,)](
+        q, k_cache, v_cache, o_parts, lse_parts, cache_seqlens,
+        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        TQ, HQ, H, splits, row_tiles, window or 0, sinks, scale * math.log2(math.e),
+        K, V, BM, BN, block_size(K), block_size(V), window is not None, precision(q.dtype),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_splits[(B * TQ * HQ,)](
+            o_parts, lse_parts, o, lse, splits, V, next_power_of_2(splits), block_size(V), num_warps=4
+        )
+    return o, lse

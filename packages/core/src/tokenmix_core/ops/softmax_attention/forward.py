@@ -1,0 +1,149 @@
+"""The forward kernel: one tile of queries meets its keys tile by tile."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import chunk_slots, next_power_of_2
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.plan import plan
+from tokenmix_core.ops.softmax_attention.selection import selected_rows
+from tokenmix_core.ops.softmax_attention.tiles import (
+    add_product,
+    key_tiles,
+    load_tile,
+    masked_tile,
+    store_tile,
+    tile_of_queries,
+)
+from tokenmix_core.tile.masks import visible
+from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.tile.softmax import finish_softmax, online_softmax
+
+
+@triton.jit
+def meet_keys(
+    b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of keys and values into the outputs, before their division, and the rows' maxima and sums."""
+    b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        o_k = i_k * BN + tl.arange(0, BN)
+        b_s = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_s, float("-inf"))
+    b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
+    b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
+    b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+    return b_o, b_m, b_l
+
+
+@cached_launch
+@triton.jit
+def _attention_forward(
+    q, k, v, o, lse, cu_seqlens, selected,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
+    TQ, TK, HQ, H, N, tiles, window, sinks, scale,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries and a head a program."""
+    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        _, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
+        keys = queries
+        if first_row >= queries:
+            return
+        i_t = first_row // BM
+    if selected is not None:
+        m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
+        if tl.max(m_s.to(tl.int32)) == 0:
+            if FILL:
+                p_o = o + (i_b * TQ + start) * HQ * V + i_h * V
+                store_tile(p_o, tl.zeros([BM, BV], tl.float32), i_t * BM, queries, HQ * V, V, BM, BV)
+                p_lse = lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
+                tl.store(p_lse, tl.full([BM], float("inf"), tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
+            return
+    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
+    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
+
+    first = i_t * BM + keys - queries
+    last = tl.minimum(first + BM, keys) - 1
+    o_q = first + tl.arange(0, BM)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, BV], tl.float32)
+    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    for i_k in range(full, end):
+        b_o, b_m, b_l = meet_keys(
+            b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
+            K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
+        )  # fmt: skip
+    for i in range(0, far_sinks + full - near + stop - end):
+        b_o, b_m, b_l = meet_keys(
+            b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q, keys, window,
+            sinks, scale, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+        )  # fmt: skip
+
+    b_norm, b_lse = finish_softmax(b_m, b_l, scale)
+    if selected is not None:
+        # probabilities recomputed from +∞ are 0: the rows drop out of every gradient
+        b_norm = tl.where(m_s, b_norm, 0.0)
+        b_lse = tl.where(m_s, b_lse, float("inf"))
+    s_ot = HQ * V
+    store_tile(o + (i_b * TQ + start) * s_ot + i_h * V, b_o * b_norm[:, None], i_t * BM, queries, s_ot, V, BM, BV)
+    o_t = i_t * BM + tl.arange(0, BM)
+    tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
+
+
+def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
+
+    `selected [B, TQ]` names the queries that are wanted: tiles without one are skipped, the others get 0 and +∞, or
+    unless `fill` are not written where a whole tile has none that is wanted.
+    """
+    q, k, v = (dense_rows(x) for x in (q, k, v))
+    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
+    tile = plan(q, k, v, mask, cu_seqlens is not None, impl).forward
+    if tile is None:
+        from tokenmix_core.ops.softmax_attention.hopper.forward import forward
+
+        forward(q, k, v, o, lse, cu_seqlens, mask, scale)
+        return o, lse
+    BM, BN, warps, stages = tile
+    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    tiles = chunk_slots(1, TQ, BM, cu_seqlens)
+    _attention_forward[(tiles * HQ * B,)](
+        q, k, v, o, lse, cu_seqlens, selected,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale * math.log2(math.e),
+        K, V, BM, BN, block_size(K), block_size(V), mask.causal, mask.window is not None, cu_seqlens is not None,
+        precision(q.dtype), fill, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself where the elements of a head lie side by side, else a copy. Any other stride is fine."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def block_size(size: int) -> int:
+    """The width of a tile that holds `size` columns: a power of two, at least 16, as matrix units take it."""
+    return max(16, next_power_of_2(size))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 is multiplied as such: tf32 would lose half of its digits."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,104 @@
+"""torch's own attention kernels, by the operators under `scaled_dot_product_attention` that return the log-sum-exp.
+
+On a CPU torch's flash kernel, sequence by sequence where packed. On CUDA cuDNN for plain attention on Hopper and newer,
+FlashAttention-2 for the rest (packed batches, windows, queries fewer than keys, older devices).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops.softmax_attention.backends import Mask, takes_cudnn
+from tokenmix_core.ops.softmax_attention.flash import borders, readable, window_sides
+from tokenmix_core.ops.softmax_attention.reference import visible
+
+_aten = torch.ops.aten
+
+
+def forward(q, k, v, cu_seqlens, mask: Mask, scale):
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    if not q.is_cuda:
+        return _cpu_forward(q, k, v, cu_seqlens, mask, scale)
+    q, k, v = (readable(x) for x in (q, k, v))
+    if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal, scale=scale)
+        return o.transpose(1, 2), lse.view(o.shape[:3])
+    left, right = window_sides(mask)
+    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    packed = cu is not None
+    q, k, v = (x.squeeze(0) if packed else x for x in (q, k, v))
+    o, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, cu, cu, max_q, max_k, 0.0, mask.causal, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return (o.unsqueeze(0), lse.unsqueeze(0)) if packed else (o, lse)
+
+
+def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
+    """dq, dk and dv. The log-sum-exp must have no gradient: these kernels cannot carry one."""
+    assert dlse is None
+    if not q.is_cuda:
+        return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
+    q, k, v, do = (readable(x) for x in (q, k, v, do))
+    # the state of a generator that only dropout would read
+    seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
+    if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
+        q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal,
+            scale=scale,
+        )  # fmt: skip
+        return tuple(x.transpose(1, 2) for x in grads)
+    left, right = window_sides(mask)
+    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    packed = cu is not None
+    q, k, v, o, lse, do = (x.squeeze(0) if packed else x for x in (q, k, v, o, lse, do))
+    grads = _aten._flash_attention_backward(
+        do, q, k, v, o, lse, cu, cu, max_q, max_k, 0.0, mask.causal, seed, offset,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return tuple(x.unsqueeze(0) for x in grads) if packed else grads
+
+
+def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
+    if cu_seqlens is not None:
+        parts = [_cpu_forward(q[:, s], k[:, s], v[:, s], None, mask, scale) for s in _slices(cu_seqlens)]
+        return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+    causal, bias = _cpu_mask(q, k, mask)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return o.transpose(1, 2), lse
+
+
+def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
+    if cu_seqlens is not None:
+        parts = [
+            _cpu_backward(q[:, s], k[:, s], v[:, s], o[:, s], lse[:, :, s], do[:, s], None, mask, scale)
+            for s in _slices(cu_seqlens)
+        ]
+        return tuple(torch.cat(grads, 1) for grads in zip(*parts, strict=True))
+    causal, bias = _cpu_mask(q, k, mask)
+    q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
+    """Tell whether the kernel's own causal mask serves, and else what is added to the scores: 0 or −∞, `[TQ, TK]`."""
+    tq, tk = q.shape[1], k.shape[1]
+    if mask.window is None and (tq == tk or tq == 1 or not mask.causal):
+        return mask.causal and tq > 1, None
+    seen = visible(torch.arange(tk - tq, tk), torch.arange(tk), *mask)
+    return False, torch.zeros(tq, tk, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _slices(cu_seqlens: Tensor) -> list[slice]:
+    """The sequences that hold tokens."""
+    cu = cu_seqlens.tolist()
+    return [slice(a, b) for a, b in itertools.pairwise(cu) if a < b]

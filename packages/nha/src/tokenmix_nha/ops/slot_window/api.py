@@ -1,0 +1,279 @@
+"""Public functions of slot-window attention: shapes, validation, carried windows, the choice of an implementation."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Checked
+from tokenmix_core.ops.common import (
+    Impl,
+    ScanOutput,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    check_scale,
+    resolve_impl,
+)
+from tokenmix_nha.ops.slot_window import reference
+from tokenmix_nha.ops.slot_window.plan import GLUON, limit
+from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
+from tokenmix_nha.ops.slot_window.tuning import slot_tile
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SLOTS = (16, 32, 64, 128)
+HEAD_SIZES = (64, 128)
+
+
+def slot_window_attention(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    f: Float[Tensor, "B T H M"],
+    *,
+    window: int,
+    q_slots: Float[Tensor, "B T HQ K"] | None = None,
+    k_slots: Float[Tensor, "B T H K"] | None = None,
+    scale: float | None = None,
+    initial_state: SlotWindowState | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    output_final_state: bool = True,
+    impl: Impl | None = None,
+) -> ScanOutput:
+    r"""Attention over M memory slots and the last `window` tokens under one softmax (Native Hybrid Attention, eq. 1–4).
+
+    A token enters the slots when it leaves the window, with its own gate :math:`\alpha_j = e^{f_j} \in [0, 1]^M`; the
+    query at t sees the slots of the tokens :math:`j \le t - w` and the tokens :math:`t - w < j \le t` themselves:
+
+    .. math:: S^K \leftarrow \mathrm{Diag}(\alpha_j) S^K + (1 - \alpha_j) \otimes k_j, \qquad
+        S^V \leftarrow \mathrm{Diag}(\alpha_j) S^V + (1 - \alpha_j) \otimes v_j
+
+    .. math:: o_t = \mathrm{softmax}(\text{scale} \cdot q_t [S^K; k_{t-w+1} \ldots k_t]^\top)
+        [S^V; v_{t-w+1} \ldots v_t]
+
+    Slots start at zero and take part from the first query on, with logit 0 and value 0. `window=0` is gated slot
+    attention, whose slots include token t; a window of T or more is full attention with M such zeros. Query head h
+    reads head h // (HQ / H) of k, v and f. Differentiable in every tensor argument, the state's included, and through
+    both results.
+
+    Args:
+        q: `[B, T, HQ, K]`; HQ is a multiple of H.
+        k, v: `[B, T, H, K]`, `[B, T, H, V]`. q, k, v, q_slots and k_slots share one dtype: bfloat16, float16 or float32
+            (the reference also float64).
+        f: `[B, T, H, M]`, natural log of the gates, ≤ 0, any float dtype. Triton takes gates below 2⁻²⁸ as 2⁻²⁸.
+        window: tokens that a query sees exactly, itself included; any integer ≥ 0, which may differ from call to call.
+        q_slots, k_slots: q and k as the slots see them, when the window's carry rotary embeddings; None means q and k.
+        scale: factor of the logits; None is K ** −0.5.
+        initial_state: what earlier tokens left, as `final_state` returns it. A window wider than the one it was made
+            with does not bring back tokens that have entered the slots.
+        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
+        output_final_state: False skips collecting the windows of the final state, which is then None.
+        impl: "gluon" (Hopper, bfloat16, M up to 64), "triton" (portable kernels; M also 128), both for K and V of 64 or
+            128 and M of 16, 32 or 64, "reference" (any size and device), or None: the fastest here, which is Gluon
+            where it runs, then Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays
+            portable where that is faster; `tokenmix_core.ops.explain` names the kernels. A window of T or more is
+            core's attention by the fastest kernels.
+
+    Returns:
+        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring has as many places as the
+        window, or as there are tokens if those are fewer.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; it says what was got and
+        expected.
+    """
+    op = "slot_window_attention"
+    if initial_state is not None and not isinstance(initial_state, SlotWindowState):
+        raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(initial_state).__name__}")
+    tensors = q, k, v, f, q_slots, k_slots, cu_seqlens
+    dims, backend, factor = _check(op, *tensors, window, scale, impl, *(() if initial_state is None else initial_state))
+
+    before, start, slots_k, slots_v = 0, None, None, None
+    if initial_state is not None:
+        slots_k, slots_v, before = initial_state.slots_k, initial_state.slots_v, initial_state.window
+        k, v, f, k_slots, start = prepend(initial_state, k, v, f, k_slots, cu_seqlens)
+    arguments = (q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, factor)
+    if initial_state is None and window >= dims["T"]:
+        # no token ever leaves the window, so the slots stay zero
+        from tokenmix_nha.ops.slot_window.prefix import zero_prefix_attention
+
+        o = zero_prefix_attention(q, k, v, cu_seqlens, dims["M"], factor, backend)
+        slots_k, slots_v = _zero_slots(dims, q) if output_final_state else (None, None)
+    elif backend != "reference":
+        from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_kernels
+
+        o, slots_k, slots_v = slot_window_attention_kernels(*arguments, backend)
+    else:
+        o, slots_k, slots_v = _reference(*arguments)
+    if not output_final_state:
+        return ScanOutput(o, None)
+    *rings, length = last_tokens(k, v, f, k_slots, window, before, start, cu_seqlens)
+    return ScanOutput(o, SlotWindowState(slots_k, slots_v, *rings, length))
+
+
+@torch.no_grad()
+def slot_window_attention_step(
+    q: Float[Tensor, "B HQ K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B H V"],
+    f: Float[Tensor, "B H M"],
+    state: SlotWindowState,
+    *,
+    q_slots: Float[Tensor, "B HQ K"] | None = None,
+    k_slots: Float[Tensor, "B H K"] | None = None,
+    scale: float | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B HQ V"]:
+    """One decoding step of `slot_window_attention` with as wide a window as the state's ring: updates `state` in place.
+
+    The token that leaves the ring enters the slots, the new one takes its place, and the query sees both. Bytes and
+    time do not depend on how many tokens came before. Not differentiable.
+
+    Args:
+        q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
+        state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; contiguous tensors, overwritten.
+        scale: as for `slot_window_attention`.
+        impl: as there, but that one token has no kernels in Gluon.
+
+    Returns:
+        o `[B, HQ, V]` in q's dtype.
+
+    Raises:
+        ValueError: as `slot_window_attention`.
+    """
+    op = "slot_window_attention_step"
+    backend = resolve_impl(op, impl, q)
+    dims = bind_shapes(
+        op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), f=(f, "B H M"), q_slots=(q_slots, "B HQ K?"),
+        k_slots=(k_slots, "B H K?"),
+    )  # fmt: skip
+    dims["N"] = dims["B"]
+    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    if (q_slots is None) != (k_slots is None):
+        raise ValueError(f"{op}: q_slots and k_slots go together, got one without the other")
+    _check_state(op, dims, q, f, k_slots, state)
+    for name, x in state._asdict().items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(
+                f"{op}: state.{name} must be contiguous, got strides {x.stride()}; state.reserve(window) copies"
+            )
+    check_same_dtype(op, k=k, **{"state.k": state.k, "state.v": state.v})
+    factor = _scale(op, dims, scale)
+    if backend != "reference":
+        from tokenmix_nha.ops.slot_window.step import step_triton
+
+        return step_triton(q, k, v, f, q_slots, k_slots, state, factor)
+    return reference.step_reference(q, k, v, f, q_slots, k_slots, state, scale=factor)
+
+
+@Checked
+def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str | None, float]:
+    """Validate a whole-sequence call; return the sizes, the implementation, as `resolve_impl` does, and the scale."""
+    backend = resolve_impl(op, impl, q, GLUON)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+        raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
+    dims = bind_shapes(
+        op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), f=(f, "B T H M"), q_slots=(q_slots, "B T HQ K?"),
+        k_slots=(k_slots, "B T H K?"),
+    )  # fmt: skip
+    if dims["T"] < 1:
+        raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
+    if (q_slots is None) != (k_slots is None):
+        given, absent = ("k_slots", "q_slots") if q_slots is None else ("q_slots", "k_slots")
+        raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    # q again, so that the others' device is compared with its
+    bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
+    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    if backend == "gluon":
+        slots = slot_tile(dims["M"], q.dtype, k_slots is not None, dims["HQ"] // dims["H"])
+        GLUON.require(op, q.device, q.dtype, limit(slots, dims["K"], dims["V"]))
+    if state:
+        _check_state(op, dims, q, f, k_slots, SlotWindowState(*state))
+    return dims, backend, _scale(op, dims, scale)
+
+
+def _reference(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+    """The eager chunkwise form, sequence by sequence where packed."""
+    q_slots, k_slots = (q, k) if q_slots is None else (q_slots, k_slots)
+    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if slots_k is None:
+        dims = {"N": sequences, "H": k.shape[2], "M": f.shape[3], "K": k.shape[3], "V": v.shape[3]}
+        slots_k, slots_v = _zero_slots(dims, q)
+    if start is None:
+        start = torch.zeros(sequences, dtype=torch.int32, device=q.device)
+    if cu_seqlens is None:
+        return reference.chunk_reference(
+            q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, window=window, scale=scale
+        )
+    outputs = []
+    for n, (a, b) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+        old, new = slice(a + n * before, b + (n + 1) * before), slice(a, b)
+        if a == b and not before:
+            outputs.append((v.new_zeros(1, 0, q.shape[2], v.shape[3]), slots_k[n : n + 1], slots_v[n : n + 1]))
+            continue
+        outputs.append(
+            reference.chunk_reference(
+                q[:, new], k[:, old], v[:, old], f[:, old], q_slots[:, new], k_slots[:, old], slots_k[n : n + 1],
+                slots_v[n : n + 1], start[n : n + 1], window=window, scale=scale,
+            )
+        )  # fmt: skip
+    o, slots_k, slots_v = zip(*outputs, strict=True)
+    return torch.cat(o, 1), torch.cat(slots_k), torch.cat(slots_v)
+
+
+def _scale(op: str, dims: dict[str, int], scale: float | None) -> float:
+    if scale is None:
+        return dims["K"] ** -0.5
+    number = check_scale(op, scale)
+    if number <= 0:
+        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
+    return number
+
+
+def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    shape = (dims["N"], dims["H"], dims["M"])
+    return q.new_zeros(*shape, dims["K"], dtype=wide), q.new_zeros(*shape, dims["V"], dtype=wide)
+
+
+def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tensor | None) -> None:
+    """Dtypes, head counts and what Triton needs."""
+    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
+    check_dtype(op, floats, **tensors)
+    check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
+    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    if impl != "reference":
+        for letter, allowed in (("K", HEAD_SIZES), ("V", HEAD_SIZES), ("M", SLOTS)):
+            if dims[letter] not in allowed:
+                raise ValueError(
+                    f"{op}: impl={impl or 'triton'!r} needs {letter} in {', '.join(map(str, allowed))}, "
+                    f"got {letter}={dims[letter]}; choose such a size or pass impl='reference'"
+                )
+
+
+def _check_state(
+    op: str, dims: dict[str, int], q: Tensor, f: Tensor, k_slots: Tensor | None, state: SlotWindowState
+) -> None:
+    if not isinstance(state, SlotWindowState):
+        raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
+    shapes = {
+        "slots_k": "N H M K", "slots_v": "N H M V", "k": "N W H K", "v": "N W H V", "f": "N W H M",
+        "k_slots": "N W H K?", "length": "N",
+    }  # fmt: skip
+    got = state._asdict()
+    # q first, so that the state's device is compared with its
+    spec = " ".join(["B", "T", "HQ", "K"] if q.dim() == 4 else ["B", "HQ", "K"])
+    bind_shapes(op, dict(dims), q=(q, spec), **{f"state.{name}": (got[name], shapes[name]) for name in shapes})
+    if (k_slots is None) != (state.k_slots is None):
+        has = "no k_slots" if state.k_slots is None else "k_slots"
+        raise ValueError(f"{op}: the state was made with {has}; pass q_slots and k_slots in all calls or in none")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    check_dtype(op, (wide,), **{"state.slots_k": state.slots_k, "state.slots_v": state.slots_v})
+    check_dtype(op, (torch.int32,), **{"state.length": state.length})
+    check_same_dtype(op, q=q, **{f"state.{name}": got[name] for name in ("k", "v", "k_slots")})
+    check_same_dtype(op, f=f, **{"state.f": state.f})

@@ -1,0 +1,142 @@
+"""Gradients of the log-gates of tokens that enter the slots.
+
+Tiles are transposed, `[token, query]`.
+"""
+
+import triton
+import triton.language as tl
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_nha.ops.slot_window.heads import each_head_of_keys
+from tokenmix_nha.ops.slot_window.tile import (
+    SIZES,
+    as_factor,
+    block_pairs,
+    block_to_border,
+    enter_weight,
+    gates_between,
+    load_by_slot,
+    load_columns,
+    load_gates,
+    load_rows,
+    log2_gates,
+    opposite_pairs,
+    sums_of_rows,
+    token_rows,
+)
+
+
+@triton.jit
+def _pair_sums(
+    b_x, b_y, b_e, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, BT: tl.constexpr, FACTOR: tl.constexpr,
+    DOT: tl.constexpr, STRONG: tl.constexpr,
+):  # fmt: skip
+    """Add `Σ_t x[j, t] y_m(t)` over the same pairs, still to be weighted by column factors of j."""
+    o_r = tl.arange(0, BT)
+    r_j, r_t = o_r[:, None], o_r[None, :]
+    size = BT >> count
+    b_h = as_factor(tl.where(block_pairs(r_t, r_j, size), b_x, 0.0), FACTOR, DOT)
+    b_e = tl.dot(b_h, b_y, b_e, input_precision=DOT)
+    if STRONG:
+        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
+        for i in range(count):
+            half = (BT // 2) >> i
+            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_x, 0.0), FACTOR, DOT)
+            b_e += b_border * tl.dot(b_h, as_factor(b_y * b_border, FACTOR, DOT), input_precision=DOT)
+    return b_e
+
+
+@triton.jit
+def _store_gates(p, b_x, o_j, m_j, stride, slots, BM: tl.constexpr):
+    o_m = tl.arange(0, BM)[None, :]
+    p = p + o_j.to(tl.int64)[:, None] * stride + o_m
+    tl.store(p, b_x.to(p.dtype.element_ty), mask=m_j[:, None] & (o_m < slots))
+
+
+@triton.jit
+def _inner(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """Inner products of BM columns of two tiles `[D, M]`."""
+    return tl.sum(load_columns(p_x, M, D, BM).to(tl.float32) * load_columns(p_y, M, D, BM).to(tl.float32), 0)
+
+
+@triton.jit
+def _gates(
+    chunk, q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df, H, before,
+    window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """df of one head's part of a chunk, and some of the slots."""
+    i_m = tl.program_id(2) * BM
+    first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
+    HQ = H * GROUP
+    o_r = tl.arange(0, BT)
+    o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
+    p_f = f + begin_k * SLOTS + i_m
+    p_df = df + begin_k * SLOTS + i_m
+    if first >= keys - window:
+        _store_gates(p_df, tl.zeros([BT, BM], dtype=tl.float32), o_j, m_s, H * SLOTS, SLOTS - i_m, BM)
+        return
+    p_dsk, p_dsv = ds_k + entry * K * M, ds_v + entry * V * M
+    p_col = column + entry * BT * M
+
+    # what tokens from j on ask of all before j, less what token j itself would lose
+    b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
+    b_v = load_rows(v + begin_k * V, o_j, m_j, H * V, V)
+    b_e = tl.zeros([BT, BM], dtype=tl.float32)
+    for i_g in range(GROUP):
+        p_row = begin_q + i_g
+        b_q = load_rows(q_slots + p_row * K, o_q, m_q, HQ * K, K)
+        b_a = tl.dot(b_ks, tl.trans(b_q), input_precision=DOT)
+        b_y = load_by_slot(dz + p_row * M + i_m, o_q, m_q, HQ, M, BM)
+        b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, FACTOR, DOT, STRONG)
+        b_do = load_rows(do + p_row * V, o_q, m_q, HQ * V, V)
+        b_a = tl.dot(b_v, tl.trans(b_do), input_precision=DOT)
+        b_y = load_by_slot(p + p_row * M + i_m, o_q, m_q, HQ, M, BM)
+        b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, BT, FACTOR, DOT, STRONG)
+    b_last = tl.dot(b_ks, load_columns(p_dsk + i_m, M, K, BM), input_precision=DOT)
+    b_last = tl.dot(b_v, load_columns(p_dsv + i_m, M, V, BM), b_last, input_precision=DOT)
+    b_f = load_gates(p_f, o_j, m_e, H * SLOTS, SLOTS - i_m, BM)
+    b_inverse = 1.0 / load_columns(row + entry * BT * M + i_m, M, BT, BM)
+    o_m = tl.arange(0, BM)
+    b_end = tl.exp2(tl.load(end + entry * M + i_m + o_m, mask=o_m < M, other=0.0))
+    if STRONG:
+        b_last *= tl.exp2(gates_between(log2_gates(b_f, DOT), o_r, BT - 1, BT, DOT))
+    else:
+        b_last *= b_end[None, :] * b_inverse
+    b_enter = enter_weight(b_f)
+    b_df = (1.0 - b_enter) * (b_e * b_inverse + b_last)
+    b_last *= b_enter
+    b_x = -b_e * load_columns(p_col + i_m, M, BT, BM).to(tl.float32) - b_last
+    for i_g in range(GROUP):
+        b_x += load_by_slot(x + (begin_q + i_g) * M + i_m, o_q, m_q, HQ, M, BM)
+    b_later = tl.where(o_r[None, :] >= o_r[:, None], 1.0, 0.0)
+    b_df = sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), DOT) - b_df
+    b_dot = _inner(p_dsk + i_m, states_k + entry * K * M + i_m, BM, M, K)
+    b_dot += _inner(p_dsv + i_m, states_v + entry * V * M + i_m, BM, M, V)
+    b_df += (b_dot * b_end + tl.sum(b_last, 0))[None, :]
+    # bounded gates have no gradient
+    b_df = tl.where(m_e[:, None] & (log2_gates(b_f, DOT) == b_f * LOG2_E), b_df, 0.0)
+    _store_gates(p_df, b_df, o_j, m_s, H * SLOTS, SLOTS - i_m, BM)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_window_backward_gates_kernel(
+    q_slots, k_slots, v, f, splits, row, column, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x,
+    df, T, N, H, before, window, chunks, entries, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """df `[BT, BM]` of the tokens of a chunk, of HEADS heads and some of the slots: what tokens from j on ask of all
+    before j, less what token j itself would lose."""
+    each_head_of_keys(
+        _gates,
+        (
+            q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df,
+            H, before, window, M, SLOTS, BM, K, V, BT, STRONG, GROUP, FACTOR, DOT,
+        ),
+        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, STRONG, HEADS, GROUP, HAS_START,
+        PACKED,
+    )  # fmt: skip

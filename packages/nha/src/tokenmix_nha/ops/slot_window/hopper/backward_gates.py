@@ -1,0 +1,127 @@
+"""Gradients of a weak chunk's log-gates on Hopper. Tiles are transposed, `[token, query]`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
+from tokenmix_nha.ops.slot_window.hopper.backward_groups import entries_of_heads
+from tokenmix_nha.ops.slot_window.hopper.gates import (
+    as_left,
+    enter_weight,
+    fetch,
+    inner_products,
+    load_gates,
+    locate_tokens,
+    multiply,
+    rounded,
+    store_gates,
+    sums_of_rows,
+)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries"])
+def hopper_backward_gates_kernel(
+    q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df,
+    T, N, H, before, window, chunks, entries,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """df `[BT, M]` of a chunk's tokens: what tokens from j on ask of all before j, less what j itself would lose."""
+    BT: gl.constexpr = 64
+    dtype: gl.constexpr = v.dtype.element_ty
+    square: gl.constexpr = product_layout(BT, 4)
+    slots: gl.constexpr = product_layout(M, 4)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    i_h, HQ = gl.program_id(0) % H, H * GROUP
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
+        PACKED, GROUP,
+    )  # fmt: skip
+    if count != 0:
+        return
+    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    o_q, entering = first + window - before, keys - window
+    o_i, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
+    m_m = (o_m < SLOTS)[None, :]
+    o_f = ((begin_k + (first + o_i).to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
+    if first >= entering:
+        b_df = gl.zeros([BT, M], gl.float32, slots)
+        gl.store(df + o_f, b_df.to(df.dtype.element_ty), mask=(first + o_i < keys)[:, None] & m_m)
+        return
+
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_p = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
+    s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
+    fetch(s_k, k + begin_k * K, first, oldest, keys, H * K)
+    fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    fetch(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
+    async_copy.commit_group()
+    m_e = (first + o_i >= oldest) & (first + o_i < entering)
+    b_f = load_gates(f, begin_k, first + o_i, m_e, H, SLOTS, M)
+    b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
+    fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
+    fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+    async_copy.commit_group()
+    fetch_rows(s_dsk, ds_k + entry * K * M, M, K, 4)
+    fetch_rows(s_dsv, ds_v + entry * V * M, M, V, 4)
+    async_copy.commit_group()
+
+    await_copies(1)
+    if GROUP > 1:
+        b_e = entries_of_heads(
+            s_k, s_q, s_v, s_do, s_p, s_dz, q + begin_q * K, do + begin_q * V, p + begin_q * M, dz + begin_q * M, o_q,
+            length, HQ, GROUP,
+        )  # fmt: skip
+        await_copies(0)
+        b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+        b_last = warpgroup_mma_wait(0, deps=[b_last])
+    else:
+        b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
+        m_p = (
+            gl.arange(0, BT, gl.SliceLayout(1, square))[:, None] <= gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+        )
+        b_a = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
+        b_dp = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
+        b_e = warpgroup_mma(b_dp, s_p, multiply(b_a, s_dz, M), is_async=True)
+        await_copies(0)
+        b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+        b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
+    barrier()
+    # the slots before the chunk take places that are free by now
+    s_sk, s_sv = reinterpret(s_q, dtype, [K, M], swizzled), reinterpret(s_do, dtype, [V, M], swizzled)
+    fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
+    fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
+    async_copy.commit_group()
+
+    o_l = gl.arange(0, M, line)
+    end_m = gl.exp2(gl.load(end + entry * M + o_l))
+    b_last *= gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
+    b_col = enter_weight(b_f) * b_inverse
+    # bounded gates have no gradient, which infinity stands for until the end
+    b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
+    b_last *= b_col
+    p_x = x + ((begin_q + (o_q + o_i).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
+    # the window of a call may be shorter than the one carried, and its first tokens then have no query
+    m_x = ((o_q + o_i >= 0) & (o_q + o_i < length))[:, None]
+    b_x = gl.load(p_x, mask=m_x, other=0.0)
+    for i_g in range(1, GROUP):
+        b_x += gl.load(p_x + i_g * M, mask=m_x, other=0.0)
+    b_x = gl.where(m_e[:, None], b_x - b_e * rounded(b_col, dtype).to(gl.float32) - b_last, 0.0)
+    rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
+    b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own
+    await_copies(0)
+    rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
+    b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
+    store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)

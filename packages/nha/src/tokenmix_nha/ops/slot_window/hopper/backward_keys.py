@@ -1,0 +1,177 @@
+"""Gradients of a weak chunk's keys and values on Hopper. Tiles are transposed, `[token, query]`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
+from tokenmix_nha.ops.slot_window.hopper.backward_groups import add_slots_of_heads, add_window_of_heads
+from tokenmix_nha.ops.slot_window.hopper.gates import (
+    as_left,
+    enter_weight,
+    fetch,
+    load_gates,
+    locate_tokens,
+    multiply,
+    rounded,
+    store,
+    sums_of_rows,
+)
+from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries"])
+def hopper_backward_keys_kernel(
+    q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots, dv,
+    scale, T, N, H, before, window, chunks, entries,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
+    HAS_START: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """dk (and dk_slots) `[BT, K]` and dv `[BT, V]` of the keys of a chunk."""
+    BT: gl.constexpr = 64
+    BN: gl.constexpr = 32
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = product_layout(BT, 4)
+    slots: gl.constexpr = product_layout(M, 4)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    col: gl.constexpr = gl.SliceLayout(0, square)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    i_h, HQ = gl.program_id(0) % H, H * GROUP
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
+        PACKED, GROUP,
+    )  # fmt: skip
+    if count != 0:
+        return
+    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    o_q, entering = first + window - before, keys - window
+    # slots that no token of the chunk enters are not there
+    size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
+
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    # p and dz, and later the window's queries
+    s_y = gl.allocate_shared_memory(dtype, [2, BT, 64 if GROUP > 1 else M], shared)
+    s_p, s_dz = reinterpret(s_y.index(0), dtype, [BT, M], swizzled), reinterpret(s_y.index(1), dtype, [BT, M], swizzled)
+    s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
+    s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
+    p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
+    p_qs = p_q
+    if OWN_SLOT_KEYS:
+        p_qs = q_slots + begin_q * K
+    fetch(s_q, p_qs, o_q, 0, length, HQ * K)
+    fetch(s_k, p_k, first, oldest, keys, H * K)
+    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    fetch(s_do, p_do, o_q, 0, length, HQ * V)
+    async_copy.commit_group()
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
+    o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
+    m_e = (first + o_r >= oldest) & (first + o_r < entering)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, HQ, M)
+    b_col = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
+    fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
+    fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+    async_copy.commit_group()
+    fetch_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
+    fetch_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
+    async_copy.commit_group()
+    b_col *= enter_weight(b_f)
+    b_weight = rounded(b_col * gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :], dtype)
+    b_col = as_left(rounded(b_col, dtype), BT)
+
+    # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
+    await_copies(1)
+    if GROUP == 1:
+        b_p, b_dz = multiply(b_col, s_p.permute((1, 0)), BT), multiply(b_col, s_dz.permute((1, 0)), BT)
+    m_p = o_i[:, None] <= o_j[None, :]
+    m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
+    m_w = m_w & (first + o_i >= oldest)[:, None]
+    # the window's queries, from the token itself on, take places that are free by then
+    o_w = first - before
+    shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
+    if GROUP > 1:
+        await_copies(0)
+        b_wv, b_wk = as_left(b_weight, V), as_left(b_weight, K)
+        b_dv, b_dk = multiply(b_wv, s_dsv.permute((1, 0)), V), multiply(b_wk, s_dsk.permute((1, 0)), K)
+        b_dv, b_dk, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_wv, b_wk])
+        b_dk, b_dv = add_slots_of_heads(
+            b_dk, b_dv, b_col, s_q, s_do, s_p, s_dz, p_qs, p_do, p + begin_q * M, dz + begin_q * M, o_q, length, HQ,
+            GROUP,
+        )  # fmt: skip
+        barrier()
+        s_qw = reinterpret(s_y, dtype, [BT, K], shared)
+        s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
+        fetch(s_qw, p_q + (GROUP - 1) * K, o_q, 0, length, HQ * K, True)
+        async_copy.commit_group()
+        fetch(s_qn, p_q + (GROUP - 1) * K, o_w + shift_0, 0, length, HQ * K)
+        fetch(s_don, p_do + (GROUP - 1) * V, o_w + shift_0, 0, length, HQ * V)
+        async_copy.commit_group()
+        if OWN_SLOT_KEYS:
+            s_q.store(b_dk.to(dtype))
+            barrier()
+            store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
+            b_dk = gl.zeros([BT, K], gl.float32, product_layout(K, 4))
+        b_dk, b_dv = add_window_of_heads(
+            b_dk, b_dv, s_k, s_qw, s_v, s_do, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_q, o_w, shift_0,
+            shift_1, window, length, first, oldest, HQ, scale, GROUP,
+        )  # fmt: skip
+    elif OWN_SLOT_KEYS:
+        b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_col])
+        b_p, b_dz = rounded(gl.where(m_p, b_p, 0.0), dtype), rounded(gl.where(m_p, b_dz, 0.0), dtype)
+        barrier()
+        s_qw = reinterpret(s_y, dtype, [BT, K], shared)
+        s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
+        fetch(s_qw, p_q, o_q, 0, length, HQ * K)
+        async_copy.commit_group()
+        await_copies(1)
+        b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
+        b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+        b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
+        b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
+        barrier()
+        s_q.store(b_dk.to(dtype))
+        fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
+        fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
+        async_copy.commit_group()
+        await_copies(1)
+        store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
+        b_s, b_ds = multiply(s_k, s_qw.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
+        b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
+        b_p, b_dz = as_left(b_s.to(dtype), V), as_left(b_ds.to(dtype), K)
+        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
+        b_dk = multiply(b_dz, s_qw, K)
+        b_dv, b_dk, b_p, b_dz = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz])
+    else:
+        b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds, b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_s, b_ds, b_p, b_dz, b_col])
+        b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
+        b_p, b_dz = rounded(gl.where(m_p, b_p, b_s), dtype), rounded(gl.where(m_p, b_dz, b_ds), dtype)
+        barrier()
+        s_qn, s_don = reinterpret(s_p, dtype, [BN, K], shared), reinterpret(s_dz, dtype, [BN, V], shared)
+        fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
+        fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
+        async_copy.commit_group()
+        await_copies(1)
+        b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
+        b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
+        b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+        b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
+    if GROUP == 1:
+        b_dk, b_dv = add_window(
+            b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
+            length, first, oldest, HQ, scale, K, V,
+        )  # fmt: skip
+    barrier()
+    s_do.store(b_dv.to(dtype))
+    s_q.store(b_dk.to(dtype))
+    barrier()
+    store(s_do, dv + begin_k * V, first, 0, keys, H * V)
+    store(s_q, dk + begin_k * K, first, 0, keys, H * K)
+    async_copy.wait_group(0)

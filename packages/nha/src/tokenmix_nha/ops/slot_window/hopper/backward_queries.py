@@ -1,0 +1,274 @@
+"""Gradients of a weak chunk's queries on Hopper, and what the slots' gradients need of its softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret, row_layout
+from tokenmix_nha.ops.slot_window.hopper.gates import (
+    as_left,
+    enter_weight,
+    fetch,
+    first_entry,
+    load_gates,
+    locate_chunk,
+    multiply,
+    rounded,
+    store,
+    sums_of_rows,
+)
+
+
+@gluon.jit
+def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2):
+    """Probabilities of some keys of the window `[64, BN]` and do · v."""
+    BN: gl.constexpr = s_kn.shape[0]
+    layout: gl.constexpr = product_layout(BN, 4)
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
+    b_s, b_d = multiply(s_q, s_kn.permute((1, 0)), BN), multiply(s_do, s_vn.permute((1, 0)), BN)
+    b_s, b_d = warpgroup_mma_wait(0, deps=[b_s, b_d])
+    m_s = (o_n > o_i) & (o_n <= o_i + window) & (first + o_n >= oldest) & (first + o_n < keys)
+    b_s = b_s * scale_2 - gl.convert_layout(lse_i, gl.SliceLayout(1, layout))[:, None]
+    return gl.exp2(gl.where(m_s, b_s, float("-inf"))), b_d
+
+
+@gluon.jit
+def _add_deltas(
+    delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
+):
+    """Add what keys of the window from `shift_0` to `shift_1` give to δ, from the probabilities themselves: where slots
+    are nearly the same, the rounding of o would not cancel. The first of them is in its tiles again at the end."""
+    BN: gl.constexpr = s_kn.shape[0]
+    K: gl.constexpr = s_kn.shape[1]
+    V: gl.constexpr = s_vn.shape[1]
+    for shift in range(shift_0, shift_1, BN):
+        await_copies(0)
+        b_s, b_d = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        delta_i += gl.convert_layout(gl.sum(b_s * b_d, 1), gl.SliceLayout(1, product_layout(64, 4)))
+        if window > BN:
+            barrier()
+            after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
+            fetch(s_kn, p_k, first + after, oldest, keys, H * K)
+            fetch(s_vn, p_v, first + after, oldest, keys, H * V)
+            async_copy.commit_group()
+    return delta_i
+
+
+@gluon.jit
+def _of_outputs(s_do, o, begin_q, o_q, length, HQ):
+    """δ as do · o, with o as it was rounded."""
+    lines: gl.constexpr = row_layout(s_do.shape[1], 4)
+    o_t = gl.arange(0, s_do.shape[0], gl.SliceLayout(1, lines))
+    o_d = gl.arange(0, s_do.shape[1], gl.SliceLayout(0, lines))
+    m_o = (o_q + o_t >= 0) & (o_q + o_t < length)
+    p_o = o + ((begin_q + (o_q + o_t).to(gl.int64) * HQ) * s_do.shape[1])[:, None] + o_d[None, :]
+    b_o = gl.load(p_o, mask=m_o[:, None], other=0.0).to(gl.float32) * s_do.load(lines).to(gl.float32)
+    return gl.sum(b_o, 1)
+
+
+@gluon.jit
+def _add_window(
+    b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
+    scale_2,
+):  # fmt: skip
+    """Add what keys of the window from `shift_0` to `shift_1` give to dq; copies of the first are under way."""
+    BN: gl.constexpr = s_kn.shape[0]
+    K: gl.constexpr = s_kn.shape[1]
+    V: gl.constexpr = s_vn.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(BN, 4))
+    for shift in range(shift_0, shift_1, BN):
+        await_copies(0)
+        b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
+        b_ds = as_left(b_ds.to(s_kn.dtype), K)
+        b_dq = warpgroup_mma(b_ds, s_kn, b_dq, is_async=True)
+        b_dq, b_ds = warpgroup_mma_wait(0, deps=[b_dq, b_ds])
+        if shift + BN < shift_1:
+            barrier()
+            fetch(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
+            fetch(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
+            async_copy.commit_group()
+    return b_dq
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries", "extra", "lead"])
+def hopper_backward_queries_kernel(
+    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots, p, dz, x,
+    delta,
+    scale, T, N, H, before, window, chunks, entries, extra, lead,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
+    HAS_START: gl.constexpr, PACKED: gl.constexpr, SHORT: gl.constexpr,
+):  # fmt: skip
+    """dq (and dq_slots) `[BT, K]` of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩
+    `[BT, M]`."""
+    BT: gl.constexpr = 64
+    BN: gl.constexpr = 32
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = product_layout(BT, 4)
+    slots: gl.constexpr = product_layout(M, 4)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    each: gl.constexpr = gl.SliceLayout(1, slots)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    HQ = H * GROUP
+    i_q = gl.program_id(0) % HQ
+    i_h = i_q // GROUP
+    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // HQ, T, N, chunks, extra, cu_seqlens, PACKED)
+    i_t -= lead
+    begin_k = begin + i_n.to(gl.int64) * before
+    first, keys = i_t * BT, length + before
+    # rows of queries that see the chunk's tokens arrive in the slots
+    o_q = first + window - before
+    if o_q >= length:
+        return
+    entry = (first_entry(i_n, begin_k, entries, PACKED) + gl.maximum(i_t, 0)) * H + i_h
+    if i_t >= 0:  # noqa: SIM102
+        if gl.load(splits + entry) > 0:
+            return
+    oldest = 0
+    if HAS_START:
+        oldest = gl.load(start + i_n)
+    begin_k, begin_q = begin_k * H + i_h, begin * HQ + i_q
+
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
+    # the values' slots, and later what is written by slot
+    s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
+    s_sv = reinterpret(s_y, dtype, [V, M], swizzled)
+    s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    # the lower digits of gates, and later keys of the window
+    s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
+    s_low = reinterpret(s_1, dtype, [BT, M], swizzled)
+    p_k, p_v = k + begin_k * K, v + begin_k * V
+    if OWN_SLOT_KEYS:
+        fetch(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
+        fetch(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
+    else:
+        fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+        fetch(s_k, p_k, first, oldest, keys, H * K)
+    fetch(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
+    fetch(s_v, p_v, first, oldest, keys, H * V)
+    async_copy.commit_group()
+    fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
+    fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
+    async_copy.commit_group()
+
+    o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, gl.SliceLayout(0, square))
+    o_r, o_m = gl.arange(0, BT, each), gl.arange(0, M, gl.SliceLayout(0, slots))
+    m_e = (first + o_r >= gl.maximum(oldest, 0)) & (first + o_r < keys - window)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
+    o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
+    # rows without a query get probability 0
+    lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
+    b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
+    s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
+    # the window's tiles take places that are free by now
+    s_kn, s_vn = reinterpret(s_1, dtype, [BN, K], shared), reinterpret(s_v, dtype, [BN, V], shared)
+    shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
+    shift_1 = gl.minimum(BT + window, keys - first)
+
+    # of pairs of a query and a key: in the slots at or below the diagonal, in the window above it
+    await_copies(1)
+    b_a, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
+    b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
+    barrier()
+    fetch(s_kn, p_k, first + shift_0, oldest, keys, H * K)
+    fetch(s_vn, p_v, first + shift_0, oldest, keys, H * V)
+    async_copy.commit_group()
+    scale_2 = scale * LOG2_E
+    m_p = o_j[None, :] <= o_i[:, None]
+    m_w = (o_j[None, :] > o_i[:, None]) & (o_j[None, :] <= o_i[:, None] + window) & (first + o_j >= oldest)[None, :]
+    m_w = m_w & (first + o_j < keys)[None, :]
+    b_left, b_right = as_left(gl.where(m_p, b_a, 0.0).to(dtype), M), as_left(gl.where(m_p, b_dp, 0.0).to(dtype), M)
+    if not OWN_SLOT_KEYS:
+        b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
+    await_copies(1)
+    b_z, b_d = multiply(s_q, s_sk, M), multiply(s_do, s_sv, M)
+    b_z = warpgroup_mma(b_left, s_col, b_z, is_async=True)
+    b_d = warpgroup_mma(b_right, s_col, b_d, is_async=True)
+    b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
+    if OWN_SLOT_KEYS:
+        # the window's queries and keys take the places of the slots' queries and values
+        barrier()
+        s_kw = reinterpret(s_y, dtype, [BT, K], shared)
+        fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+        fetch(s_kw, p_k, first, oldest, keys, H * K)
+        async_copy.commit_group()
+        await_copies(0)
+        b_w = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kw.permute((1, 0)), BT)])
+        b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
+    if SHORT:
+        delta_i = gl.sum(b_w * b_dp, 1)
+        delta_i = _add_deltas(
+            delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
+        )
+    else:
+        delta_i = gl.convert_layout(_of_outputs(s_do, o, begin_q, o_q, length, HQ), row)
+
+    b_row = gl.exp2(b_g)
+    # a tile may be wider than the slots that exist
+    b_p = gl.where((o_m < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf"))
+    b_p = gl.exp2(b_p - gl.convert_layout(lse_i, each)[:, None])
+    if SHORT:
+        delta_i += gl.convert_layout(gl.sum(b_p * b_d * b_row, 1), row)
+    gl.store(delta + o_row, delta_i, mask=m_q)
+    b_y = rounded(b_p * b_row, dtype)
+    b_dz = rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
+    # the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
+    b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
+    p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
+    gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
+    if OWN_SLOT_KEYS:
+        b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
+        b_c, b_dq = multiply(b_left, s_col.permute((1, 0)), BT), multiply(b_right, s_sk.permute((1, 0)), K)
+        b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
+        b_right = as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
+        b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+        barrier()
+        s_dz = reinterpret(s_sk, dtype, [BT, M], shared)
+        s_col.store(b_y)
+        s_dz.store(b_dz)
+        b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+        barrier()
+        s_k.store(b_dq.to(dtype))
+        store(s_col, p + begin_q * M, o_q, 0, length, HQ * M)
+        store(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+        b_w = multiply(s_q, s_kw.permute((1, 0)), BT)
+        barrier()
+        store(s_k, dq_slots + begin_q * K, o_q, 0, length, HQ * K)
+        b_w = warpgroup_mma_wait(0, deps=[b_w])
+        b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
+        b_right = as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
+        b_dq = multiply(b_right, s_kw, K)
+        b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+    else:
+        barrier()
+        s_y.index(0).store(b_y)
+        s_y.index(1).store(b_dz)
+        b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
+        b_c = multiply(b_left, s_col.permute((1, 0)), BT)
+        b_dq = multiply(b_right, s_sk.permute((1, 0)), K)
+        barrier()
+        store(s_y.index(0), p + begin_q * M, o_q, 0, length, HQ * M)
+        store(s_y.index(1), dz + begin_q * M, o_q, 0, length, HQ * M)
+        b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
+        b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
+        b_right = as_left(b_w, K)
+        b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+        b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
+    b_dq = _add_window(
+        b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
+        scale_2,
+    )  # fmt: skip
+    barrier()
+    s_q.store(b_dq.to(dtype))
+    barrier()
+    store(s_q, dq + begin_q * K, o_q, 0, length, HQ * K)
+    async_copy.wait_group(0)

@@ -1,0 +1,154 @@
+"""Gradients of a weak chunk's keys, values and log-gates on Hopper, where 32 slots leave room for all in one program.
+
+Tiles are transposed, `[token, query]`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, anew, await_copies, barrier, fetch_rows, product_layout, reinterpret
+from tokenmix_nha.ops.slot_window.hopper.gates import (
+    as_left,
+    enter_weight,
+    fetch,
+    inner_products,
+    load_gates,
+    locate_tokens,
+    multiply,
+    rounded,
+    store,
+    store_gates,
+    sums_of_rows,
+)
+from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries"])
+def hopper_backward_tokens_kernel(
+    q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x, dk, dv, df,
+    scale, T, N, H, before, window, chunks, entries,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """dk `[BT, K]`, dv `[BT, V]` and df `[BT, M]` of the tokens of a chunk."""
+    BT: gl.constexpr = 64
+    BN: gl.constexpr = 32
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = product_layout(BT, 4)
+    slots: gl.constexpr = product_layout(M, 4)
+    col: gl.constexpr = gl.SliceLayout(0, square)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    i_h = gl.program_id(0) % H
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
+        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
+        PACKED,
+    )  # fmt: skip
+    if count != 0:
+        return
+    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    o_q, entering = first + window - before, keys - window
+    # slots that no token of the chunk enters are not there
+    size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
+
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
+    s_p = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
+    s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
+    # the slots before the chunk, before and after them what is summed over rows, and at last the window's queries
+    s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
+    s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
+    s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)
+    p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
+    fetch(s_k, p_k, first, oldest, keys, H * K)
+    fetch(s_q, p_q, o_q, 0, length, H * K)
+    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    fetch(s_do, p_do, o_q, 0, length, H * V)
+    async_copy.commit_group()
+    fetch(s_p, p + begin_q * M, o_q, 0, length, H * M)
+    fetch(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
+    fetch_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
+    fetch_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
+    async_copy.commit_group()
+    o_r, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
+    m_e = (first + o_r >= oldest) & (first + o_r < entering)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    m_x = ((o_q + o_r >= 0) & (o_q + o_r < length))[:, None]
+    p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
+    end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, H, M)
+    b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_high, s_low, False))
+    fetch_rows(s_sk, states_k + entry * K * M, M, size_k, 4)
+    fetch_rows(s_sv, states_v + entry * V * M, M, size_v, 4)
+    async_copy.commit_group()
+    b_x = gl.load(p_x, mask=m_x, other=0.0)
+    b_col = enter_weight(b_f) * b_inverse
+    b_end = gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
+    b_weight = rounded(b_col * b_end, dtype)
+
+    # what tokens from j on ask of all before j, less what token j itself would lose
+    await_copies(1)
+    b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+    b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+    b_a, b_dp, b_last = warpgroup_mma_wait(0, deps=[b_a, b_dp, b_last])
+    o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, square)), gl.arange(0, BT, col)
+    m_p = o_i[:, None] <= o_j[None, :]
+    b_left = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
+    b_right = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
+    b_e = warpgroup_mma(b_right, s_p, multiply(b_left, s_dz, M), is_async=True)
+    b_e, b_left, b_right = warpgroup_mma_wait(0, deps=[b_e, b_left, b_right])
+    b_last *= b_end
+    # bounded gates have no gradient, which infinity stands for until the end
+    b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
+    b_last *= b_col
+    b_round = rounded(b_col, dtype)
+    b_x = gl.where(m_e[:, None], b_x - b_e * b_round.to(gl.float32) - b_last, 0.0)
+    rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
+    await_copies(0)
+    rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
+    barrier()
+    b_df = sums_of_rows(b_x, s_high, s_low, True) - b_own
+    b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
+    store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
+
+    # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
+    b_left = as_left(b_round, BT)
+    b_p, b_dz = multiply(b_left, s_p.permute((1, 0)), BT), multiply(b_left, s_dz.permute((1, 0)), BT)
+    # once more, since registers are short
+    b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+    b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
+    o_i, o_j = anew(o_i), anew(o_j)
+    m_p = o_i[:, None] <= o_j[None, :]
+    m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
+    m_w = m_w & (first + o_i >= oldest)[:, None]
+    b_a, b_dp = softmax(b_a, b_dp, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
+    b_p, b_dz = rounded(gl.where(m_p, b_p, b_a), dtype), rounded(gl.where(m_p, b_dz, b_dp), dtype)
+    barrier()
+    # the window's queries, from the token itself on
+    s_qn, s_don = reinterpret(s_sk, dtype, [BN, K], shared), reinterpret(s_sv, dtype, [BN, V], shared)
+    o_w = first - before
+    shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
+    fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)
+    fetch(s_don, p_do, o_w + shift_0, 0, length, H * V)
+    async_copy.commit_group()
+    b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
+    b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
+    b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+    b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
+    b_dk, b_dv = add_window(
+        b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
+        length, first, oldest, H, scale, K, V,
+    )  # fmt: skip
+    barrier()
+    s_do.store(b_dv.to(dtype))
+    s_q.store(b_dk.to(dtype))
+    barrier()
+    store(s_do, dv + begin_k * V, first, 0, keys, H * V)
+    store(s_q, dk + begin_k * K, first, 0, keys, H * K)
+    async_copy.wait_group(0)

@@ -1,0 +1,195 @@
+"""Outputs of a weak chunk of queries on Hopper; the arithmetic is that of `forward.py`.
+
+Tiles are fetched into shared memory all keys at once and all values at once, so that two programs share a
+multiprocessor. The gates' factors are made of the log-gates here, and none is written to memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout, reinterpret
+from tokenmix_nha.ops.slot_window.hopper.gates import (
+    as_left,
+    enter_weight,
+    fetch,
+    first_entry,
+    load_gates,
+    locate_chunk,
+    multiply,
+    store,
+    sums_of_rows,
+)
+
+
+@gluon.jit
+def _logits(b_s, shift, first, oldest, keys, window, scale):
+    """Products of the chunk's queries with the keys `shift` … of it, scaled; −∞ outside the window."""
+    BN: gl.constexpr = b_s.shape[1]
+    layout: gl.constexpr = product_layout(BN, 4)
+    o_i = gl.arange(0, b_s.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_j = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
+    m_s = (o_j > o_i) & (o_j <= o_i + window) & (first + o_j >= oldest) & (first + o_j < keys)
+    return gl.where(m_s, b_s * scale, float("-inf"))
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["N", "chunks", "entries", "extra", "lead"])
+def hopper_window_forward_kernel(
+    q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
+    scale, T, N, H, before, window, chunks, entries, extra, lead,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
+    PACKED: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
+):  # fmt: skip
+    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive."""
+    BT: gl.constexpr = 64
+    BN: gl.constexpr = 32
+    dtype: gl.constexpr = q.dtype.element_ty
+    square: gl.constexpr = product_layout(BT, 4)
+    slots: gl.constexpr = product_layout(M, 4)
+    narrow: gl.constexpr = product_layout(BN, 4)
+    wide: gl.constexpr = product_layout(V, 4)
+    row: gl.constexpr = gl.SliceLayout(1, square)
+    i_n, i_t, begin, length = locate_chunk(gl.program_id(0), T, N, chunks, extra, cu_seqlens, PACKED)
+    i_h, HQ = gl.program_id(1) // GROUP, H * GROUP
+    i_t -= lead
+    first = i_t * BT
+    begin_k = begin + i_n.to(gl.int64) * before
+    keys = length + before
+    o_q = first + window - before
+    if o_q >= length:
+        return
+    entry = (first_entry(i_n, begin_k, entries, PACKED) + gl.maximum(i_t, 0)) * H + i_h
+    count = gl.load(splits + entry, mask=i_t >= 0, other=0)
+    oldest = 0
+    if HAS_START:
+        oldest = gl.load(start + i_n)
+    begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
+    p_k, p_v = k + begin_k * K, v + begin_k * V
+
+    # values take the places of keys when these have served
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    D: gl.constexpr = max(K, V)
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_1 = gl.allocate_shared_memory(dtype, [BT, D], shared)
+    s_2 = gl.allocate_shared_memory(dtype, [BN, D], shared)
+    s_3 = gl.allocate_shared_memory(dtype, [D, M], swizzled)
+    s_k, s_v = reinterpret(s_1, dtype, [BT, K], shared), reinterpret(s_1, dtype, [BT, V], shared)
+    s_kn, s_vn = reinterpret(s_2, dtype, [BN, K], shared), reinterpret(s_2, dtype, [BN, V], shared)
+    s_sk, s_sv = reinterpret(s_3, dtype, [K, M], swizzled), reinterpret(s_3, dtype, [V, M], swizzled)
+    s_qs, s_ks = s_q, s_k
+    if OWN_SLOT_KEYS:
+        s_qs = gl.allocate_shared_memory(dtype, [BT, K], shared)
+        s_ks = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_low = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
+    o_m = gl.arange(0, M, gl.SliceLayout(0, slots))
+    m_e = (first + o_r >= 0) & (first + o_r < keys - window)
+    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+    fetch(s_k, p_k, first, oldest, keys, H * K)
+    if OWN_SLOT_KEYS:
+        fetch(s_qs, q_slots + begin_q * K, o_q, 0, length, HQ * K)
+        fetch(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
+    async_copy.commit_group()
+    fetch(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
+    # the part of the window that lies beyond the chunk
+    last = gl.minimum(first + BT + window, keys)
+    fetch(s_kn, p_k, first + BT, oldest, last, H * K)
+    async_copy.commit_group()
+    if count > 0:
+        async_copy.wait_group(0)
+        return
+
+    b_log = gl.maximum(b_f * LOG2_E, -14.0)
+    b_g = sums_of_rows(b_log, s_col, s_low, False)
+    b_row = gl.exp2(b_g)
+    s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
+    await_copies(1)
+    b_a = multiply(s_qs, s_ks.permute((1, 0)), BT)
+    if OWN_SLOT_KEYS:
+        b_u = multiply(s_q, s_k.permute((1, 0)), BT)
+    await_copies(0)
+    b_z, b_s = multiply(s_qs, s_sk, M), multiply(s_q, s_kn.permute((1, 0)), BN)
+    if OWN_SLOT_KEYS:
+        b_a, b_u, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_u, b_z, b_s])
+    else:
+        b_a, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_z, b_s])
+        b_u = b_a
+    barrier()
+    fetch(s_sv, states_v + entry * V * M, first * 0, 0, V, M)
+    fetch(s_v, p_v, first, oldest, keys, H * V)
+    fetch(s_vn, p_v, first + BT, oldest, last, H * V)
+    async_copy.commit_group()
+    # a token is in the slots for rows at or below it and in the window of the rows above
+    o_i, o_j = gl.arange(0, BT, row)[:, None], gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    m_b = o_j <= o_i
+    b_left = as_left(gl.where(m_b, b_a, 0.0).to(dtype), M)
+    b_z = warpgroup_mma(b_left, s_col, b_z, is_async=True)
+    b_z, b_left = warpgroup_mma_wait(0, deps=[b_z, b_left])
+    scale = scale * LOG2_E
+    b_w = _logits(b_u, 0, first, oldest, keys, window, scale)
+    b_z = gl.where((o_m < SLOTS)[None, :], b_z * b_row * scale, float("-inf"))
+    b_s = _logits(b_s, BT, first, oldest, keys, window, scale)
+    b_max = gl.maximum(gl.convert_layout(gl.max(b_z, 1), row), gl.max(b_w, 1))
+    b_max = gl.maximum(b_max, gl.convert_layout(gl.max(b_s, 1), row))
+    b_p = gl.exp2(b_z - gl.convert_layout(b_max, gl.SliceLayout(1, slots))[:, None])
+    b_w = gl.exp2(b_w - b_max[:, None])
+    b_s = gl.exp2(b_s - gl.convert_layout(b_max, gl.SliceLayout(1, narrow))[:, None])
+    b_l = gl.convert_layout(gl.sum(b_p, 1), row) + gl.sum(b_w, 1) + gl.convert_layout(gl.sum(b_s, 1), row)
+    b_y = (b_p * b_row).to(dtype)
+    b_left = as_left(b_y, BT)
+    b_c, b_left = warpgroup_mma_wait(0, deps=[multiply(b_left, s_col.permute((1, 0)), BT), b_left])
+    b_w = as_left((b_w + gl.where(m_b, b_c, 0.0)).to(dtype), V)
+    b_y, b_sn = as_left(b_y, V), as_left(b_s.to(dtype), V)
+    await_copies(0)
+    b_o = multiply(b_y, s_sv.permute((1, 0)), V)
+    b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
+    b_o = warpgroup_mma(b_w, s_v, b_o, is_async=True)
+    b_o, b_y, b_sn, b_w = warpgroup_mma_wait(0, deps=[b_o, b_y, b_sn, b_w])
+
+    # the rest of a longer window
+    for shift in range(BT + BN, last - first, BN):
+        barrier()
+        fetch(s_kn, p_k, first + shift, oldest, last, H * K)
+        async_copy.commit_group()
+        await_copies(0)
+        b_s = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kn.permute((1, 0)), BN)])
+        barrier()
+        fetch(s_vn, p_v, first + shift, oldest, last, H * V)
+        async_copy.commit_group()
+        b_s = _logits(b_s, shift, first, oldest, keys, window, scale)
+        b_new = gl.maximum(b_max, gl.convert_layout(gl.max(b_s, 1), row))
+        b_shrink = gl.exp2(b_max - b_new)
+        b_s = gl.exp2(b_s - gl.convert_layout(b_new, gl.SliceLayout(1, narrow))[:, None])
+        b_l = b_l * b_shrink + gl.convert_layout(gl.sum(b_s, 1), row)
+        b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, wide))[:, None]
+        b_sn = as_left(b_s.to(dtype), V)
+        await_copies(0)
+        b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
+        b_o, b_sn = warpgroup_mma_wait(0, deps=[b_o, b_sn])
+        b_max = b_new
+
+    o_t = o_q + gl.arange(0, BT, row)
+    gl.store(lse + begin_q + o_t.to(gl.int64) * HQ, b_max + gl.log2(b_l), mask=(o_t >= 0) & (o_t < length))
+    barrier()
+    s_v.store((b_o * gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, wide))[:, None]).to(dtype))
+    barrier()
+    store(s_v, o + begin_q * V, o_q, 0, length, HQ * V)
+
+
+def hopper_window_forward(
+    launch, q, k, v, f, q_slots, k_slots, start, cu_seqlens, out, before, window, scale, y
+) -> None:  # fmt: skip
+    """Fill o and the log-sum-exp of `out` where chunks are weak, from its slots and splits."""
+    o, _, _, lse, _, splits, states_k, states_v = out
+    launch(
+        hopper_window_forward_kernel, (y.query_chunks * y.rows, q.shape[2]),
+        q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
+        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
+        y.constants["M"], f.shape[3], k.shape[3], v.shape[3], y.constants["GROUP"], start is not None,
+        cu_seqlens is not None, k_slots is not None, num_warps=4,
+    )  # fmt: skip

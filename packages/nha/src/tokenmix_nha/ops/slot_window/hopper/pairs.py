@@ -1,0 +1,62 @@
+"""Pairs of a token and a query whose window holds it, on Hopper. Tiles are transposed, `[token, query]`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout
+from tokenmix_nha.ops.slot_window.hopper.gates import as_left, fetch, multiply
+
+
+@gluon.jit
+def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.constexpr):
+    """A chunk's decay by slot, and the log-sum-exp and δ of 64 queries from `o_q` on, of which those that are not there
+    get probability 0. One number a thread, until they are wanted in every row."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o_l, o_m = gl.arange(0, 64, line), gl.arange(0, M, line)
+    o_row = begin_q + (o_q + o_l).to(gl.int64) * HQ
+    m_row = (o_q + o_l >= 0) & (o_q + o_l < length)
+    end_m = gl.exp2(gl.load(end + entry * M + o_m, mask=o_m < slots, other=0.0))
+    lse_t = gl.load(lse + o_row, mask=m_row, other=float("inf"))
+    return end_m, lse_t, gl.load(delta + o_row, mask=m_row, other=0.0)
+
+
+@gluon.jit
+def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
+    """Of pairs of the window `[token, query]`, k · q and v · do: their probabilities, and the gradients of k · q."""
+    b_s = gl.exp2(gl.where(m_s, b_s * (scale * LOG2_E) - b_lse[None, :], float("-inf")))
+    return b_s, b_s * (b_ds - b_delta[None, :]) * scale
+
+
+@gluon.jit
+def add_window(
+    b_dk, b_dv, s_k, s_v, s_q, s_do, q, do, lse, delta, o_w, shift_0, shift_1, window, length, first, oldest, HQ, scale,
+    K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Add what queries from `shift_0` to `shift_1` tokens after o_w ask, as many at a time as their tiles hold; copies
+    of the first are under way."""
+    BN: gl.constexpr = s_q.shape[0]
+    layout: gl.constexpr = product_layout(BN, 4)
+    o_i, o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None], gl.arange(0, BN, gl.SliceLayout(0, layout))
+    dtype: gl.constexpr = s_q.dtype
+    for shift in range(shift_0, shift_1, BN):
+        o_q = o_w + shift + o_n
+        m_q = (o_q >= 0) & (o_q < length) & (shift + o_n < shift_1)
+        b_lse = gl.load(lse + o_q.to(gl.int64) * HQ, mask=m_q, other=float("inf"))
+        b_delta = gl.load(delta + o_q.to(gl.int64) * HQ, mask=m_q, other=0.0)
+        await_copies(0)
+        b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), BN), multiply(s_v, s_do.permute((1, 0)), BN)
+        b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
+        o_s = (shift + o_n)[None, :] - o_i
+        m_s = (o_s >= 0) & (o_s < window) & (first + o_i >= oldest)
+        b_s, b_ds = softmax(b_s, b_ds, b_lse, b_delta, m_s, scale)
+        b_ds, b_p = as_left(b_ds.to(dtype), K), as_left(b_s.to(dtype), V)
+        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
+        b_dk = warpgroup_mma(b_ds, s_q, b_dk, is_async=True)
+        b_dv, b_dk, b_p, b_ds = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_ds])
+        if shift + BN < shift_1:
+            barrier()
+            fetch(s_q, q, o_w + shift + BN, 0, length, HQ * K)
+            fetch(s_do, do, o_w + shift + BN, 0, length, HQ * V)
+            async_copy.commit_group()
+    return b_dk, b_dv

@@ -1,0 +1,243 @@
+"""Slots at the borders of chunks on Hopper, with the gates of each chunk on the way.
+
+A program walks the chunks of one head of one sequence, or of a segment of it, in two warp groups, so that gates are
+made once a head. The next chunks' keys, values and gates are on their way meanwhile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import LOG2_E, async_load, await_copies, barrier, row_layout
+from tokenmix_nha.ops.slot_window.hopper.gates import enter_weight, first_entry
+from tokenmix_nha.ops.slot_window.states import carry
+
+_LARGEST_FACTOR = gl.constexpr(80.0)
+_WARPS = gl.constexpr(8)
+
+
+@gluon.constexpr_function
+def _split(rows, columns):
+    """A product of 64 or 128 rows by two warp groups, which share out the rows if they can and the columns if not."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 128 // rows], [16, columns * rows // 128, 16])
+
+
+@gluon.jit
+def _sums(s_which, s_high, s_low, layout: gl.constexpr):
+    """Begin the product of a matrix of 0 and 1 with log-gates in two parts."""
+    R: gl.constexpr = s_which.shape[0]
+    M: gl.constexpr = s_high.shape[1]
+    zero = gl.zeros([R, M], gl.float32, layout)
+    b_sum = warpgroup_mma(s_which, s_high, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(s_which, s_low, b_sum, is_async=True)
+
+
+@gluon.jit
+def _halves(b_f, s_high, s_low):
+    """Log-gates in two parts of 8 bits."""
+    b_log = gl.maximum(b_f * LOG2_E, -14.0)
+    b_high = b_log.to(s_high.dtype)
+    s_high.store(b_high)
+    s_low.store((b_log - b_high.to(gl.float32)).to(s_low.dtype))
+
+
+@gluon.jit
+def _fetch(s_x, p_x, first, rows, stride):
+    """Begin to copy rows `first` … of a matrix; those from `rows` on become 0."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
+    o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+    async_load(s_x, (p_x + o_t.to(gl.int64) * stride)[:, None] + o_d[None, :], mask=(o_t < rows)[:, None])
+
+
+@gluon.jit
+def _fetch_gates(s_f, p_f, i, first, rows, stride, SLOTS):
+    """Begin to copy chunk i's gates, of which two have a place; rows from `rows` on become 0."""
+    BT: gl.constexpr = s_f.shape[1]
+    M: gl.constexpr = s_f.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // M, M // 4], [_WARPS, 1], [1, 0])
+    o_t = i * BT + gl.arange(0, BT, gl.SliceLayout(1, layout))
+    o_m = gl.arange(0, M, gl.SliceLayout(0, layout))
+    p_f = (p_f + o_t.to(gl.int64) * stride)[:, None] + o_m[None, :]
+    async_load(s_f.index((i - first) % 2), p_f, mask=(o_t < rows)[:, None] & (o_m < SLOTS)[None, :])
+
+
+@gluon.jit
+def _fetch_chunk(s_k, s_v, s_f, p_k, p_v, p_f, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
+    """Begin to copy chunk i's keys and values, and the gates of the one after it."""
+    BT: gl.constexpr = s_f.shape[1]
+    stage = (i - first) % s_k.shape[0]
+    rows = gl.where(i < last, entering, 0)
+    _fetch(s_k.index(stage), p_k, i * BT, rows, stride_k)
+    _fetch(s_v.index(stage), p_v, i * BT, rows, stride_v)
+    _fetch_gates(s_f, p_f, i + 1, first, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _store_tile(p_x, s_x):
+    """Store a contiguous tile from shared memory."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
+    o_d = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_m = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    gl.store(p_x + o_d * s_x.shape[1] + o_m, s_x.load(layout))
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["NH", "entries", "segments"])
+def hopper_slot_states_kernel(
+    k, v, f, end, splits, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v,
+    final_k, final_v, T, NH, H, before, window, entries, segments,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    PACKED: gl.constexpr, LOCAL: gl.constexpr,
+):  # fmt: skip
+    """Slots before every chunk and at the end: tiles `[entries, H, D, M]`; each chunk's log2 decay, and whether it is
+    strong. While a chunk enters, the weights of the one after it are found."""
+    BT: gl.constexpr = 64
+    dtype: gl.constexpr = k.dtype.element_ty
+    layout: gl.constexpr = _split(BT, M)
+    keys: gl.constexpr = _split(K, M)
+    values: gl.constexpr = _split(V, M)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    i_s, i_nh = gl.program_id(0) // NH, gl.program_id(0) % NH
+    i_n, i_h = i_nh // H, i_nh % H
+    if PACKED:
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1) - begin).to(gl.int32)
+    else:
+        begin, length = i_n.to(gl.int64) * T, T
+    begin += i_n.to(gl.int64) * before
+    entering = gl.maximum(length + before - window, 0)
+    entry = first_entry(i_n, begin, entries, PACKED)
+    chunks = gl.cdiv(entering, BT)
+    per_segment = gl.cdiv(chunks, segments)
+    first = i_s * per_segment
+    last = gl.minimum(first + per_segment, chunks)
+    begin = begin * H + i_h
+    p_k, p_v, p_f = k + begin * K, v + begin * V, f + begin * SLOTS
+
+    s_k = gl.allocate_shared_memory(dtype, [STAGES, BT, K], gl.NVMMASharedLayout(128, 16))
+    s_v = gl.allocate_shared_memory(dtype, [STAGES, BT, V], gl.NVMMASharedLayout(128, 16))
+    s_f = gl.allocate_shared_memory(f.dtype.element_ty, [2, BT, M], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    s_high = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_low = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_w = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
+    s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
+    s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
+    s_later = gl.allocate_shared_memory(dtype, [BT, BT], gl.NVMMASharedLayout(128, 16))
+    s_all_k = gl.allocate_shared_memory(dtype, [K, BT], gl.NVMMASharedLayout(128, 16))
+    s_all_v = s_all_k
+    if V != K:
+        s_all_v = gl.allocate_shared_memory(dtype, [V, BT], gl.NVMMASharedLayout(128, 16))
+    _fetch_gates(s_f, p_f, first, first, gl.where(first < last, entering, 0), H * SLOTS, SLOTS)
+    async_copy.commit_group()
+    _fetch_chunk(s_k, s_v, s_f, p_k, p_v, p_f, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+
+    # where slots lie in tiles [D, M], and as callers have them
+    o_km, o_vm = gl.arange(0, M, gl.SliceLayout(0, keys))[None, :], gl.arange(0, M, gl.SliceLayout(0, values))[None, :]
+    o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, keys))[:, None], gl.arange(0, V, gl.SliceLayout(1, values))[:, None]
+    tile_k, tile_v = o_k * M + o_km, o_v * M + o_vm
+    slot_k = (i_nh.to(gl.int64) * SLOTS + o_km) * K + o_k
+    slot_v = (i_nh.to(gl.int64) * SLOTS + o_vm) * V + o_v
+    b_sk, b_sv = gl.zeros([K, M], gl.float32, keys), gl.zeros([V, M], gl.float32, values)
+    b_total = gl.zeros([K, M], gl.float32, keys)
+    if not LOCAL:
+        if local_g is not None:
+            index = (i_s * NH + i_nh).to(gl.int64)
+            b_sk, b_sv = gl.load(local_k + index * K * M + tile_k), gl.load(local_v + index * V * M + tile_v)
+        elif HAS_INITIAL:
+            b_sk = gl.load(initial_k + slot_k, mask=o_km < SLOTS, other=0.0)
+            b_sv = gl.load(initial_v + slot_v, mask=o_vm < SLOTS, other=0.0)
+
+    lines: gl.constexpr = row_layout(BT, _WARPS)
+    o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, lines))[:, None], gl.arange(0, BT, gl.SliceLayout(0, lines))[None, :]
+    s_later.store(gl.where(o_j > o_i, 1.0, 0.0).to(dtype))
+    s_all_k.store(gl.full([K, BT], 1.0, dtype, lines))
+    if V != K:
+        s_all_v.store(gl.full([V, BT], 1.0, dtype, lines))
+    await_copies(1)
+    b_f = s_f.index(0).load(layout).to(gl.float32)
+    _halves(b_f, s_high, s_low)
+    fence_async_shared()
+    barrier()
+    for i in gl.static_range(1, STAGES - 1):
+        _fetch_chunk(s_k, s_v, s_f, p_k, p_v, p_f, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+    # sums over the later tokens of a chunk, and over all of them for every row of a tile of slots
+    b_rest, b_end = _sums(s_later, s_high, s_low, layout), _sums(s_all_k, s_high, s_low, keys)
+    b_end_v = b_end
+    if V != K:
+        b_end_v = _sums(s_all_v, s_high, s_low, values)
+    b_rest, b_end, b_end_v = warpgroup_mma_wait(0, deps=[b_rest, b_end, b_end_v])
+    s_w.store((enter_weight(b_f) * gl.exp2(b_rest)).to(dtype))
+    for i in range(first, last):
+        stage = (i - first) % STAGES
+        tile = (entry + i) * H + i_h
+        # this chunk's copies and weights are there, and all warps are done with those before
+        await_copies(STAGES - 2)
+        b_f = s_f.index((i + 1 - first) % 2).load(layout).to(gl.float32)
+        _halves(b_f, s_high, s_low)
+        if LOCAL:
+            b_total += b_end
+        else:
+            s_sk.store(b_sk.to(dtype))
+            s_sv.store(b_sv.to(dtype))
+            gl.store(end + tile * M + o_km + o_k * 0, b_end, mask=o_k < 1)
+            strong = (gl.min(b_end, 1) < -_LARGEST_FACTOR).to(gl.int32)
+            o_1 = gl.arange(0, K, gl.SliceLayout(1, keys))
+            gl.store(splits + tile + o_1 * 0, strong, mask=o_1 < 1)
+        b_sk *= gl.exp2(b_end)
+        b_sv *= gl.exp2(b_end_v)
+        fence_async_shared()
+        barrier()
+        _fetch_chunk(
+            s_k, s_v, s_f, p_k, p_v, p_f, i + STAGES - 1, first, last, entering, H * K, H * V, H * SLOTS, SLOTS
+        )
+        b_rest, b_end = _sums(s_later, s_high, s_low, layout), _sums(s_all_k, s_high, s_low, keys)
+        b_end_v = b_end
+        if V != K:
+            b_end_v = _sums(s_all_v, s_high, s_low, values)
+        b_sk = warpgroup_mma(s_k.index(stage).permute((1, 0)), s_w, b_sk, is_async=True)
+        b_sv = warpgroup_mma(s_v.index(stage).permute((1, 0)), s_w, b_sv, is_async=True)
+        if not LOCAL:
+            _store_tile(states_k + tile * K * M, s_sk)
+            _store_tile(states_v + tile * V * M, s_sv)
+        b_rest, b_end, b_end_v, b_sk, b_sv = warpgroup_mma_wait(0, deps=[b_rest, b_end, b_end_v, b_sk, b_sv])
+        barrier()
+        s_w.store((enter_weight(b_f) * gl.exp2(b_rest)).to(dtype))
+
+    async_copy.wait_group(0)
+    if LOCAL:
+        index = (i_s * NH + i_nh).to(gl.int64)
+        gl.store(local_k + index * K * M + tile_k, b_sk)
+        gl.store(local_v + index * V * M + tile_v, b_sv)
+        gl.store(local_g + index * M + o_km + o_k * 0, b_total, mask=o_k < 1)
+    elif (last == chunks) & ((first < chunks) | (i_s == 0)):
+        tile = (entry + chunks) * H + i_h
+        gl.store(states_k + tile * K * M + tile_k, b_sk.to(dtype))
+        gl.store(states_v + tile * V * M + tile_v, b_sv.to(dtype))
+        gl.store(final_k + slot_k, b_sk, mask=o_km < SLOTS)
+        gl.store(final_v + slot_v, b_sv, mask=o_vm < SLOTS)
+
+
+def hopper_slot_states(
+    launch, k, v, f, slots_k, slots_v, cu_seqlens, local, out, T, before, window, walk, y
+) -> None:  # fmt: skip
+    """Fill the slots, decays and splits of `out`; `local` is what segments leave for the later ones."""
+    _, final_k, final_v, _, end, splits, states_k, states_v = out
+    heads = y.sequences * y.heads
+    for is_local in (True, False) if walk.segments > 1 else (False,):
+        launch(
+            hopper_slot_states_kernel, (walk.segments * heads,),
+            k, v, f, end, splits, slots_k, slots_v, cu_seqlens, *local, states_k, states_v, final_k, final_v,
+            T, heads, y.heads, before, window, y.entries, walk.segments,
+            y.constants["M"], f.shape[3], k.shape[3], v.shape[3], walk.num_stages, slots_k is not None,
+            cu_seqlens is not None, is_local, num_warps=walk.num_warps,
+        )  # fmt: skip
+        if is_local:
+            carry(launch, slots_k, slots_v, local, f.shape[3], walk.segments, backward=False)

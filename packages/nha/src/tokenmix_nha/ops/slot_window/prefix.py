@@ -1,0 +1,84 @@
+"""Full attention with M zero slots before the keys, for what attention costs.
+
+A zero key has logit 0 and its value adds nothing, so M of them only enlarge the normaliser: with o and lse of plain
+causal attention, `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`, one pass over o. Every attention backward
+recomputes the probabilities from the log-sum-exp it is given and takes the row sums of `o · do`, so with o' and lse' in
+their place it returns the gradients of the prefixed softmax: the prefix itself has none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.ops.common import AttentionOutput, differentiable, recorded_op
+from tokenmix_core.ops.softmax_attention.api import attention
+from tokenmix_core.ops.softmax_attention.autograd import attention_backward, attention_forward
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, choose_impl
+
+
+def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
+    """The share that a softmax gives `slots` ≥ 1 logits 0 that join those of `lse`."""
+    return (math.log(slots) - lse).sigmoid()
+
+
+def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
+    """The outputs of a softmax that also holds `slots` ≥ 0 logits 0 with value 0."""
+    if not slots:
+        return out.o
+    return (out.o * (out.lse - math.log(slots)).sigmoid().unsqueeze(-1)).to(out.o.dtype)
+
+
+def zero_prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
+) -> Tensor:
+    """Causal attention `[B, T, HQ, V]` whose softmax also holds `slots` logits 0 with value 0."""
+    if impl == "reference":
+        return with_zeros(attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens, impl="reference"), slots)
+    if q.is_cuda:
+        packed = cu_seqlens is not None
+        heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
+        sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+        chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, Mask(True, None, 0), packed, heads))
+        # kernels of ours are those that were asked for
+        impl = (None if impl == "gluon" else impl) if chosen == "triton" else chosen
+    return _attention(q, k, v, cu_seqlens, slots, scale, impl)[0]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
+) -> tuple[Tensor, Tensor]:
+    """o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, those of the prefix included."""
+    o, lse = attention_forward(q, k, v, cu_seqlens, True, None, 0, scale, impl)
+    from tokenmix_nha.ops.slot_window.prefix_kernel import add_zeros
+
+    return o, add_zeros(o, lse, slots)
+
+
+_prefix_op = recorded_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
+
+
+@_prefix_op.register_fake
+def _(q, k, v, cu_seqlens, slots, scale, impl):
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, tokens, heads, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[-1]), q.new_empty(batch, heads, tokens, dtype=wide)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, cu_seqlens, _, ctx.scale, ctx.impl = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, *_):
+    if do is None:
+        return (None,) * 7
+    q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
+    grads = attention_backward(q, k, v, o, lse, do, None, cu_seqlens, True, None, 0, ctx.scale, ctx.impl)
+    return *grads, None, None, None, None
+
+
+_attention = differentiable(_prefix_op, _forward, _save, _gradients, outputs=1)

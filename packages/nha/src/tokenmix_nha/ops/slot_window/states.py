@@ -1,0 +1,304 @@
+"""Gates of chunks, slots at the borders of chunks, forward in time, and their gradients, backward in time.
+
+One program of the walks takes a part of the head sizes of one head of one sequence, or one segment of it: with few
+heads the sequence is cut into segments whose own sums and decays come first (`LOCAL`), so that every segment can begin
+at once.
+"""
+
+import triton
+import triton.language as tl
+
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_nha.ops.slot_window.tile import (
+    SIZES,
+    as_factor,
+    block_to_start,
+    enter_weight,
+    first_entry,
+    gates_between,
+    halvings,
+    load_by_slot,
+    load_columns,
+    load_gates,
+    locate_chunk,
+    log2_gates,
+    sequence_span,
+    store_columns,
+)
+
+# of a tile of slots, in a program that carries them over segments
+_CARRIED_ROWS = 16
+
+
+@triton.jit
+def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
+    """Columns `first … first + BD` of rows `o_t`."""
+    o_d = first + tl.arange(0, BD)
+    return tl.load(p + o_t.to(tl.int64)[:, None] * stride + o_d[None, :], mask=m_t[:, None], other=0.0)
+
+
+@triton.jit
+def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
+    """A tile `[BD, M]` of slots `[N, H, SLOTS, D]`, zero beyond the slots that exist."""
+    o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
+    p = p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None]
+    return tl.load(p, mask=(o_m < SLOTS)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
+    """Store a tile `[BD, M]` into slots `[N, H, SLOTS, D]`."""
+    o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
+    tl.store(p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None], b_s, mask=(o_m < SLOTS)[None, :])
+
+
+@triton.jit
+def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
+    """Offsets of a tile `[BD, M]` that begins at row `first` of the `index`-th of tiles `[D, M]`."""
+    return index + (first + tl.arange(0, BD))[:, None] * M + tl.arange(0, M)[None, :]
+
+
+@triton.jit
+def _gates(
+    p_f, weight, row, column, end, splits, i_t, tile, entering, stride, SLOTS, M: tl.constexpr, BM: tl.constexpr,
+    BT: tl.constexpr, DOT: tl.constexpr, ONLY_STRONG: tl.constexpr,
+):  # fmt: skip
+    """Gates of one head's part of a chunk."""
+    o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
+    o_t = i_t * BT + o_r
+    b_f = load_gates(p_f, o_t, o_t < entering, stride, SLOTS, BM)
+    b_log = log2_gates(b_f, DOT)
+    b_end = tl.sum(b_log, 0)
+    b_g = gates_between(b_log, -1, o_r, BT, DOT)
+    b_enter = enter_weight(b_f)
+    b_weight = b_enter * tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
+    store_columns(weight + tile * BT * M, b_weight, M, BT, BM)
+    tl.store(end + tile * M + o_m, b_end, mask=o_m < M)
+    count = halvings(b_log, 1 if ONLY_STRONG else 0, BT, DOT)
+    tl.store(splits + tile, count)
+    size = BT >> count
+    b_g = gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
+    b_col = tl.exp2(-b_g) * b_enter
+    store_columns(row + tile * BT * M, tl.exp2(b_g), M, BT, BM)
+    store_columns(column + tile * BT * M, as_factor(b_col, column.dtype.element_ty, DOT), M, BT, BM)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_gates_kernel(
+    f, weight, row, column, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries, M: tl.constexpr, SLOTS,
+    BM: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    ONLY_STRONG: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk and HEADS heads: each token's weight in the slots at the end `[BT, M]`, the log2 decay of the whole
+    `[M]`, and how often it must be halved for factors within 2^±80; for the backward pass column factors. ONLY_STRONG
+    chunks are known where `splits` already is."""
+    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, before, cu_seqlens, BT, PACKED)
+    i_h = tl.program_id(1) * HEADS
+    begin += i_n.to(tl.int64) * before
+    entering = length + before - window
+    if i_t * BT >= entering:
+        return
+    tile = (first_entry(i_n, begin, entries, BT, PACKED) + i_t) * H
+    o_h = i_h + tl.arange(0, HEADS)
+    b_count = tl.full([HEADS], 1, tl.int32)
+    if ONLY_STRONG:
+        b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
+        if tl.max(b_count, 0) == 0:
+            return
+    # what heads have in common is found anew for each, for want of registers
+    for i in tl.range(HEADS, disable_licm=True):
+        if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
+            p_f = f + (begin * H + i_h + i) * SLOTS
+            _gates(
+                p_f, weight, row, column, end, splits, i_t, tile + i_h + i, entering, H * SLOTS, SLOTS, M, BM, BT,
+                DOT, ONLY_STRONG,
+            )  # fmt: skip
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_states_kernel(
+    k, v, weight, end, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v, final_k,
+    final_v, T, NH, H, before, window, entries, segments, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    LOCAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Slots before every chunk and at the end: tiles `[entries, H, D, M]`."""
+    i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
+    i_d = tl.program_id(1)
+    i_n, i_h = i_nh // H, i_nh % H
+    BK: tl.constexpr = K // ND
+    BV: tl.constexpr = V // ND
+    o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
+
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    begin += i_n.to(tl.int64) * before
+    entering = tl.maximum(length + before - window, 0)
+    entry = first_entry(i_n, begin, entries, BT, PACKED)
+    chunks = tl.cdiv(entering, BT)
+    per_segment = tl.cdiv(chunks, segments)
+    first = i_s * per_segment
+    last = tl.minimum(first + per_segment, chunks)
+    p_k, p_v = k + (begin * H + i_h) * K, v + (begin * H + i_h) * V
+
+    b_sk = tl.zeros([BK, BM], dtype=tl.float32)
+    b_sv = tl.zeros([BV, BM], dtype=tl.float32)
+    b_total = tl.zeros([BM], dtype=tl.float32)
+    if not LOCAL:
+        if local_g is not None:
+            b_sk += load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
+            b_sv += load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
+        elif HAS_INITIAL:
+            b_sk += _load_slots(initial_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
+            b_sv += _load_slots(initial_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
+
+    for i in range(first, last):
+        o_t = i * BT + o_r
+        m_t = o_t < entering
+        tile = (entry + i) * H + i_h
+        if not LOCAL:
+            store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
+            store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        b_k = _load_columns(p_k, o_t, m_t, H * K, i_d * BK, BK)
+        b_v = _load_columns(p_v, o_t, m_t, H * V, i_d * BV, BV)
+        b_w = load_columns(weight + tile * BT * M, M, BT, BM)
+        b_end = tl.load(end + tile * M + o_m, mask=o_m < M, other=0.0)
+        b_decay = tl.exp2(b_end)[None, :]
+        b_sk = tl.dot(tl.trans(b_k), b_w, b_sk * b_decay, input_precision=DOT)
+        b_sv = tl.dot(tl.trans(b_v), b_w, b_sv * b_decay, input_precision=DOT)
+        b_total += b_end
+
+    if LOCAL:
+        index = (i_s * NH + i_nh).to(tl.int64)
+        store_columns(local_k + index * K * M + i_d * BK * M, b_sk, M, BK, BM)
+        store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        if i_d == 0:
+            tl.store(local_g + index * M + o_m, b_total, mask=o_m < M)
+    elif (last == chunks) & ((first < chunks) | (i_s == 0)):
+        tile = (entry + chunks) * H + i_h
+        store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
+        store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        _store_slots(final_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
+        _store_slots(final_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_carry_kernel(
+    outer, local, local_g, NH, segments, M: tl.constexpr, SLOTS, D: tl.constexpr, BD: tl.constexpr,
+    HAS_OUTER: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Replace what each segment of a sequence leaves, `local` `[segments, NH, D, M]`, by what it finds: the slots
+    before it, or their gradients after it, beginning with those outside the sequence."""
+    i_nh, i_d = tl.program_id(0), tl.program_id(1) * BD
+    o_m = tl.arange(0, M)
+    b_s = tl.zeros([BD, M], dtype=tl.float32)
+    if HAS_OUTER:
+        b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
+    # nothing is read after it has been replaced, so reading ahead is right
+    for i in tl.range(segments, num_stages=4):
+        if BACKWARD:
+            i = segments - 1 - i
+        index = (i * NH + i_nh).to(tl.int64)
+        p_s = local + _tile_offsets(index * D * M, i_d, BD, M)
+        b_local, b_decay = tl.load(p_s), tl.exp2(tl.load(local_g + index * M + o_m))
+        tl.store(p_s, b_s)
+        b_s = b_s * b_decay[None, :] + b_local
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_gradients_kernel(
+    q, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, local_k, local_v, local_g, ds_k, ds_v, dinitial_k,
+    dinitial_v, T, NH, H, before, window, entries, segments, lead, M: tl.constexpr, SLOTS, BM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+    LOCAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the slots after every chunk `[entries, H, D, M]`, and of the initial slots."""
+    i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
+    i_d = tl.program_id(1)
+    i_n, i_h = i_nh // H, i_nh % H
+    HQ = H * GROUP
+    BK: tl.constexpr = K // ND
+    BV: tl.constexpr = V // ND
+    o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
+
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    begin_k = begin + i_n.to(tl.int64) * before
+    entry = first_entry(i_n, begin_k, entries, BT, PACKED)
+    entering = tl.maximum(length + before - window, 0)
+    chunks = tl.cdiv(entering, BT)
+    p_f = f + (begin_k * H + i_h) * SLOTS
+    per_segment = tl.cdiv(chunks, segments)
+    first = i_s * per_segment
+    last = tl.minimum(first + per_segment, chunks)
+    row = begin * HQ + i_h * GROUP
+
+    b_sk = tl.zeros([BK, BM], dtype=tl.float32)
+    b_sv = tl.zeros([BV, BM], dtype=tl.float32)
+    b_total = tl.zeros([BM], dtype=tl.float32)
+    if not LOCAL:
+        if local_g is not None:
+            b_sk += load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
+            b_sv += load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
+        else:
+            if dfinal_k is not None:
+                b_sk += _load_slots(dfinal_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
+            if dfinal_v is not None:
+                b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
+
+    # before the first chunk come the queries that see the initial slots as they are
+    stop = first
+    if (i_s == 0) & (not LOCAL):
+        stop = -lead
+    for step in range(tl.maximum(last - stop, 0)):
+        i = last - 1 - step
+        tile = (entry + tl.maximum(i, 0)) * H + i_h
+        b_end = tl.load(end + tile * M + o_m, mask=o_m < tl.where(i >= 0, M, 0), other=0.0)
+        count = tl.load(splits + tile, mask=i >= 0, other=0)
+        if (i >= 0) & (not LOCAL):
+            store_columns(ds_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
+            store_columns(ds_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        b_decay = tl.exp2(b_end)[None, :]
+        b_sk *= b_decay
+        b_sv *= b_decay
+        o_t = i * BT + o_r + window - before
+        m_t = (o_t >= 0) & (o_t < length)
+        for i_g in range(GROUP):
+            p_row = row + i_g
+            b_q = _load_columns(q + p_row * K, o_t, m_t, HQ * K, i_d * BK, BK)
+            b_do = _load_columns(do + p_row * V, o_t, m_t, HQ * V, i_d * BV, BV)
+            b_dz = load_by_slot(dz + p_row * M, o_t, m_t, HQ, M, BM)
+            b_p = load_by_slot(p + p_row * M, o_t, m_t, HQ, M, BM)
+            b_dz, b_p = b_dz.to(b_q.dtype), b_p.to(b_q.dtype)
+            if count > 0:
+                o_j = i * BT + o_r
+                b_f = load_gates(p_f, o_j, o_j < entering, H * SLOTS, SLOTS, BM)
+                b_start = block_to_start(log2_gates(b_f, DOT), BT >> count, BT, DOT)
+                b_dz, b_p = (b_dz * b_start).to(b_q.dtype), (b_p * b_start).to(b_q.dtype)
+            b_sk = tl.dot(tl.trans(b_q), b_dz, b_sk, input_precision=DOT)
+            b_sv = tl.dot(tl.trans(b_do), b_p, b_sv, input_precision=DOT)
+        b_total += b_end
+
+    if LOCAL:
+        index = (i_s * NH + i_nh).to(tl.int64)
+        store_columns(local_k + index * K * M + i_d * BK * M, b_sk, M, BK, BM)
+        store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        if i_d == 0:
+            tl.store(local_g + index * M + o_m, b_total, mask=o_m < M)
+    elif i_s == 0:
+        _store_slots(dinitial_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
+        _store_slots(dinitial_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
+
+
+def carry(launch, outer_k, outer_v, local, slots: int, segments: int, *, backward: bool) -> None:
+    """Turn what segments leave, `_local` in autograd.py, into what they find."""
+    local_k, local_v, local_g = local
+    heads, M = local_g.shape[0] // segments, local_g.shape[1]
+    for outer, x in ((outer_k, local_k), (outer_v, local_v)):
+        launch(
+            slot_carry_kernel, (heads, x.shape[1] // _CARRIED_ROWS), outer, x, local_g, heads, segments,
+            M=M, SLOTS=slots, D=x.shape[1], BD=_CARRIED_ROWS, HAS_OUTER=outer is not None, BACKWARD=backward,
+            num_warps=4,
+        )  # fmt: skip

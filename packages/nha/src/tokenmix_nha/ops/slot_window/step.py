@@ -1,0 +1,149 @@
+"""One token of decoding: slots and ring updated in place, and read, in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
+from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_nha.ops.slot_window.state import SlotWindowState
+from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
+
+# a longer ring is read by core's decoding attention, which splits it over the device
+_RING_INSIDE = 512
+
+
+@triton.jit
+def slot_window_step_kernel(
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
+    scale, window, H,
+    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
+):  # fmt: skip
+    """All query heads of one head of one sequence."""
+    i_nh = tl.program_id(0).to(tl.int64)
+    i_n, i_h = i_nh // H, i_nh % H
+    o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
+    # most of the bytes: on their way while the token that enters is looked up
+    p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
+    p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
+    b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
+    b_k, b_v = tl.load(k + i_nh * K + o_k), tl.load(v + i_nh * V + o_v)
+    b_ks = b_k
+    if OWN_SLOT_KEYS:
+        b_ks = tl.load(k_slots + i_nh * K + o_k)
+    b_f = tl.load(f + i_nh * M + o_m)
+
+    place = 0
+    seen = tl.load(length + i_n)
+    b_in_k, b_in_v, b_in_f = b_ks, b_v, b_f
+    if HAS_RING:
+        # the oldest token makes room for the new one and enters the slots
+        place = seen % window
+        ring = (i_n * window + place) * H + i_h
+        slots = tl.where(seen >= window, M, 0)
+        b_in_f = tl.load(ring_f + ring * M + o_m, mask=o_m < slots, other=0.0)
+        b_in_v = tl.load(ring_v + ring * V + o_v)
+        if OWN_SLOT_KEYS:
+            b_in_k = tl.load(ring_k_slots + ring * K + o_k)
+        else:
+            b_in_k = tl.load(ring_k + ring * K + o_k)
+        # no thread may store before all have loaded
+        tl.debug_barrier()
+        tl.store(ring_k + ring * K + o_k, b_k)
+        tl.store(ring_v + ring * V + o_v, b_v)
+        tl.store(ring_f + ring * M + o_m, b_f)
+        if OWN_SLOT_KEYS:
+            tl.store(ring_k_slots + ring * K + o_k, b_ks)
+
+    b_in_f = b_in_f.to(tl.float32)
+    b_decay, b_enter = tl.exp2(b_in_f * LOG2_E)[:, None], enter_weight(b_in_f)[:, None]
+    b_sk = b_sk * b_decay + b_enter * b_in_k.to(tl.float32)[None, :]
+    b_sv = b_sv * b_decay + b_enter * b_in_v.to(tl.float32)[None, :]
+    tl.store(p_sk, b_sk)
+    tl.store(p_sv, b_sv)
+
+    scale *= LOG2_E
+    for i_g in range(GROUP):
+        i_q = i_nh * GROUP + i_g
+        b_q = tl.load(q + i_q * K + o_k).to(tl.float32) * scale
+        b_qs = b_q
+        if OWN_SLOT_KEYS:
+            b_qs = tl.load(q_slots + i_q * K + o_k).to(tl.float32) * scale
+        b_z = tl.sum(b_sk * b_qs[None, :], 1)
+        b_max = tl.max(b_z, 0)
+        b_new = float("-inf")
+        if READ_RING:
+            b_new = tl.sum(b_q * b_k.to(tl.float32), 0)
+            b_max = tl.maximum(b_max, b_new)
+        b_z = tl.exp2(b_z - b_max)
+        b_l = tl.sum(b_z, 0)
+        b_o = tl.sum(b_z[:, None] * b_sv, 0)
+        if READ_RING:
+            b_l += tl.exp2(b_new - b_max)
+            b_o += tl.exp2(b_new - b_max) * b_v.to(tl.float32)
+            for first in range(0, tl.minimum(window, seen), BN):
+                o_i = first + o_n
+                m_i = (o_i < window) & (o_i < seen) & (o_i != place)
+                o_r = ((i_n * window + o_i) * H + i_h)[:, None]
+                b_s = tl.sum(tl.load(ring_k + o_r * K + o_k[None, :], mask=m_i[:, None], other=0.0) * b_q[None, :], 1)
+                b_s = tl.where(m_i, b_s, float("-inf"))
+                b_top = tl.maximum(b_max, tl.max(b_s, 0))
+                b_s = tl.exp2(b_s - b_top)
+                b_shrink = tl.exp2(b_max - b_top)
+                b_l = b_l * b_shrink + tl.sum(b_s, 0)
+                b_vn = tl.load(ring_v + o_r * V + o_v[None, :], mask=m_i[:, None], other=0.0)
+                b_o = b_o * b_shrink + tl.sum(b_s[:, None] * b_vn, 0)
+                b_max = b_top
+        tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
+        tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
+
+
+@torch.library.custom_op(
+    "tokenmix_nha::slot_window_step",
+    mutates_args=("slots_k", "slots_v", "ring_k", "ring_v", "ring_f", "ring_k_slots"),
+)
+def _step_op(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor,
+    slots_v: Tensor, ring_k: Tensor, ring_v: Tensor, ring_f: Tensor, ring_k_slots: Tensor | None, length: Tensor,
+    scale: float, read_ring: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, where `read_ring`, the window."""
+    o, lse = _step_outputs(
+        q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, scale, read_ring
+    )
+    batch, window, heads, _ = ring_k.shape
+    M = slots_k.shape[2]
+    # kernels are launched on the current device, which need not be that of the tensors
+    with torch.cuda.device_of(q):
+        slot_window_step_kernel[(batch * heads,)](
+            q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
+            scale, window, heads, M=M, K=k.shape[2], V=v.shape[2], BN=32, GROUP=q.shape[1] // heads,
+            OWN_SLOT_KEYS=k_slots is not None, HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
+        )  # fmt: skip
+    return o, lse
+
+
+@_step_op.register_fake
+def _step_outputs(
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, scale, read_ring
+):
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float) -> Tensor:
+    """o `[B, HQ, V]`; updates `state`."""
+    tensors = (None if x is None else x.contiguous() for x in (q, k, v, f, q_slots, k_slots))
+    read_ring = 0 < state.window <= _RING_INSIDE
+    o, lse = _step_op(*tensors, *state, scale, read_ring)
+    state.length.add_(1)
+    if state.window > _RING_INSIDE:
+        # the order of the keys is no matter to the newest token: a full ring is a cache of as many
+        keys = state.length.clamp(max=state.window)
+        ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)
+        o = merge_attention([AttentionOutput(o.unsqueeze(1), lse.unsqueeze(1)), ring]).o.squeeze(1)
+    return o
