@@ -13,7 +13,7 @@ import triton.language as tl
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.backends import Mask
-from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, sink_step
 from tokenmix_core.ops.softmax_attention.plan import plan
 from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.softmax_attention.tiles import (
@@ -55,10 +55,10 @@ def _attention_backward_queries(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of queries and a head a program."""
+    """dq and delta of a tile of queries and a head a program; sinks as in the forward kernel."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -94,6 +94,13 @@ def _attention_backward_queries(
     o_q = first + tl.arange(0, BM)
     b_dq = tl.zeros([BM, BK], tl.float32)
     far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    if BS:
+        if far_sinks > 0:
+            b_dq = meet_keys(
+                b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, 0, o_q, keys, window, sinks, scale * LOG2_E,
+                K, V, BS, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+            )  # fmt: skip
+        far_sinks = 0
     for i_k in range(full, end):
         b_dq = meet_keys(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * LOG2_E,
@@ -217,7 +224,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
         _attention_backward_queries[(tiles * HQ * B,)](
             q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
             TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-            K, V, BM, BN, block_size(K), block_size(V), *flags, dlse is not None, fill,
+            K, V, BM, BN, block_size(K), block_size(V), sink_step(q, mask, BN), *flags, dlse is not None, fill,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     # a sink is seen by every query: among keys that a window sees, its tile would make all others wait

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.plan import plan
 from tokenmix_core.ops.softmax_attention.selection import selected_rows
@@ -51,9 +52,10 @@ def _attention_forward(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
+    BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    FILL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries and a head a program."""
+    """A tile of queries and a head a program; sinks before the window are a step of BS keys, with BS 0 whole tiles."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -84,6 +86,13 @@ def _attention_forward(
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BV], tl.float32)
     far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    if BS:
+        if far_sinks > 0:
+            b_o, b_m, b_l = meet_keys(
+                b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, 0, o_q, keys, window, sinks, scale,
+                K, V, BS, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+            )  # fmt: skip
+        far_sinks = 0
     for i_k in range(full, end):
         b_o, b_m, b_l = meet_keys(
             b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
@@ -128,8 +137,8 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
         q, k, v, o, lse, cu_seqlens, selected,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale * math.log2(math.e),
-        K, V, BM, BN, block_size(K), block_size(V), mask.causal, mask.window is not None, cu_seqlens is not None,
-        precision(q.dtype), fill, num_warps=warps, num_stages=stages,
+        K, V, BM, BN, block_size(K), block_size(V), sink_step(q, mask, BN), mask.causal, mask.window is not None,
+        cu_seqlens is not None, precision(q.dtype), fill, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, lse
 
@@ -142,6 +151,14 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
 def block_size(size: int) -> int:
     """The width of a tile that holds `size` columns: a power of two, at least 16, as matrix units take it."""
     return max(16, next_power_of_2(size))
+
+
+def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
+    """Give the keys that the step of a window's sinks takes; 0: there are none, or they fill a tile of BN."""
+    step = block_size(mask.sinks)
+    if mask.window is None or not mask.sinks or step >= BN or (q.is_cuda and not untried()):
+        return 0
+    return step
 
 
 def precision(dtype: torch.dtype) -> str:
