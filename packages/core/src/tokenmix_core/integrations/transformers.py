@@ -76,7 +76,8 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
     Gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD and convolution
     of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1. Weights, caches and all else stay
     transformers'. Documents packed into rows are kept apart where a call tells their borders, as `cu_seq_lens_q` or
-    `seq_idx`. A compiled model keeps what it was traced with: exchange first, then compile.
+    `seq_idx`. A compiled model keeps what it was traced with: exchange first, then compile. A copy of a model goes on
+    with what the model had then; a pickled one comes back as transformers made it.
 
     Args:
         model_or_family: a model, with whatever is around it, or a key of `FAMILIES`, for models made before and after.
@@ -218,7 +219,8 @@ def _family(cls: type) -> Family | None:
 def _place(name: str, module: nn.Module) -> str:
     """Where a module's forward is to be exchanged."""
     own = vars(module).get("forward")
-    if own is None or getattr(own, _MARK, False):
+    # a pickled model comes back with the methods of its classes
+    if own is None or getattr(own, _MARK, False) or getattr(own, "__func__", None) is type(module).forward:
         return "forward"
     if _PLACES[1] in vars(module):
         return _PLACES[1]
@@ -265,3 +267,5 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
 
 
 setattr(gated_norm, _MARK, True)
+# pickle looks for a method of a module by its name, and has to find that of the class
+gated_norm.__name__ = "forward"
