@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         return _run(args)
-    except ValueError as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"arena: {error}", file=sys.stderr)
         return 2
 
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
         print(report.write(comparison))
         return 0
     commit = args.commit or _commit()
-    deadline = time.time() + 60 * args.minutes if args.minutes else float("inf")
+    deadline = float("inf") if args.minutes is None else time.time() + 60 * args.minutes
     done = True
     if args.command in ("run", "all"):
         gpus = args.gpus or ()

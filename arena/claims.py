@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from arena.contestants import PARAMETERS, STATE
 from arena.measures import MEAN, Estimate, Line, Scores, title
-from arena.sizes import Size
+from arena.sizes import LEAST_SEEDS, Size
 from arena.tasks import MQAR, NEEDLE, TEXT
 
 HELD, NOT_HELD, OPEN, NOT_MEASURED = "held", "did not hold", "not decided", "not measured"
+# what is less is the rounding of a sum
+_ROUNDING = 1e-9
 
 
 class Claim(NamedTuple):
@@ -92,14 +94,15 @@ class Verdict(NamedTuple):
 def judge(claim: Claim, scores: Scores, size: Size) -> Verdict:
     """Held where the whole interval of the difference lies on the claim's side, not held where all of it lies beyond.
 
-    Nothing is measured by a size without rates to choose from and seeds for an interval.
+    Nothing is measured by a size without rates to choose from and seeds for an interval, nor before as many seeds of
+    both are there.
     """
     if not size.says_something:
         return Verdict(NOT_MEASURED, None)
     difference = scores.difference(claim.line, claim.other, claim.column)
-    if difference is None or difference.half is None:
+    if difference is None or difference.half is None or difference.seeds < LEAST_SEEDS:
         return Verdict(NOT_MEASURED, difference)
     better = (1 if claim.higher else -1) * difference.mean + claim.margin
-    if abs(better) <= difference.half:
+    if abs(better) <= difference.half + _ROUNDING:
         return Verdict(OPEN, difference)
     return Verdict(HELD if better > 0 else NOT_HELD, difference)

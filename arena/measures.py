@@ -24,10 +24,11 @@ EXCESS = "excess"
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean over seeds, and half the width of its interval of 95 %; None from one seed."""
+    """The mean over so many seeds, and half the width of its interval of 95 %; None from one seed."""
 
     mean: float
     half: float | None
+    seeds: int = 1
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
@@ -41,7 +42,7 @@ class Estimate:
         if len(values) == 1:
             return cls(values[0], None)
         t = _STUDENT[len(values) - 2] if len(values) <= len(_STUDENT) + 1 else 1.96
-        return cls(fmean(values), t * stdev(values) / math.sqrt(len(values)))
+        return cls(fmean(values), t * stdev(values) / math.sqrt(len(values)), len(values))
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
@@ -100,7 +101,7 @@ def _cells(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Iterabl
 
 
 class Scores:
-    """The results of a task in a division: by line, column and seed."""
+    """The results of a task in a division: by line, column and seed; numbers that are not finite are no results."""
 
     def __init__(self, comparison: Comparison, division: str, task: str) -> None:
         self.lines: dict[Line, dict[str, dict[int, float]]] = {}
@@ -115,7 +116,8 @@ class Scores:
                     if counts(division, (name, mode)):
                         line = self.lines.setdefault((name, mode), {})
                         for column, value in numbers.items():
-                            line.setdefault(column, {})[piece.seed] = value
+                            if math.isfinite(value):
+                                line.setdefault(column, {})[piece.seed] = value
 
     def estimate(self, line: Line, column: str) -> Estimate | None:
         """The mean over seeds; None where nothing was measured."""

@@ -134,14 +134,20 @@ class Comparison:
         """The result of a piece; None before it is done.
 
         Raises:
-            ValueError: it was made under another rule.
+            ValueError: it was made under another rule, or is damaged.
         """
         path = piece.path(self.results, self.size)
         if not path.is_file():
             return None
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if result["rule"] != (rule := fingerprint(piece, self.size)):
-            raise ValueError(f"{path} was made under another rule ({result['rule']}, now {rule}); remove it to go on")
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            made = result["rule"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is no result of the arena or is damaged ({error!r}); remove it to go on"
+            ) from error
+        if made != (rule := fingerprint(piece, self.size)):
+            raise ValueError(f"{path} was made under another rule ({made}, now {rule}); remove it to go on")
         return result
 
 
@@ -188,7 +194,8 @@ def run_piece(piece: Piece, comparison: Comparison, work: Path, *, deadline: flo
     disable_progress_bar()
     about = recipe_of(piece, size)
     about = replace(about, callbacks=(*about.callbacks, lambda _: StopAt(deadline)))
-    folder = work / piece.path(Path(), size).with_suffix("")
+    # what was trained under another rule lies elsewhere
+    folder = work / piece.path(Path(), size).with_suffix("") / fingerprint(piece, size)
     diverged = False
     if not (folder / "config.json").is_file():
         resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
@@ -218,7 +225,7 @@ def run_piece(piece: Piece, comparison: Comparison, work: Path, *, deadline: flo
         "environment": {**environment(), "commit": commit},
     }
     _write(result, piece.path(comparison.results, size))
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder.parent, ignore_errors=True)
     return True
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from arena import measures
 from arena.claims import CLAIMS, NOT_MEASURED, judge
 from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
-from arena.measures import EXCESS, MEAN, Line, Scores, front, title
+from arena.measures import EXCESS, MEAN, Estimate, Line, Scores, front, title
 from arena.pieces import Comparison
+from arena.sizes import Size
 from arena.tasks import MQAR, TASKS, TEXT
 from tokenmix_core.evaluation.report import format_table
 from tokenmix_core.extras import require
@@ -148,9 +149,16 @@ def scores_table(comparison: Comparison, division: str, task: str) -> str:
             found = {name: scores.estimate(line, name) for name in group}
             if any(value is not None for value in found.values()):
                 row: Row = {"contestant": title(line), "rate": f"{scores.rates[line[0]]:g}"}
-                rows.append(row | {name: "–" if value is None else str(value) for name, value in found.items()})
+                rows.append(row | {name: _cell(value, comparison.size) for name, value in found.items()})
         tables.append(format_table(rows))
     return "\n\n".join(tables) or "Not measured."
+
+
+def _cell(value: Estimate | None, size: Size) -> str:
+    """What is known of a number, and of how many seeds where some are missing or diverged."""
+    if value is None:
+        return "–"
+    return str(value) if value.seeds == len(size.seeds) else f"{value} ({value.seeds} of {len(size.seeds)} seeds)"
 
 
 COSTS = {

@@ -30,7 +30,7 @@ def run(
         work: a folder for runs that are not finished.
         commit: of the code.
         deadline: when to stop, in seconds since the epoch; runs end there with a checkpoint.
-        jobs: pieces that run at a time, each in a process of its own; one runs in this process.
+        jobs: pieces that run at a time, each in a process of its own; one runs in this process, unless GPUs are named.
         gpus: the GPUs that they are spread over, as CUDA_VISIBLE_DEVICES names them; those that are visible by default.
         say: told of every piece.
 
@@ -40,7 +40,7 @@ def run(
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     options = {"deadline": deadline, "commit": commit, "jobs": jobs}
-    if jobs == 1:
+    if jobs == 1 and not gpus:
         while time.time() < deadline and (ready := comparison.ready()):
             _tell(ready[0], run_piece(ready[0], comparison, work, **options), say)
         return not comparison.ready()

@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
 import time
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from arena import report, runner
+from arena import pieces, report, runner
 from arena.__main__ import main
 from arena.claims import HELD, NOT_HELD, NOT_MEASURED, OPEN, Claim, judge
 from arena.contestants import (
@@ -161,13 +164,79 @@ def test_a_piece_stops_in_time_goes_on_and_is_skipped_when_done(tmp_path, monkey
     assert report.SMOKE in report.write(comparison).read_text()
 
 
+def test_a_damaged_result_is_refused_by_name(tmp_path, capsys):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn",), (MQAR,))
+    piece = comparison.ready()[0]
+    record(comparison, piece)
+    path = piece.path(comparison.results, comparison.size)
+    for content in (path.read_text()[:40], "[]", "{}"):
+        path.write_text(content)
+        assert main(["report", "--size", "small", "--results", str(tmp_path)]) == 2
+        told = capsys.readouterr().err
+        assert str(path) in told
+        assert "damaged" in told
+
+
+def test_what_was_trained_under_another_rule_is_not_measured(tmp_path, monkeypatch):
+    trained, piece = [], Piece(PARAMETERS, "attention", MQAR, SMOKE.rates[0], SMOKE.seeds[0])
+
+    def train(about, folder, **_):
+        trained.append(about.optimizer.steps)
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+        return SimpleNamespace(interrupted=False)
+
+    monkeypatch.setattr(pieces.trainer, "train", train)
+    monkeypatch.setattr(pieces, "_measured", lambda *_: {})
+    monkeypatch.setattr(pieces, "_training", lambda *_: {"last loss": 1.0})
+    longer = replace(SMOKE, steps=SMOKE.steps + 1)
+    for size in (SMOKE, longer):
+        # time is up after training
+        monkeypatch.setattr(pieces.time, "time", lambda: 1.0)
+        assert not run_piece(piece, Comparison(size, tmp_path), tmp_path / "work", deadline=0.0, commit="test")
+    assert trained == [SMOKE.steps, longer.steps]
+    assert run_piece(piece, Comparison(longer, tmp_path), tmp_path / "work", deadline=math.inf, commit="test")
+    assert trained == [SMOKE.steps, longer.steps]
+
+
+def test_one_job_at_a_time_runs_on_the_gpu_that_is_named(tmp_path, monkeypatch):
+    class Inline:
+        def __init__(self, jobs, *, initializer, initargs, **_):
+            initializer(*initargs)
+
+        __enter__ = __exit__ = lambda self, *_: self
+
+        def submit(self, run, *call, **options):
+            future = Future()
+            future.set_result(run(*call, **options))
+            return future
+
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", Inline)
+
+    def run_one(piece, comparison, *_, **__):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        record(comparison, piece)
+        return True
+
+    monkeypatch.setattr(runner, "run_piece", run_one)
+    comparison = Comparison(SMOKE, tmp_path, (PARAMETERS,), ("attention",), (MQAR,))
+    assert runner.run(comparison, tmp_path, commit="test", deadline=math.inf, gpus=("3",), say=lambda _: None)
+    assert seen == ["3", "3"]
+
+
 def test_time_that_is_up_is_told_by_the_exit_code(tmp_path, capsys):
     options = ["--results", str(tmp_path), "--work", str(tmp_path / "work"), "--tasks", MQAR, "--contestants", "gdn"]
     assert main(["run", *options, "--minutes", "-1", "--commit", "test"]) == 75
+    assert main(["run", *options, "--minutes", "0", "--commit", "test"]) == 75
     assert main(["plan", *options]) == 0
     assert "0 of 4 runs are done" in capsys.readouterr().out
     assert main(["plan", "--size", "huge"]) == 2
     assert "there is no size 'huge'" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["report", *options, "--results", str(tmp_path / "file")]) == 2
+    assert "arena: " in capsys.readouterr().err
 
 
 def test_what_was_not_run_is_not_measured(tmp_path):
@@ -235,8 +304,37 @@ def test_a_margin_forgives_and_a_smoke_run_decides_nothing(tmp_path):
     assert judge(claim, scores, SMOKE).word == NOT_MEASURED
 
 
+@pytest.mark.parametrize("last", [{}, {"accuracy": math.nan}, {"accuracy": math.inf}], ids=["diverged", "nan", "inf"])
+def test_seeds_that_are_missing_are_counted_and_decide_nothing(tmp_path, last):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
+    for name, accuracy in (("gdn", 0.1), ("gdn-h", 0.9)):
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
+            rows = recalled(accuracy)
+            if name == "gdn-h" and piece.seed == SMALL.seeds[-1]:
+                rows = {"mqar": [row | last for row in rows["mqar"]]} if last else {}
+            record(comparison, piece, rows=rows)
+    claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""))
+    assert judge(claim, Scores(comparison, PARAMETERS, MQAR), SMALL).word == NOT_MEASURED
+    table = report.scores_table(comparison, PARAMETERS, MQAR)
+    assert "0.900 ± 0.000 (2 of 3 seeds)" in table
+    assert table.count("seeds)") == 3
+
+
+def test_a_difference_of_just_the_margin_is_not_decided(tmp_path):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
+    for name, accuracy in (("gdn", 0.9), ("gdn-h", 0.88)):
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
+            record(comparison, piece, rows=recalled(accuracy))
+    claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""), 0.02)
+    assert judge(claim, Scores(comparison, PARAMETERS, MQAR), SMALL).word == OPEN
+
+
 def test_intervals_are_students():
-    assert Estimate.of([1.0, 2.0, 3.0]) == Estimate(2.0, pytest.approx(4.303 / 3**0.5))
+    assert Estimate.of([1.0, 2.0, 3.0]) == Estimate(2.0, pytest.approx(4.303 / 3**0.5), 3)
     assert str(Estimate.of([0.25])) == "0.250"
     with pytest.raises(ValueError, match="at least one"):
         Estimate.of([])
