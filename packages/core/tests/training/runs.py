@@ -99,10 +99,11 @@ def penalised_model() -> dict[str, Any]:
     }
 
 
-def curve(output_dir: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step, from the JSONL log."""
-    lines = read_metrics(output_dir / "metrics.jsonl")
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+def curve(output_dir: Path) -> dict[int, tuple[float, ...]]:
+    """Loss, gradient norm and loss terms by step, from the JSONL log."""
+    lines = [line for line in read_metrics(output_dir / "metrics.jsonl") if "loss" in line]
+    terms = sorted({name for line in lines for name in line if name.endswith("_loss")})
+    return {line["step"]: tuple(line[name] for name in ("loss", "grad_norm", *terms)) for line in lines}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -173,7 +174,7 @@ class Processes:
         return [child.exitcode for child in self.children]
 
 
-def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[int, tuple[float, float]]:
+def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[int, tuple[float, ...]]:
     """Train in processes of their own, to the end; returns the curve."""
     codes = Processes(processes, train, made, output_dir, progress=False, **options).join()
     assert codes == [0] * processes

@@ -52,7 +52,9 @@ class RecipeTrainer(Trainer):
         # such a model divides its summed loss terms by num_items_in_batch itself
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
+        # sums of loss terms, and the steps there were before the first of them
         self._auxiliary: dict[str, Tensor] = {}
+        self._steps_before = 0
         self._logged: tuple[float, int] | None = None
         self._peak_flops = peak_flops(device_name(self.args), bf16=self.args.bf16)
         flops = getattr(self.model, "flops_per_token", None)
@@ -91,6 +93,8 @@ class RecipeTrainer(Trainer):
         inputs = {**inputs, "use_cache": False}
         outputs: Any
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if not self._auxiliary:
+            self._steps_before = self.state.global_step
         for name, values in (outputs.get("auxiliary") or {}).items():
             if name.endswith("_loss"):
                 share = torch.stack([x.detach().float().sum() for x in values]).sum() / num_items_in_batch  # type: ignore[operator]
@@ -120,7 +124,7 @@ class RecipeTrainer(Trainer):
         steps = step - (self._logged[1] if self._logged else 0)
         for name, total in sorted(self._auxiliary.items()):
             # each process holds its share of the sum over a whole batch
-            logs[name] = self._gathered(total).sum().item() / max(1, steps)
+            logs[name] = self._gathered(total).sum().item() / max(1, step - self._steps_before)
         self._auxiliary.clear()
         if self._logged is not None and steps:
             rate = steps * self.schedule.batch_tokens / (now - self._logged[0])
