@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.nn.documents import as_one_sequence
 from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
@@ -14,7 +15,7 @@ from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
-from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, gated_delta_rule_step
+from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, delta_layer_step, gated_delta_rule_step
 from tokenmix_core.ops.common import Impl, unless_gluon
 
 
@@ -99,6 +100,8 @@ class GatedDeltaNet(Mixer):
             k_conv=self.k_conv.make_state(),
             v_conv=self.v_conv.make_state(),
             recurrent=TensorState(*self.fit.state_shape(self.num_v_heads), dtype=torch.float32),
+            # zeros between steps
+            arrivals=TensorState(self.num_heads, dtype=torch.int32),
         )
 
     def forward(
@@ -110,6 +113,8 @@ class GatedDeltaNet(Mixer):
         rotary: Rotation | None = None,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
+        if step and state is not None and self._in_one_launch(hidden_states):
+            return self.o_proj(self._step(hidden_states, state)), None
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
             (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)),
@@ -134,6 +139,7 @@ class GatedDeltaNet(Mixer):
         options = {"scale": self.head_dim**-0.5, "qk_l2norm": True, "impl": self.impl}
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
+            state.arrivals.get(hidden_states.shape[0], hidden_states)
             q, k, v, g, beta = (x.squeeze(1) for x in (q, k, v, g, beta))
             options["impl"] = unless_gluon(self.impl)
             o = gated_delta_rule_step(q, k, v, g, beta, recurrent, **options).unsqueeze(1)
@@ -142,12 +148,43 @@ class GatedDeltaNet(Mixer):
             o, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=before, cu_seqlens=cu_seqlens, **options)
             if state is not None:
                 state.recurrent.set(after)
+                state.arrivals.get(after.shape[0], after)
         o = self.fit.outputs(o, self.num_v_heads)
         if self.g_proj is None:
             o = self.o_norm(o)
         else:
             o = self.o_norm(o, self.g_proj(hidden_states).view_as(o))
         return self.o_proj(o.flatten(-2)), None
+
+    def _in_one_launch(self, x: Tensor) -> bool:
+        """Tell whether a decoding step takes one kernel between its projections: on a GPU once that has run on one."""
+        return self.impl != "reference" and (untried() if x.is_cuda else self.impl == "triton")
+
+    def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
+        """The gated outputs of one token of each sequence."""
+        x, heads, values = x.squeeze(1), (self.num_heads, self.head_dim), (self.num_v_heads, self.value_dim)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        convs, last = (self.q_conv, self.k_conv, self.v_conv), (state.q_conv, state.k_conv, state.v_conv)
+        y = delta_layer_step(
+            q.unflatten(-1, heads),
+            k.unflatten(-1, heads),
+            v.unflatten(-1, values),
+            self.a_proj(x),
+            self.b_proj(x),
+            None if self.g_proj is None else self.g_proj(x).unflatten(-1, values),
+            [conv.weight for conv in convs],
+            [part.get(x.shape[0], y) for part, y in zip(last, (q, k, v), strict=True)],
+            self.A_log,
+            self.dt_bias,
+            self.o_norm.weight,
+            state.recurrent.get(x.shape[0], x),
+            state.arrivals.get(x.shape[0], x),
+            scale=self.head_dim**-0.5,
+            max_beta=self.max_beta,
+            eps=self.o_norm.eps,
+            impl=unless_gluon(self.impl),
+        )
+        return y.flatten(1).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
         # Sᵀk, the outer product and Sᵀq: 2KV each; the convolutions: 2W a channel

@@ -295,7 +295,7 @@ class TensorState(StatePart):
 
     Args:
         shape: without the batch.
-        dtype: at least this one; None for the dtype of the activations.
+        dtype: at least this one, and of whole numbers this one; None for the dtype of the activations.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):
@@ -305,7 +305,9 @@ class TensorState(StatePart):
     def get(self, batch: int, like: Tensor) -> Tensor:
         """The value, zeros before the first one was stored."""
         if self.value is None:
-            dtype = like.dtype if self.dtype is None else torch.promote_types(self.dtype, like.dtype)
+            dtype = like.dtype if self.dtype is None else self.dtype
+            if dtype.is_floating_point:
+                dtype = torch.promote_types(dtype, like.dtype)
             self.value = like.new_zeros(batch, *self.shape, dtype=dtype)
         return self.value
 

@@ -3,6 +3,7 @@
 # what explain knows
 import tokenmix_core.ops.operations  # noqa: F401
 from tokenmix_core.ops.convolution.api import short_conv, short_conv_step, short_conv_steps
+from tokenmix_core.ops.delta_layer.api import delta_layer_step
 from tokenmix_core.ops.explanation import Explanation, explain
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_ssd",
     "delta_gates",
+    "delta_layer_step",
     "explain",
     "gated_delta_rule_step",
     "gated_rms_norm",

@@ -9,6 +9,7 @@ from torch import Tensor
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.ops.common import resolve_impl
 from tokenmix_core.ops.convolution.api import short_conv, short_conv_step
+from tokenmix_core.ops.delta_layer.api import delta_layer_step
 from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule.api import (
@@ -116,6 +117,15 @@ register_operation(
         _delta_rule_step,
         delta_rule_plan.GLUON_STEP,
         _step_limit,
+    )
+)
+register_operation(
+    Operation(
+        delta_layer_step,
+        {"q": "B H K", "k": "B H K", "v": "B HV V"},
+        {"H": 16, **_ONE},
+        lambda x, impl: whole("delta_layer_step", x, impl, tried=False),
+        tried=False,
     )
 )
 register_operation(

@@ -1,0 +1,1 @@
+"""A decoding step of a Gated DeltaNet layer, from its input projections to its output projection."""
