@@ -258,3 +258,65 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
         kernel[(2,)](x, True, y, 7, factor=0.0)
     assert len(handed_over) == 4
     assert len(left) == 2
+
+
+class Counted:
+    """A kernel that counts what it is compiled for."""
+
+    arg_names, __name__ = ("x", "flag", "y", "n", "factor"), "counted"
+
+    def __init__(self):
+        self.compiled = []
+
+    def warmup(self, *args, grid, **options):
+        self.compiled.append((args, options))
+
+
+NAMED = {
+    "in order": lambda x, y: ((x, True, y, 5, 0.0), {}),
+    "by name": lambda x, y: ((), dict(x=x, flag=True, y=y, n=5, factor=0.0)),
+    "in another order": lambda x, y: ((), dict(factor=0.0, y=y, n=5, flag=True, x=x)),
+    "in part": lambda x, y: ((x,), dict(n=5, factor=0.0, flag=True, y=y)),
+    "all but one": lambda x, y: ((x, True, y, 5), dict(factor=0.0)),
+}
+
+
+def test_arguments_by_name_make_the_launch_that_those_in_order_make(handed_over, monkeypatch):
+    monkeypatch.setattr(kernels, "_load", lambda *_: driver.Loaded(7, 128, 100, False, ("Q", None, "Q", "i", "f")))
+    monkeypatch.setattr(kernels, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "current_stream", lambda device: 9)
+    monkeypatch.setattr(kernels, "_begun", list)
+    kernel, taken = kernels._Launcher(Counted()), []
+    x, y = torch.zeros(4), torch.zeros(4)
+    for give in NAMED.values():
+        args, options = give(x, y)
+        for room in ({"num_warps": 4}, {"num_stages": 4}):
+            kernel[(2,)](*args, **options, **room)
+        with kernels.taken(taken.append):
+            kernel[(2,)](*args, num_warps=4, **options)
+    args = x, True, y, 5, 0.0
+    # each option of a launch makes a kernel of its own
+    assert kernel.fn.compiled == [(args, {"num_warps": 4}), (args, {"num_stages": 4})]
+    assert len({tuple(words) for *_, words in handed_over}) == 1
+    assert len(handed_over) == 2 * len(NAMED)
+    # what is recorded has places of arguments in it
+    assert all(found == (kernel, (2,), args, {"num_warps": 4}) for found in taken)
+    with compiled_together() as launch:
+        for give in NAMED.values():
+            args, options = give(x, y)
+            launch(kernel, (2,), *args, **options, num_warps=4)
+    assert len(kernel.fn.compiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((1, 2), dict(y=3, n=4), r"counted misses \['factor'\]; its parameters are x, flag, y, n, factor"),
+        ((1, 2, 3, 4), dict(n=4, factor=5), r"counted is given \['n'\] twice"),
+        ((1, 2, 3, 4, 5, 6), {}, "counted is given too much"),
+    ],
+    ids=["missing", "twice", "too many"],
+)
+def test_a_launch_that_fits_no_kernel_is_refused(args, options, message):
+    with pytest.raises(TypeError, match=message):
+        kernels._Launcher(Counted())[(1,)](*args, **options)

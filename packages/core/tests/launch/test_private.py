@@ -51,6 +51,8 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
         assert seen.types == ["*fp32", "i32", "constexpr"]
         assert (seen.backend, seen.warps, seen.ctas, seen.more) == ("cuda", 2, 1, False)
         assert private.argument_names(double) == ["x", "n", "ADD"]
+        del double.arg_names
+        assert private.argument_names(double) == ["x", "n", "ADD"]
         assert private.can_drop(double)
         private.drop(double, None)
         assert list(private.kernels_of(double)) == []

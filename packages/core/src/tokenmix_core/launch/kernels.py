@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ from tokenmix_core.launch import private, switch
 from tokenmix_core.launch.compiling import compiling
 from tokenmix_core.launch.driver import Loaded, launch, loaded, packed
 
-# a kernel, its grid, arguments, and those given by name
+# a kernel, its grid, arguments in the order of its parameters, and options of the launch
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # calls remembered by a kernel; beyond that many the older half is forgotten
@@ -30,7 +31,7 @@ def cached_launch(kernel):
     Triton compiles a kernel anew for other dtypes, for other alignments of pointers, for other divisibilities of
     numbers, and inspects every argument at every launch to find the right one. Here the arguments themselves are the
     key, tensors by dtype and alignment, so that a repeated call is one look-up. All parameters must be given at each
-    launch, tensors first. The interpreter's kernels stay as they are.
+    launch, in order or by name, which makes no difference. The interpreter's kernels stay as they are.
     """
     if not isinstance(kernel, triton.JITFunction):
         return kernel
@@ -59,7 +60,13 @@ def compiled_together() -> Iterator[Callable]:
     By then all kernels are known, so that the new ones are compiled side by side.
     """
     launches: list[Launch] = []
-    yield lambda kernel, grid, *args, **options: launches.append((kernel, grid, args, options))
+
+    def add(kernel, grid, *args, **options):
+        if isinstance(kernel, _Launcher):
+            args, options = kernel.in_order(args, options)
+        launches.append((kernel, grid, args, options))
+
+    yield add
     launch_together(launches)
 
 
@@ -131,6 +138,8 @@ class _Launcher:
     def __init__(self, kernel: triton.JITFunction) -> None:
         self.fn = kernel
         self.__doc__ = kernel.__doc__
+        # by how many arguments are given in order and which by name: what puts the latter in order, and other names
+        self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
         # by kind of call; None where only Triton can launch
         self._loaded: dict[tuple, Loaded | None] = {}
         # by grid and kind
@@ -139,7 +148,35 @@ class _Launcher:
         self._tensors = 0
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *args, **options: self._launch(grid, args, options)
+        return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
+
+    def in_order(self, args: tuple, options: dict) -> tuple[tuple, dict]:
+        """All arguments in the order of the kernel's parameters, and options of the launch.
+
+        A missing argument is a TypeError, and so is one that is given twice.
+        """
+        kind = len(args), *options
+        found = self._orders.get(kind)
+        if found is None:
+            found = self._orders[kind] = self._order(len(args), options)
+        named, others = found
+        if named is None:
+            return args, options
+        return (*args, *named(options)), {name: options[name] for name in others}
+
+    def _order(self, given: int, options: dict) -> tuple[Callable | None, tuple[str, ...]]:
+        names = private.argument_names(self.fn)
+        missing = [name for name in names[given:] if name not in options]
+        twice = [name for name in names[:given] if name in options]
+        if missing or twice or given > len(names):
+            wrong = f"misses {missing}" if missing else f"is given {twice} twice" if twice else "is given too much"
+            raise TypeError(f"{self.fn.__name__} {wrong}; its parameters are {', '.join(names)}")
+        if given == len(names):
+            return None, ()
+        wanted = names[given:]
+        # of one name an itemgetter makes no tuple
+        named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
+        return named, tuple(name for name in options if name not in wanted)
 
     def knows(self, args: tuple, options: dict) -> bool:
         """Tell whether a kernel for such a call was kept."""
@@ -155,9 +192,7 @@ class _Launcher:
         kernel = self._loaded[self._key(args, options)[0]]
         if kernel is None:
             return None
-        values = [0 if isinstance(x, Tensor) else x for x in args]
-        values += [options[name] for name in (private.argument_names(self.fn) or ())[len(args) :]]
-        return functools.partial(packed, kernel, grid, values)
+        return functools.partial(packed, kernel, grid, [0 if isinstance(x, Tensor) else x for x in args])
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
         if _taker.take is not None:
@@ -186,13 +221,13 @@ class _Launcher:
                 addresses.append(address)
             else:
                 kinds.append(x)
-        return (current_device(), *kinds, *args[self._tensors :], *options.values()), addresses
+        return (current_device(), *kinds, *args[self._tensors :], *options.items()), addresses
 
     def _pack(self, grid: tuple[int, ...], args: tuple, options: dict) -> bytes:
         """A launch of calls like this, for these addresses; nothing where it is left to Triton."""
         if not self.knows(args, options):
             kernel = None
-            if private.launching() is not None and private.argument_names(self.fn) is not None:
+            if private.launching() is not None:
                 wait(_begun())
                 with compiling(self.fn):
                     kernel = _load(self.fn.warmup(*args, grid=grid, **options), current_device())

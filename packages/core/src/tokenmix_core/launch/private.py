@@ -7,6 +7,7 @@ on a GPU. Gluon, the language that kernels for Hopper are written in, is none of
 from __future__ import annotations
 
 import functools
+import inspect
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -289,12 +290,11 @@ def can_drop(kernel: Any) -> bool:
     return False
 
 
-def argument_names(kernel: Any) -> list[str] | None:
-    """The names of a kernel's parameters, in order; None where they are not known."""
+def argument_names(kernel: Any) -> list[str]:
+    """The names of a kernel's parameters, in order."""
     names = getattr(kernel, "arg_names", None)
-    if names is None:
-        _lacking["triton.JITFunction.arg_names"] = _OWN_LAUNCH
-    return names
+    # a kernel is a Python function inside
+    return list(inspect.signature(kernel.fn).parameters if names is None else names)
 
 
 class Described(NamedTuple):
