@@ -54,7 +54,9 @@ def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
     """h of a and b `[rows, D]`, rows of one stride each."""
     rows, D = a.shape
     h = torch.empty((rows, D), dtype=a.dtype, device=a.device)
-    swiglu_kernel[(cdiv(rows, BM), cdiv(D, BD))](a, b, h, a.stride(0), b.stride(0), rows, D, BM, BD, num_warps=4)
+    swiglu_kernel[(cdiv(rows, BM), cdiv(D, BD))](
+        a=a, b=b, h=h, stride_a=a.stride(0), stride_b=b.stride(0), rows=rows, D=D, BM=BM, BD=BD, num_warps=4,
+    )  # fmt: skip
     return h
 
 
@@ -64,6 +66,7 @@ def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, again: bool) -> tuple[Tens
     da, db = (torch.empty((rows, D), dtype=a.dtype, device=a.device) for _ in range(2))
     h = torch.empty((rows, D), dtype=a.dtype, device=a.device) if again else None
     swiglu_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        a, b, dh, da, db, h, a.stride(0), b.stride(0), dh.stride(0), rows, D, BM, BD, num_warps=4
-    )
+        a=a, b=b, dh=dh, da=da, db=db, h=h, stride_a=a.stride(0), stride_b=b.stride(0), stride_dh=dh.stride(0),
+        rows=rows, D=D, BM=BM, BD=BD, num_warps=4,
+    )  # fmt: skip
     return da, db, h

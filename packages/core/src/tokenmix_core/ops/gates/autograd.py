@@ -10,7 +10,9 @@ from tokenmix_core.ops.gates.kernels import delta_gates_backward, delta_gates_fo
 
 
 def _run(a, b, A_log, dt_bias, max_beta):
-    g, beta = delta_gates_forward(as_rows(a), as_rows(b), A_log.contiguous(), dt_bias.contiguous(), max_beta)
+    g, beta = delta_gates_forward(
+        a=as_rows(a), b=as_rows(b), A_log=A_log.contiguous(), dt_bias=dt_bias.contiguous(), max_beta=max_beta
+    )
     return g.view(a.shape), beta.view(b.shape)
 
 
@@ -22,8 +24,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(a, b, A_log, dt_bias, dg, dbeta, max_beta):
     da, db, dA_log, ddt_bias = delta_gates_backward(
-        as_rows(a), as_rows(b), A_log.contiguous(), dt_bias.contiguous(), as_rows(dg).contiguous(),
-        as_rows(dbeta).contiguous(), max_beta,
+        a=as_rows(a), b=as_rows(b), A_log=A_log.contiguous(), dt_bias=dt_bias.contiguous(),
+        dg=as_rows(dg).contiguous(), dbeta=as_rows(dbeta).contiguous(), max_beta=max_beta,
     )  # fmt: skip
     return da.view(a.shape), db.view(b.shape), dA_log, ddt_bias
 

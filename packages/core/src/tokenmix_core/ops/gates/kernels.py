@@ -75,8 +75,8 @@ def delta_gates_forward(a, b, A_log, dt_bias, max_beta: float) -> tuple[Tensor, 
     g, beta = (torch.empty((rows, HV), dtype=torch.float32, device=a.device) for _ in range(2))
     tile = tuning.row_tile(HV)
     delta_gates_kernel[(cdiv(rows, tile.BM),)](
-        a, b, A_log, dt_bias, g, beta, a.stride(0), b.stride(0), rows, max_beta, HV, tile.BM, tile.BD,
-        num_warps=tile.num_warps,
+        a=a, b=b, A_log=A_log, dt_bias=dt_bias, g=g, beta=beta, stride_a=a.stride(0), stride_b=b.stride(0), rows=rows,
+        max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return g, beta
 
@@ -89,8 +89,8 @@ def delta_gates_backward(a, b, A_log, dt_bias, dg, dbeta, max_beta: float) -> tu
     programs = tuning.row_programs(cdiv(rows, tile.BM))
     dsums = torch.empty((programs, 2, HV), dtype=torch.float32, device=a.device)
     delta_gates_backward_kernel[(programs,)](
-        a, b, A_log, dt_bias, dg, dbeta, da, db, dsums, a.stride(0), b.stride(0), rows, max_beta,
-        HV, tile.BM, tile.BD, num_warps=tile.num_warps,
+        a=a, b=b, A_log=A_log, dt_bias=dt_bias, dg=dg, dbeta=dbeta, da=da, db=db, dsums=dsums, stride_a=a.stride(0),
+        stride_b=b.stride(0), rows=rows, max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     sums = dsums.sum(0)
     return da, db, sums[0].to(A_log.dtype), sums[1].to(dt_bias.dtype)

@@ -10,9 +10,11 @@ from tokenmix_core.ops.norms.kernels import rms_norm_backward, rms_norm_forward
 
 
 def _run(x, branch, weight, eps, dtype):
-    size = x.shape[-1]
-    branch_rows = None if branch is None else as_rows(branch)
-    y, total = rms_norm_forward(as_rows(x), branch_rows, None, weight.contiguous(), eps, size, False, dtype)
+    branch = None if branch is None else as_rows(branch)
+    y, total = rms_norm_forward(
+        x=as_rows(x), branch=branch, z=None, weight=weight.contiguous(), eps=eps, size=x.shape[-1], before=False,
+        dtype=dtype,
+    )  # fmt: skip
     return (y.view(x.shape),) if total is None else (y.view(x.shape), total.view(x.shape))
 
 
@@ -24,11 +26,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(h, weight, dy, dtotal, eps, dtype, branch_dtype):
-    total = None if dtotal is None else as_rows(dtotal)
-    rows, size = as_rows(h), h.shape[-1]
+    dtotal = None if dtotal is None else as_rows(dtotal)
     dx, dbranch, _, dweight = rms_norm_backward(
-        rows, None, weight.contiguous(), as_rows(dy), total, eps, size, False, dtype, branch_dtype
-    )
+        h=as_rows(h), z=None, weight=weight.contiguous(), dy=as_rows(dy), dtotal=dtotal, eps=eps, size=h.shape[-1],
+        before=False, dtype=dtype, branch_dtype=branch_dtype,
+    )  # fmt: skip
     return dx.view(h.shape), None if dbranch is None else dbranch.view(h.shape), dweight
 
 
@@ -45,8 +47,10 @@ def _gradients(ctx, dy, dtotal=None):
 
 
 def _run_gated(x, z, weight, eps, before, size, dtype) -> Tensor:
-    z_rows = None if z is None else as_rows(z)
-    y, _ = rms_norm_forward(as_rows(x), None, z_rows, weight.contiguous(), eps, size, before, dtype)
+    z = None if z is None else as_rows(z)
+    y, _ = rms_norm_forward(
+        x=as_rows(x), branch=None, z=z, weight=weight.contiguous(), eps=eps, size=size, before=before, dtype=dtype
+    )
     return y.view(x.shape)
 
 
@@ -56,10 +60,11 @@ def _save_gated(ctx, inputs, output) -> None:
 
 
 def _backward_gated(x, z, weight, dy, eps, before, size):
-    z_rows = None if z is None else as_rows(z)
+    z = None if z is None else as_rows(z)
     dx, _, dz, dweight = rms_norm_backward(
-        as_rows(x), z_rows, weight.contiguous(), as_rows(dy), None, eps, size, before, x.dtype, None
-    )
+        h=as_rows(x), z=z, weight=weight.contiguous(), dy=as_rows(dy), dtotal=None, eps=eps, size=size, before=before,
+        dtype=x.dtype, branch_dtype=None,
+    )  # fmt: skip
     return dx.view(x.shape), None if dz is None else dz.view(x.shape), dweight
 
 

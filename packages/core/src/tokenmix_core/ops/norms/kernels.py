@@ -125,9 +125,10 @@ def rms_norm_forward(
         total = torch.empty((tokens, width), dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
     rows, tile = tokens * groups // parts, tuning.row_tile(size)
     rms_norm_kernel[(cdiv(rows, tile.BM), parts)](
-        x, branch, z, weight, total, y, x.stride(0), 0 if branch is None else branch.stride(0),
-        0 if z is None else z.stride(0), rows, groups, eps, size, tile.BM, tile.BD, parts > 1, before,
-        z is not None and not before, num_warps=tile.num_warps,
+        x=x, branch=branch, z=z, weight=weight, total=total, y=y, stride_x=x.stride(0),
+        stride_branch=0 if branch is None else branch.stride(0), stride_z=0 if z is None else z.stride(0), rows=rows,
+        groups=groups, eps=eps, SIZE=size, BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before,
+        AFTER=z is not None and not before, num_warps=tile.num_warps,
     )  # fmt: skip
     return y, total
 
@@ -149,9 +150,11 @@ def rms_norm_backward(
     programs = tuning.row_programs(cdiv(rows, tile.BM) * parts) // parts or 1
     dweights = torch.empty((programs, len(weight)), dtype=torch.float32, device=h.device)
     rms_norm_backward_kernel[(programs, parts)](
-        h, z, weight, dy, dtotal, dx, dbranch, dz, dweights, h.stride(0), 0 if z is None else z.stride(0),
-        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), rows, groups, eps,
-        size, tile.BM, tile.BD, parts > 1, before, z is not None and not before, num_warps=tile.num_warps,
+        h=h, z=z, weight=weight, dy=dy, dtotal=dtotal, dx=dx, dbranch=dbranch, dz=dz, dweights=dweights,
+        stride_h=h.stride(0), stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),
+        stride_dtotal=0 if dtotal is None else dtotal.stride(0), rows=rows, groups=groups, eps=eps, SIZE=size,
+        BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before, AFTER=z is not None and not before,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     if branch_dtype is not None and dbranch is None:
         dbranch = dx

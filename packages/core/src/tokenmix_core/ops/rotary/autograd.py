@@ -20,7 +20,8 @@ def _angles(x: Tensor) -> Tensor:
 
 def _run(x, weight, cos, sin, eps) -> Tensor:
     weight = None if weight is None else weight.contiguous()
-    return rotate_forward(_tokens(x), weight, _angles(cos), _angles(sin), x.shape[2], eps).view(x.shape)
+    y = rotate_forward(x=_tokens(x), weight=weight, cos=_angles(cos), sin=_angles(sin), H=x.shape[2], eps=eps)
+    return y.view(x.shape)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -31,7 +32,9 @@ def _save(ctx, inputs, output) -> None:
 def _backward(dy, x, weight, cos, sin, eps):
     x = None if x is None else _tokens(x)
     weight = None if weight is None else weight.contiguous()
-    dx, dweight = rotate_backward(x, weight, _angles(cos), _angles(sin), _tokens(dy), dy.shape[2], eps)
+    dx, dweight = rotate_backward(
+        x=x, weight=weight, cos=_angles(cos), sin=_angles(sin), dy=_tokens(dy), H=dy.shape[2], eps=eps
+    )
     return dx.view(dy.shape), dweight
 
 

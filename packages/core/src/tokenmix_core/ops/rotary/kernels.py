@@ -105,8 +105,8 @@ def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     tile = tuning.row_tile(width // H // 2)
     rotate_kernel[(cdiv(tokens * H, tile.BM),)](
-        x, weight, cos, sin, y, x.stride(0), tokens * H, len(cos), H, eps, width // H // 2, tile.BM, tile.BD,
-        num_warps=tile.num_warps,
+        x=x, weight=weight, cos=cos, sin=sin, y=y, stride_x=x.stride(0), rows=tokens * H, turned=len(cos), H=H,
+        eps=eps, HALF=width // H // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return y
 
@@ -123,7 +123,8 @@ def rotate_backward(
     if weight is not None:
         dweights = torch.empty((programs, K), dtype=torch.float32, device=dy.device)
     rotate_backward_kernel[(programs,)](
-        x, weight, cos, sin, dy, dx, dweights, 0 if x is None else x.stride(0), dy.stride(0), tokens * H, len(cos), H,
-        eps, K // 2, tile.BM, tile.BD, num_warps=tile.num_warps,
+        x=x, weight=weight, cos=cos, sin=sin, dy=dy, dx=dx, dweights=dweights,
+        stride_x=0 if x is None else x.stride(0), stride_dy=dy.stride(0), rows=tokens * H, turned=len(cos), H=H,
+        eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return dx, None if dweights is None or weight is None else dweights.sum(0).to(weight.dtype)
