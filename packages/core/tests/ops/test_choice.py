@@ -212,18 +212,18 @@ def steps(monkeypatch):
     """Steps of the delta rule in Gluon, of which the first is there and others do not compile; what has run."""
     ran = []
 
-    def fails(*args):
+    def fails(*args, **options):
         ran.append("fails")
         with compiling(kernel()):
             raise TritonError("no such layout")
 
-    def prepare(k, g, beta, cu_seqlens, qk_l2norm, out):
+    def prepare(inverse, gates, **inputs):
         ran.append("prepare")
-        portable_prepare(k, g, beta, cu_seqlens, qk_l2norm, "triton", out)
+        portable_prepare(**inputs, form="triton", out=(inverse, gates))
 
     modules = {"prepare": prepare, "forward_tiled": fails, "backward_state": fails}
     for name, step in modules.items():
-        module = SimpleNamespace(**{name: step, "Reverse": lambda *args: args})
+        module = SimpleNamespace(**{name: step})
         monkeypatch.setitem(sys.modules, f"{hopper.__name__}.{name}", module)
         monkeypatch.setattr(hopper, name, module, raising=False)
     monkeypatch.setattr(GluonForm, "limit", lambda *_: None)

@@ -171,6 +171,15 @@ def causal_decay(b_row, b_col, o_row, o_col):
 
 
 @gluon.jit
+def either(p_x, p_other):
+    """x; where it is absent another pointer, which nothing is read from or written to."""
+    if p_x is None:
+        return p_other
+    else:
+        return p_x
+
+
+@gluon.jit
 def add(x, y):
     """The sum, for `gl.associative_scan`."""
     return x + y

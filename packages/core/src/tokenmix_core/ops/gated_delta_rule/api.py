@@ -19,11 +19,10 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Call
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP, step_limit
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
 
-# tokens a chunk: runs of `writes` are made of whole ones
-CHUNK = 64
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -86,7 +85,11 @@ def chunk_gated_delta_rule(
         return ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm, *withheld))
     from tokenmix_core.ops.gated_delta_rule.autograd import chunk
 
-    return ScanOutput(*chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, *withheld))
+    call = Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
+    )  # fmt: skip
+    return ScanOutput(*chunk(*call))
 
 
 def recurrent_gated_delta_rule(
@@ -118,7 +121,11 @@ def recurrent_gated_delta_rule(
         )
     from tokenmix_core.ops.gated_delta_rule.autograd import recurrent
 
-    return ScanOutput(*recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, *withheld))
+    call = Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
+    )  # fmt: skip
+    return ScanOutput(*recurrent(*call))
 
 
 def gated_delta_rule_step(

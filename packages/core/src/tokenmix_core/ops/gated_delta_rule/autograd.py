@@ -1,5 +1,7 @@
 """The Triton forms as differentiable functions: directly in eager mode, as torch custom ops where torch traces."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,258 +17,217 @@ from tokenmix_core.ops.common import (
     room_for,
 )
 from tokenmix_core.ops.gated_delta_rule.backward import backward
-from tokenmix_core.ops.gated_delta_rule.forward import Forward, forward
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term_layouts, write_factors
+from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
+from tokenmix_core.ops.gated_delta_rule.layout import (
+    CHUNK,
+    Call,
+    Gradients,
+    Saved,
+    Terms,
+    read,
+    state_layouts,
+    term_layouts,
+)
 from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan, forward_segment, plan, step_tile
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_states
 
 
-@recorded_op("tokenmix::gated_delta_rule", mutates_args=())
-def chunk_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    impl: str | None = None,
-    writes: Tensor | None = None,
-    write_chunk: int = 64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final states, Ã and the gates for torch to trace.
+@retried
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, qk_l2norm: bool, impl: str | None = None, writes: Tensor | None = None, write_chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Outputs, final states, Ã and the gates.
 
     How sequences are cut up would decide the shapes of what segments need, and a graph be made anew for every other
     cut: the backward pass makes it again.
     """
-    return run_forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, writes, write_chunk)[:4]
+    call = Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
+    )  # fmt: skip
+    x = read(call)
+    by = _forward_plan(x)
+    terms = _chunk_terms(x, by)
+    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs)
+    return o, final_state, terms.inverse, terms.gates
 
 
-@recorded_op("tokenmix::gated_delta_rule_backward", mutates_args=())
-def backward_op(
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    impl: str | None = None,
-    writes: Tensor | None = None,
-    write_chunk: int = 64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, β, the initial state and `writes` (the last two empty where there are none)."""
-    inputs = (q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens)
-    return run_whole_backward(do, dfinal_state, *inputs, scale, qk_l2norm, impl, writes, write_chunk)
+def _forward_plan(x: Call) -> GDNPlan:
+    return plan(k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, impl=x.impl, others=(x.q,), run=x.run)
 
 
-@recorded_op("tokenmix::gated_delta_rule_recurrent", mutates_args=())
-def recurrent_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    impl: str | None = None,
-    writes: Tensor | None = None,
-    write_chunk: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """Outputs and final states, token by token; `impl` is that of the backward pass."""
-    return _recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, writes, write_chunk)
-
-
-@recorded_op("tokenmix::gated_delta_rule_step", mutates_args={"state"})
-def step_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, qk_l2norm: bool,
-    impl: str | None = None,
-) -> Tensor:  # fmt: skip
-    """The outputs of one token; updates the state."""
-    return _step(q, k, v, g, beta, state, scale, qk_l2norm, impl)
-
-
-@retried
-def run_forward(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl=None, writes=None, write_chunk=64
-):  # fmt: skip
-    """o, the final states, and what `run_backward` takes back: Ã, the gates, states that enter segments and their M."""
-    q, k, v, g, beta, initial_state = map(aligned, (q, k, v, g, beta, initial_state))
-    factors = write_factors(writes, write_chunk)
-    by = plan(k, v, cu_seqlens, qk_l2norm, impl, q, run=factors.chunks)
-    terms = _chunk_terms(k, v, g, beta, factors, initial_state, cu_seqlens, qk_l2norm, by)
-    options = factors, initial_state, cu_seqlens, scale, qk_l2norm
-    out = forward(q, k, v, *terms[:3], *options, segment=by.segment, form=by.outputs)
-    return out.o, out.final_state, *terms
-
-
-def _chunk_terms(k, v, g, beta, writes, initial_state, cu_seqlens, qk_l2norm, by: GDNPlan, into=None):
-    """Ã, the gates, the states that enter segments and their M: what forward and backward share."""
-    terms = prepare(k, g, beta, cu_seqlens, qk_l2norm, by.prepare, into)
-    return *terms, *segment_states(k, v, *terms, writes, initial_state, cu_seqlens, qk_l2norm, by.segment)
-
-
-@retried
-def run_backward(
-    do, dfinal_state, q, k, v, g, beta, inverse, gates, entering, transitions, initial_state, cu_seqlens, scale,
-    qk_l2norm, impl=None, writes=None, write_chunk=64, residual=None, states=None,
-):  # fmt: skip
-    """Gradients of q, k, v, g, β, the initial state and `writes` (the last two empty where there are none)."""
-    q, k, v, g, beta = map(aligned, (q, k, v, g, beta))
-    do, dfinal_state, initial_state = map(aligned, (do, dfinal_state, initial_state))
-    terms, options = (inverse, gates), (cu_seqlens, scale, qk_l2norm)
-    factors = write_factors(writes, write_chunk)
-    by = plan(k, v, cu_seqlens, qk_l2norm, impl, q, do, through_outputs=do is not None, run=factors.chunks)
-    spare = by.remainders or states is None
-    if spare:
-        saved = forward(
-            q, k, v, *terms, entering, factors, initial_state, *options, segment=by.segment, form=by.states,
-            output=False, save=True, remainders=by.remainders,
-        )  # fmt: skip
-    else:
-        none = v.new_empty(0)
-        saved = Forward(none, none, residual, states, none)
-    inputs = (q, k, v, g, beta, *terms, factors, transitions, saved)
-    *grads, dfactors, dinitial_state = backward(
-        *inputs, do, dfinal_state, *options, initial_state is not None, spare, by
+def _chunk_terms(x: Call, by: GDNPlan, into: Sequence[Tensor] | None = None) -> Terms:
+    """What forward and backward pass share; Ã and the gates go `into` two tensors, if they are given."""
+    inverse, gates = prepare(
+        k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=into
     )
-    if writes is None or dfactors is None:
-        return *grads, dinitial_state, v.new_empty(0, dtype=torch.float32)
-    return *grads, dinitial_state, dfactors.view_as(writes).to(writes.dtype)
+    return Terms(inverse, gates, *segment_states(x, inverse=inverse, gates=gates, segment=by.segment))
+
+
+def _gradients(x: Call, terms: Terms, saved: Saved | None, do: Tensor | None, dfinal_state: Tensor | None) -> Gradients:
+    """The gradients of a call; what is not `saved`, the forward pass makes again."""
+    do, dfinal_state = aligned(do), aligned(dfinal_state)
+    by = plan(
+        k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, impl=x.impl, others=(x.q, do),
+        through_outputs=do is not None, run=x.run,
+    )  # fmt: skip
+    spare = saved is None or by.remainders
+    if saved is None or by.remainders:
+        saved = room_to_save(x, by.remainders)
+        forward(x, terms, segment=by.segment, form=by.states, output=False, saved=saved)
+    return backward(x, terms, saved, do=do, dfinal_state=dfinal_state, spare=spare, plan=by)
+
+
+def _of_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None:
+    """The gradient of `writes` as they were given, from that of the factors that kernels read."""
+    return None if factors is None or writes is None else factors.view_as(writes).to(writes.dtype)
 
 
 @retried
 def run_whole_backward(
-    do, dfinal_state, q, k, v, g, beta, inverse, gates, initial_state, cu_seqlens, scale, qk_l2norm, impl=None,
-    writes=None, write_chunk=64,
-):  # fmt: skip
-    """`run_backward`, which is given Ã and the gates alone: what segments need is made once more."""
-    k, v, initial_state = map(aligned, (k, v, initial_state))
-    factors = write_factors(writes, write_chunk)
-    segment = forward_segment(k, v, cu_seqlens, impl, factors.chunks)
-    of_segments = segment_states(k, v, inverse, gates, factors, initial_state, cu_seqlens, qk_l2norm, segment)
-    inputs = (q, k, v, g, beta, inverse, gates, *of_segments, initial_state, cu_seqlens)
-    return run_backward(do, dfinal_state, *inputs, scale, qk_l2norm, impl, writes, write_chunk)
+    do: Tensor | None, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    inverse: Tensor, gates: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    qk_l2norm: bool, impl: str | None = None, writes: Tensor | None = None, write_chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, g, β, the initial state and `writes` (the last two empty where there are none).
+
+    Of the forward pass Ã and the gates alone are given: what segments need is made once more.
+    """
+    call = Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
+    )  # fmt: skip
+    x = read(call)
+    segment = forward_segment(k=x.k, v=x.v, cu_seqlens=cu_seqlens, impl=impl, run=x.run)
+    terms = Terms(inverse, gates, *segment_states(x, inverse=inverse, gates=gates, segment=segment))
+    grads = _gradients(x, terms, None, do, dfinal_state)
+    dinitial_state, dwrites = grads.initial_state, _of_writes(grads.writes, writes)
+    if dinitial_state is None:
+        dinitial_state = gates.new_empty(0, v.shape[2], k.shape[-1], v.shape[-1])
+    return *grads[:5], dinitial_state, gates.new_empty(0) if dwrites is None else dwrites
 
 
-def _results(*inputs):
+def _results(*call):
     """`run_forward` where nobody asks for gradients."""
-    return run_forward(*inputs)[:2]
+    return run_forward(*call)[:2]
 
 
 @retried
-def _keep(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl, writes, write_chunk):
-    """`run_forward`, with what `_parts` takes: Ã, the gates and, where that is little, R and S of all chunks in one
+def _keep(*call):
+    """`run_forward`, with what `_kept` takes: Ã, the gates and, where that is little, R and S of all chunks in one
     buffer; what enters segments and their M, None where there are none."""
-    q, k, v, g, beta, initial_state = map(aligned, (q, k, v, g, beta, initial_state))
-    factors = write_factors(writes, write_chunk)
-    by = plan(k, v, cu_seqlens, qk_l2norm, impl, q, run=factors.chunks)
-    layouts = term_layouts(k, v.shape[2])
+    x = read(Call(*call))
+    by = _forward_plan(x)
+    layouts = term_layouts(x.k, x.v.shape[2])
     if by.keeps:
-        layouts += state_layouts(k, v, cu_seqlens)
-    kept = k.new_empty(room_for(layouts), dtype=torch.uint8)
+        layouts += state_layouts(x.k, x.v, x.cu_seqlens)
+    kept = x.k.new_empty(room_for(layouts), dtype=torch.uint8)
     inverse, gates, *states = parts_of(kept, layouts)
-    *found, transitions = _chunk_terms(
-        k, v, g, beta, factors, initial_state, cu_seqlens, qk_l2norm, by, (inverse, gates)
-    )
-    options = factors, initial_state, cu_seqlens, scale, qk_l2norm
-    out = forward(q, k, v, *found, *options, segment=by.segment, form=by.outputs, save=bool(states), into=states)
-    return out.o, out.final_state, kept, *(x if len(x) else None for x in (found[2], transitions))
+    terms = _chunk_terms(x, by, into=(inverse, gates))
+    saved = Saved(*states) if states else None
+    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
+    return o, final_state, kept, terms.entering, terms.transitions
 
 
-def _parts(k, v, cu_seqlens, kept, entering, transitions):
-    """The tensors of `_keep` for `run_backward`: Ã, the gates, what enters segments, their M; R and S or neither."""
-    layouts = term_layouts(k, v.shape[2])
+def _kept(call: Call, kept: Tensor, entering: Tensor | None, transitions: Tensor | None) -> tuple[Terms, Saved | None]:
+    """What `_keep` has kept."""
+    layouts = term_layouts(call.k, call.v.shape[2])
     if len(kept) > room_for(layouts):
-        layouts += state_layouts(k, v, cu_seqlens)
+        layouts += state_layouts(call.k, call.v, call.cu_seqlens)
     inverse, gates, *states = parts_of(kept, layouts)
-    if entering is None:
-        HV, V, K = *v.shape[2:], k.shape[-1]
-        entering, transitions = (gates.new_empty(0, HV, K, size) for size in (V, K))
-    return (inverse, gates, entering, transitions), states
+    return Terms(inverse, gates, entering, transitions), Saved(*states) if states else None
 
 
-def _backward(
-    do, dfinal_state, q, k, v, g, beta, kept, entering, transitions, initial_state, cu_seqlens, scale, qk_l2norm, impl,
-    writes, write_chunk,
-):  # fmt: skip
-    """`run_backward` after `_keep`, with None in place of an empty gradient."""
-    terms, states = _parts(k, v, cu_seqlens, kept, entering, transitions)
-    inputs = q, k, v, g, beta, *terms, initial_state, cu_seqlens
-    options = scale, qk_l2norm, impl, writes, write_chunk
-    *grads, dinitial_state, dwrites = run_backward(do, dfinal_state, *inputs, *options, *states)
-    return *grads, None if initial_state is None else dinitial_state, None if writes is None else dwrites
+def _backward(do, dfinal_state, kept, entering, transitions, *call):
+    """The gradients after `_keep`."""
+    call = Call(*call)
+    grads = _gradients(read(call), *_kept(call, kept, entering, transitions), do, dfinal_state)
+    return grads._replace(writes=_of_writes(grads.writes, call.writes))
 
 
 _replayed_backward = retried(Replayed(_backward))
 
 
-def _recurrent(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, _impl, writes, write_chunk):
-    options = cu_seqlens, scale, qk_l2norm
-    return recurrent_forward(q, k, v, g, beta, initial_state, *options, writes=writes, write_chunk=write_chunk)
+def _recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, qk_l2norm: bool, impl: str | None = None, writes: Tensor | None = None, write_chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs and final states, token by token; `impl` is that of the backward pass."""
+    return recurrent_forward(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, writes=writes, write_chunk=write_chunk,
+    )  # fmt: skip
 
 
 @retried
-def _step(q, k, v, g, beta, state, scale, qk_l2norm, impl):
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, qk_l2norm: bool,
+    impl: str | None = None,
+) -> Tensor:  # fmt: skip
+    """The outputs of one token; updates the state."""
     tile = step_tile(state.shape[0] * state.shape[1], *state.shape[2:], q, impl)
-    token = (x.unsqueeze(1) for x in (q, k, v, g, beta))
-    return recurrent_forward(*token, state, None, scale, qk_l2norm, tile, state)[0].squeeze(1)
+    q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
+    o, _ = recurrent_forward(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=state, cu_seqlens=None, scale=scale, qk_l2norm=qk_l2norm,
+        tile=tile, state_out=state,
+    )  # fmt: skip
+    return o.squeeze(1)
 
 
-def _save_chunk(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options, writes, ctx.write_chunk = inputs
+chunk_op = recorded_op("tokenmix::gated_delta_rule", run_forward, mutates_args=())
+backward_op = recorded_op("tokenmix::gated_delta_rule_backward", run_whole_backward, mutates_args=())
+recurrent_op = recorded_op("tokenmix::gated_delta_rule_recurrent", _recurrent, mutates_args=())
+step_op = recorded_op("tokenmix::gated_delta_rule_step", _step, mutates_args={"state"})
+
+
+def _save(ctx, inputs, output) -> None:
+    call = Call(*inputs)
+    ctx.options = call.scale, call.qk_l2norm, call.impl, call.write_chunk
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, g, beta, *output[2:], initial_state, cu_seqlens, writes)
+    ctx.save_for_backward(*call[:7], call.writes, *output[2:])
 
 
-def _save_recurrent(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options, writes, ctx.write_chunk = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, writes)
-
-
-def _gradients(ctx, run, do, dfinal_state, *saved):
-    """Gradients in the order of the forward arguments."""
-    *saved, writes = saved
-    *grads, dinitial_state, dwrites = run(do, dfinal_state, *saved, *ctx.options, writes, ctx.write_chunk)
-    *_, initial_state, _ = saved
-    dinitial_state = None if initial_state is None else dinitial_state
-    return *grads, dinitial_state, None, None, None, None, None if writes is None else dwrites, None
+def _saved(ctx) -> tuple[Call, list]:
+    """The call, and what its forward pass kept."""
+    q, k, v, g, beta, initial_state, cu_seqlens, writes, *kept = ctx.saved_tensors
+    scale, qk_l2norm, impl, write_chunk = ctx.options
+    call = Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
+    )  # fmt: skip
+    return call, kept
 
 
 def _backward_of_chunk(ctx, do, dfinal_state, *_):
-    q, k, v, g, beta, *kept, initial_state, cu_seqlens, writes = ctx.saved_tensors
-    run = backward_op
-    # by `_keep`, not by the op
-    if len(kept) == 3:
-        if is_plain(q):
-            run = _replayed_backward
-        else:
-            (*kept, _, _), _ = _parts(k, v, cu_seqlens, *kept)
-    return _gradients(ctx, run, do, dfinal_state, q, k, v, g, beta, *kept, initial_state, cu_seqlens, writes)
+    call, kept = _saved(ctx)
+    return _in_order(call, kept, do, dfinal_state)
 
 
 def _backward_of_recurrent(ctx, do, dfinal_state):
-    q, k, v, g, beta, initial_state, cu_seqlens, writes = ctx.saved_tensors
-    inputs = q, k, v, g, beta, initial_state, cu_seqlens, *ctx.options, writes, ctx.write_chunk
-    run, kept = (_replayed_backward, _keep(*inputs)) if is_plain(q) else (backward_op, chunk_op(*inputs))
-    return _gradients(ctx, run, do, dfinal_state, q, k, v, g, beta, *kept[2:], initial_state, cu_seqlens, writes)
+    call, _ = _saved(ctx)
+    _, _, *kept = (_keep if is_plain(call.q) else chunk_op)(*call)
+    return _in_order(call, kept, do, dfinal_state)
 
 
-chunk = differentiable(chunk_op, _results, _save_chunk, _backward_of_chunk, outputs=2, keep=_keep)
-recurrent = differentiable(recurrent_op, _recurrent, _save_recurrent, _backward_of_recurrent)
+def _in_order(call: Call, kept: list, do: Tensor | None, dfinal_state: Tensor | None) -> tuple:
+    """Gradients in the order of the call's arguments, from what `_keep` or the op kept."""
+    if len(kept) == 3 and is_plain(call.q):
+        dq, dk, dv, dg, dbeta, dinitial_state, dwrites = _replayed_backward(do, dfinal_state, *kept, *call)
+    else:
+        inverse, gates = kept if len(kept) == 2 else _kept(call, *kept)[0][:2]
+        dq, dk, dv, dg, dbeta, dinitial_state, dwrites = backward_op(
+            do=do, dfinal_state=dfinal_state, inverse=inverse, gates=gates, **call._asdict()
+        )
+    dinitial_state = None if call.initial_state is None else dinitial_state
+    dwrites = None if call.writes is None else dwrites
+    return dq, dk, dv, dg, dbeta, dinitial_state, None, None, None, None, dwrites, None
+
+
+chunk = differentiable(chunk_op, _results, _save, _backward_of_chunk, outputs=2, keep=_keep)
+recurrent = differentiable(recurrent_op, _recurrent, _save, _backward_of_recurrent)
 step = direct_when_eager(step_op, _step, writes=5)
 
 

@@ -3,14 +3,13 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.backward_state import OfRuns
+from tokenmix_core.ops.gated_delta_rule.backward_state import OfStates
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Gradients, Reverse, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.tile.memory import (
@@ -37,7 +36,7 @@ def backward_chunk_kernel(
     q, k, g, gates, writes, cu_seqlens, do, dv, residual, states, dstates, ends, bare_ends, dq, dk, dg, dbeta, dwrites,
     scale, T, N, H, group, tokens,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    WRITES: tl.constexpr, OUTPUT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    WRITES: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dg and dβ of one chunk and value head; with WRITES of 1 also the gradient of its factor in `writes`.
 
@@ -74,7 +73,7 @@ def backward_chunk_kernel(
         b_dy = load_rows(dv + o_vo + i_v * BV, HV * V, rows, BT, BV)
         b_f = tl.dot(b_dy, tl.trans(b_r), b_f, input_precision=DOT)
         b_ft = tl.dot(b_r, tl.trans(b_dy), b_ft, input_precision=DOT)
-        if OUTPUT:
+        if do is not None:
             b_do = load_rows(do + o_vo + i_v * BV, HV * V, rows, BT, BV)
             b_e = tl.dot(b_do, tl.trans(b_r), b_e, input_precision=DOT)
             b_et = tl.dot(b_r, tl.trans(b_do), b_et, input_precision=DOT)
@@ -114,7 +113,7 @@ def backward_chunk_kernel(
         b_dw = tl.zeros([BT, BK], tl.float32)
         for i_v in range(V // BV):
             b_s, b_ds = tl.load(states + p_tile + i_v * BV), tl.load(dstates + p_tile + i_v * BV)
-            if OUTPUT:
+            if do is not None:
                 b_do = load_rows(do + o_vo + i_v * BV, HV * V, rows, BT, BV)
                 b_dq = tl.dot(b_do, tl.trans(b_s), b_dq, input_precision=DOT)
             b_dy = load_rows(dv + o_vo + i_v * BV, HV * V, rows, BT, BV)
@@ -128,7 +127,7 @@ def backward_chunk_kernel(
         b_dk *= -tl.exp2(b_b)[:, None]
         b_dot_k += tl.sum(b_dk * b_k.to(tl.float32), 1) * r_k
         b_dk = tl.dot(b_fw, b_k, b_dk + b_dw * b_beta[:, None], input_precision=DOT)
-        if OUTPUT:
+        if do is not None:
             b_dk = tl.dot(b_et, b_q, b_dk, input_precision=DOT)
             b_dq *= (tl.exp2(b_b) * scale)[:, None]
             b_dot_q += tl.sum(b_dq * b_q.to(tl.float32), 1) * r_q
@@ -166,60 +165,41 @@ def backward_chunk_kernel(
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
 
 
-def backward_chunk(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    gates: Tensor,
-    writes: Writes,
-    do: Tensor | None,
-    dv: Tensor,
-    residual: Tensor,
-    states: Tensor,
-    dstates: Tensor,
-    ends: Tensor,
-    of_runs: OfRuns | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    spare: bool,
-    form: Form,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dg, dβ, each in the dtype of what it is the gradient of, and that of the factors of writes, float32.
+def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: Form) -> Gradients:
+    """All gradients, each in the dtype of what it is the gradient of; of the factors of writes in float32.
 
-    `residual` may be overwritten if `spare`.
+    What is saved may be overwritten if `spare`.
     """
-    B, T, H, K = q.shape
-    HV, V = dv.shape[2:]
-    group = HV // H
-    dfactors = None if writes.factors is None else torch.zeros_like(writes.factors)
-    dq, dg, dbeta = q.new_empty(B, T, HV, K), torch.empty_like(g), torch.empty_like(beta)
+    x, terms, saved, do, _, _ = reverse
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    dwrites = None if x.writes is None else torch.zeros_like(x.writes)
+    dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
+    # in Gluon a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
+    dk = saved.residual if form == "gluon" and spare and K == V else x.k.new_empty(B, T, HV, K)
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
-        # a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
-        dk = residual if spare and K == V else k.new_empty(B, T, HV, K)
-        on_hopper.backward_chunk(
-            q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
-        )
+        on_hopper.backward_chunk(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta)
     elif form == "gluon tiled":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk_tiled as by_tiles
 
-        dk = k.new_empty(B, T, HV, K)
-        by_tiles.backward_chunk_tiled(
-            q, k, g, gates, do, dv, residual, states, dstates, ends, cu_seqlens, scale, (dq, dk, dg, dbeta)
-        )
+        by_tiles.backward_chunk_tiled(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta)
     else:
-        dk = k.new_empty(B, T, HV, K)
-        launch = tuning.gated_delta_rule("backward_chunk", K, V, q.element_size(), B * HV)
-        backward_chunk_kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), HV)](
-            q, k, g, gates, writes.factors, cu_seqlens, dv if do is None else do, dv, residual, states, dstates, ends,
-            None if of_runs is None else of_runs.decay, dq, dk, dg, dbeta, dfactors,
-            scale, T, num_sequences(q, cu_seqlens), H, group, B * T,
-            K, V, CHUNK, min(K, launch.BK), launch.BV, ends.shape[-1], writes.chunks, do is not None, qk_l2norm,
-            cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        launch = tuning.gated_delta_rule("backward_chunk", K, V, x.q.element_size(), B * HV)
+        bare_ends = None if of_states.of_runs is None else of_states.of_runs.decay
+        backward_chunk_kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
+            q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do, dv=of_states.dv,
+            residual=saved.residual, states=saved.states, dstates=of_states.dstates, ends=of_states.ends,
+            bare_ends=bare_ends, dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites, scale=x.scale, T=T,
+            N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK,
+            BK=min(K, launch.BK), BV=launch.BV, PARTS=of_states.ends.shape[-1], WRITES=x.run, L2NORM=x.qk_l2norm,
+            PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
         )  # fmt: skip
-    if of_runs is not None:
-        dfactors = of_runs.factor.sum(-1)
-    return *sum_groups(dq, dk, H), dg, dbeta, dfactors
+    if of_states.of_runs is not None:
+        dwrites = of_states.of_runs.factor.sum(-1)
+    dq, dk = sum_groups(dq, dk, H)
+    return Gradients(
+        q=dq, k=dk, v=of_states.dv, g=dg, beta=dbeta, initial_state=of_states.dinitial_state, writes=dwrites
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Reverse, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
@@ -22,15 +22,14 @@ from tokenmix_core.tile.sequences import first_chunk, sequence_span
 def backward_state_kernel(
     q, k, inverse, gates, writes, cu_seqlens, residual, states, remainders, do, dfinal_state, dv, dstates, ends,
     dwrites, bare_ends, dinitial_state, scale, T, H, group, tokens,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, OUTPUT: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, REMAINDERS: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩ with S entering it.
 
-    OUTPUT: there is a gradient of o; FINAL: of the final state; INITIAL: the initial state's is wanted; REMAINDERS: S
-    comes in two parts. WRITES: so many chunks share a factor in `writes`; where that is more than one, also this tile's
-    part of the factor's gradient, and of the gradient that the decay of the state before these chunks has.
+    Of o and of the final state there may be no gradient, nor may the initial state's be wanted; S may come in two
+    parts. WRITES: so many chunks share a factor in `writes`; where that is more than one, also this tile's part of the
+    factor's gradient, and of the gradient that the decay of the state before these chunks has.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -40,7 +39,7 @@ def backward_state_kernel(
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[:, None] * V + i_v * BV + o_v[None, :]
 
-    if FINAL:
+    if dfinal_state is not None:
         b_ds = tl.load(dfinal_state + i_nh.to(tl.int64) * K * V + p_tile).to(tl.float32)
     else:
         b_ds = tl.zeros([K, BV], tl.float32)
@@ -81,7 +80,7 @@ def backward_state_kernel(
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
         # its terms cancel, so that both have to be as they were before they were rounded
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
-        if REMAINDERS:
+        if remainders is not None:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
         tl.store(ends + o_state * (V // BV) + i_v, tl.sum(tl.sum(b_s * b_ds, 1), 0))
         if WRITES > 1:
@@ -93,7 +92,7 @@ def backward_state_kernel(
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
         b_dr = tl.dot(b_k, b_dh, input_precision=DOT) * b_writes[:, None]
-        if OUTPUT:
+        if do is not None:
             b_do = load_rows(do + o_vo, HV * V, rows, BT, BV)
             b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
             b_p *= causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None] * r_q[None, :]
@@ -104,7 +103,7 @@ def backward_state_kernel(
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
         b_g = tl.exp2(b_b)
         b_ds *= tl.exp2(b_last)
-        if OUTPUT:
+        if do is not None:
             b_do = (b_do.to(tl.float32) * (b_g * r_q)[:, None]).to(k.dtype.element_ty)
             b_ds = tl.dot(tl.trans(b_q), b_do, b_ds, input_precision=DOT)
         b_dy = (b_dy * -(b_g * r_k)[:, None]).to(k.dtype.element_ty)
@@ -115,7 +114,7 @@ def backward_state_kernel(
                 tl.store(dwrites + run * (V // BV) + i_v, tl.sum(b_dwrite, 0))
                 tl.store(bare_ends + run * (V // BV) + i_v, b_end)
 
-    if INITIAL:
+    if dinitial_state is not None:
         tl.store(dinitial_state + i_nh.to(tl.int64) * K * V + p_tile, b_ds)
 
 
@@ -128,66 +127,57 @@ class OfRuns(NamedTuple):
     decay: Tensor
 
 
-def backward_state(
-    q: Tensor,
-    k: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    writes: Writes,
-    residual: Tensor,
-    states: Tensor,
-    remainders: Tensor,
-    transitions: Tensor,
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    segment: int,
-    like_v: Tensor,
-    initial: bool,
-    form: Form,
-) -> tuple[Tensor, Tensor, Tensor, OfRuns | None, Tensor]:
-    """dV, the gradient dS' of the state leaving each chunk, both in v's dtype; ⟨dS', S⟩; the initial state's, if asked.
+class OfStates(NamedTuple):
+    """What the reverse pass over chunks finds.
 
-    Before the last stands what the gradients of `writes` and gates take from runs of several chunks.
-
-    `states` are those entering the chunks, `remainders` what rounding took from them, or empty. ⟨dS', S⟩ comes in
-    parts, `[slots, HV, parts]`. On Hopper alone sequences are split, into segments of `segment` tokens, with their M in
-    `transitions`.
+    Attributes:
+        dv: the gradient of v, in its dtype.
+        dstates: that of the state leaving each chunk, dS' `[slots, HV, K, V]`, in v's dtype.
+        ends: ⟨dS', S⟩ of each chunk, with S entering it, in parts, float32 `[slots, HV, parts]`.
+        dinitial_state: that of the initial state; None where there is none.
+        of_runs: what the gradients of `writes` and gates take from runs of several chunks; None elsewhere.
     """
-    B, T, H, K = q.shape
-    HV, V = like_v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    dv = torch.empty_like(like_v)
-    dstates = dv.new_empty(chunk_slots(B, T, CHUNK, cu_seqlens), HV, K, V)
-    dinitial_state = dv.new_empty(N if initial else 0, HV, K, V, dtype=torch.float32)
+
+    dv: Tensor
+    dstates: Tensor
+    ends: Tensor
+    dinitial_state: Tensor | None
+    of_runs: OfRuns | None
+
+
+def backward_state(reverse: Reverse, form: Form) -> OfStates:
+    """Run back along the sequences, with the kernels of `form`; those in Gluon begin at the outputs."""
+    x, terms, saved, do, dfinal_state, _ = reverse
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.q, x.cu_seqlens)
+    dv, dstates = torch.empty_like(x.v), x.v.new_empty(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV, K, V)
+    dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
     if form != "triton":
         assert do is not None, "kernels in Gluon begin at the outputs"
-        from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
-
-        reverse = on_hopper.Reverse(
-            q, k, inverse, gates, states, do, dfinal_state, cu_seqlens, scale, qk_l2norm, segment, writes.factors
-        )
-        out = (dv, dstates, gates.new_empty(len(dstates), HV, V), dinitial_state)
+        of_states = OfStates(dv, dstates, terms.gates.new_empty(len(dstates), HV, V), dinitial_state, None)
         if form == "gluon":
-            on_hopper.backward_state(reverse, remainders, transitions, out)
+            from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
+
+            on_hopper.backward_state(reverse, of_states)
         else:
             from tokenmix_core.ops.gated_delta_rule.hopper import backward_state_tiled as by_tiles
 
-            by_tiles.backward_state_tiled(reverse, remainders, transitions, out)
-        return *out[:3], None, out[3]
-    launch = tuning.gated_delta_rule("backward_state", K, V, q.element_size(), N * HV)
-    ends = gates.new_empty(len(dstates), HV, V // launch.BV)
-    of_runs = None
-    if writes.factors is not None and writes.chunks > 1:
+            by_tiles.backward_state_tiled(reverse, of_states)
+        return of_states
+    launch = tuning.gated_delta_rule("backward_state", K, V, x.q.element_size(), N * HV)
+    parts = V // launch.BV
+    ends, of_runs = terms.gates.new_empty(len(dstates), HV, parts), None
+    if x.writes is not None and x.run > 1:
         # slots without a chunk are not written
-        of_runs = OfRuns(*(gates.new_zeros(*writes.factors.shape, V // launch.BV) for _ in range(2)))
-    backward_state_kernel[(N * HV * (V // launch.BV),)](
-        q, k, inverse, gates, writes.factors, cu_seqlens, residual, states, remainders, dv if do is None else do,
-        gates if dfinal_state is None else dfinal_state,
-        dv, dstates, ends, *(of_runs or (None, None)), dinitial_state, scale, T, H, HV // H, B * T,
-        K, V, CHUNK, launch.BV, writes.chunks, do is not None, dfinal_state is not None, initial, len(remainders) > 0,
-        qk_l2norm, cu_seqlens is not None, dot_precision(q), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        of_runs = OfRuns(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
+    dwrites, bare_ends = of_runs or (None, None)
+    backward_state_kernel[(N * HV * parts,)](
+        q=x.q, k=x.k, inverse=terms.inverse, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens,
+        residual=saved.residual, states=saved.states, remainders=saved.remainders, do=do, dfinal_state=dfinal_state,
+        dv=dv, dstates=dstates, ends=ends, dwrites=dwrites, bare_ends=bare_ends, dinitial_state=dinitial_state,
+        scale=x.scale, T=T, H=H, group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK, BV=launch.BV, WRITES=x.run,
+        L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )  # fmt: skip
-    return dv, dstates, ends, of_runs, dinitial_state
+    return OfStates(dv, dstates, ends, dinitial_state, of_runs)

@@ -4,18 +4,24 @@ The state is held transposed, `[BV, K]`: every matrix that is computed is then t
 which Hopper's matrix units take from registers, and nothing between two states passes through shared memory.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision, state_layouts
+from tokenmix_core.ops.gated_delta_rule.layout import (
+    CHUNK,
+    SIZES,
+    Call,
+    Saved,
+    Terms,
+    dot_precision,
+    state_layouts,
+)
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.tile.decay import causal_decay_transposed
@@ -106,17 +112,20 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
 def forward_kernel(
     q, k, v, inverse, gates, writes, initial_state, entering, cu_seqlens, order, o, final_state, residual, states,
     remainders, scale, T, N, H, group, tokens, segment,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    REMAINDERS: tl.constexpr, WRITES: tl.constexpr, SPLIT: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """With OUTPUT outputs and final states; with SAVE, for the backward pass, R and the state entering each chunk.
+    """Outputs and final states, if there is `o`; for the backward pass R and the state entering each chunk, if asked.
 
-    With REMAINDERS also what rounding has taken from each of those states. With SPLIT a program runs through one
+    With `remainders` also what rounding has taken from each of those states. With `entering` a program runs through one
     segment of a sequence, from as many chunks before it as are not forgotten then, or, if these are more than a
     segment, from the state that enters it; with ORDERED programs take segments, or sequences, by `order`. With WRITES
     each run of so many chunks writes to the state by its factor in `writes`.
     """
+    OUTPUT: tl.constexpr = o is not None
+    SAVE: tl.constexpr = residual is not None
+    REMAINDERS: tl.constexpr = remainders is not None
+    SPLIT: tl.constexpr = entering is not None
     i_v, i_sh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_s, i_hv = i_sh // HV, i_sh % HV
@@ -147,14 +156,19 @@ def forward_kernel(
     row = begin + begun
     p_q, p_k = q + (row * H + i_hv // group) * K, k + (row * H + i_hv // group) * K
     o_vo = (row * HV + i_hv) * V + i_v * BV
-    p_v, p_o, p_r = v + o_vo, o + o_vo, residual + o_vo
+    p_v = v + o_vo
     p_a = inverse + (row * HV + i_hv) * BT
     p_gates = gates + (i_hv.to(tl.int64) * tokens + row) * 4
     slot = first_chunk(i_n, begin, T, BT, PACKED) + begun // BT
     o_s = (slot.to(tl.int64) * HV + i_hv) * K * V
-    p_s, p_m = states + o_s + p_tile, remainders + o_s + p_tile
+    if OUTPUT:
+        p_o = o + o_vo
+    if SAVE:
+        p_r, p_s = residual + o_vo, states + o_s + p_tile
+    if REMAINDERS:
+        p_m = remainders + o_s + p_tile
 
-    if INITIAL:
+    if initial_state is not None:
         b_s = tl.load(initial_state + o_state).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
@@ -205,86 +219,66 @@ def forward_kernel(
         p_q += BT * H * K
         p_k += BT * H * K
         p_v += BT * HV * V
-        p_o += BT * HV * V
-        p_r += BT * HV * V
         p_a += BT * HV * BT
         p_gates += BT * 4
-        p_s += HV * K * V
-        p_m += HV * K * V
+        if OUTPUT:
+            p_o += BT * HV * V
+        if SAVE:
+            p_r += BT * HV * V
+            p_s += HV * K * V
+        if REMAINDERS:
+            p_m += HV * K * V
 
     if OUTPUT and end >= length:
         tl.store(final_state + o_state, b_s)
 
 
-class Forward(NamedTuple):
-    """Outputs and final states; saved are R, like v, and the state entering each chunk, maybe in two parts."""
-
-    o: Tensor
-    final_state: Tensor
-    residual: Tensor
-    states: Tensor
-    remainders: Tensor
-
-
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    entering: Tensor,
-    writes: Writes,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
+    x: Call,
+    terms: Terms,
     *,
     segment: int,
     form: Form,
     output: bool = True,
-    save: bool = False,
-    remainders: bool = False,
-    into: Sequence[Tensor] | None = None,
-) -> Forward:
-    """Run along the sequences, or along the segments of `segment` tokens that `entering` (see `segments.py`) has.
+    saved: Saved | None = None,
+) -> tuple[Any, Any]:
+    """o and final states, None unless there is `output`; what `saved` has room for is written there.
 
-    What `output`, `save` or, besides `save`, `remainders` do not ask for is empty. What `save` asks for goes `into` two
-    tensors, if they are given.
+    Programs run along the sequences or, where states that enter them are known, along segments of `segment` tokens.
     """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    none = v.new_empty(0)
-    out = torch.empty_like(v) if output else none
-    final_state = v.new_empty(N, HV, K, V, dtype=torch.float32) if output else none
-    residual = states = none
-    if save:
-        residual, states = into or (v.new_empty(shape) for shape, _ in state_layouts(k, v, cu_seqlens))
-    rests = torch.empty_like(states) if remainders else none
-    programs = len(entering) or N
-    segment = segment if len(entering) else 0
-    order = longest_first(T, segment, cu_seqlens)
-    results = Forward(out, final_state, residual, states, rests)
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.q, x.cu_seqlens)
+    o = torch.empty_like(x.v) if output else None
+    final_state = x.v.new_empty(N, HV, K, V, dtype=torch.float32) if output else None
+    residual, states, remainders = saved or (None, None, None)
+    programs = N if terms.entering is None else len(terms.entering)
+    segment = 0 if terms.entering is None else segment
+    order = longest_first(T, segment, x.cu_seqlens)
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
 
-        terms = (inverse, gates, writes.factors, entering, initial_state, cu_seqlens, order)
-        on_hopper.forward(q, k, v, *terms, scale, qk_l2norm, segment, output, save, results[:4])
-        return results
+        on_hopper.forward(x, terms, order=order, segment=segment, o=o, final_state=final_state, saved=saved)
+        return o, final_state
     if form == "gluon tiled":
         from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles
 
-        terms = (inverse, gates, writes.factors, entering, initial_state, cu_seqlens, order)
-        by_tiles.forward_tiled(q, k, v, *terms, scale, qk_l2norm, segment, save, results)
-        return results
-    launch = tuning.gated_delta_rule("forward" if output else "states", K, V, q.element_size(), programs * HV)
-    # pointers that a flag leaves unused still need a tensor to point at
+        by_tiles.forward_tiled(x, terms, order=order, segment=segment, o=o, final_state=final_state, saved=saved)
+        return o, final_state
+    launch = tuning.gated_delta_rule("forward" if output else "states", K, V, x.q.element_size(), programs * HV)
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
-        q, k, v, inverse, gates, writes.factors, gates if initial_state is None else initial_state, entering,
-        cu_seqlens, order, out, final_state, residual, states, rests, scale, T, N, H, HV // H, B * T, segment,
-        K, V, CHUNK, BV, output, save, remainders, writes.chunks, segment > 0, initial_state is not None, qk_l2norm,
-        cu_seqlens is not None, order is not None, dot_precision(q),
-        num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages,
+        q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, initial_state=x.initial_state,
+        entering=terms.entering, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state, residual=residual,
+        states=states, remainders=remainders, scale=x.scale, T=T, N=N, H=H, group=HV // H, tokens=B * T,
+        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
+        ORDERED=order is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps * BV // launch.BV,
+        num_stages=launch.num_stages,
     )  # fmt: skip
-    return results
+    return o, final_state
+
+
+def room_to_save(x: Call, remainders: bool) -> Saved:
+    """Room for R and the states of all chunks, with or without remainders."""
+    residual, states = (x.v.new_empty(shape) for shape, _ in state_layouts(x.k, x.v, x.cu_seqlens))
+    return Saved(residual, states, torch.empty_like(states) if remainders else None)

@@ -40,6 +40,9 @@ def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
     if HV == H:
         return dq, dk
     # a sum of its own keeps the result the same from run to run, which atomic additions would not
-    out, rows = (dq.new_empty(B, T, H, K), dk.new_empty(B, T, H, K)), B * T * H
-    sum_groups_kernel[(cdiv(rows, _ROWS),)](dq, dk, *out, rows, HV // H, K, next_power_of_2(K), _ROWS, num_warps=4)
-    return out
+    dq_sum, dk_sum, rows = dq.new_empty(B, T, H, K), dk.new_empty(B, T, H, K), B * T * H
+    sum_groups_kernel[(cdiv(rows, _ROWS),)](
+        dq=dq, dk=dk, dq_sum=dq_sum, dk_sum=dk_sum, rows=rows, G=HV // H, K=K, BK=next_power_of_2(K), BR=_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    return dq_sum, dk_sum

@@ -55,6 +55,7 @@ def longest_first(tokens: int, segment: int, cu_seqlens: Tensor | None) -> Tenso
         return None
     order = torch.empty(slots, dtype=torch.int32, device=cu_seqlens.device)
     longest_first_kernel[(cdiv(slots, _BLOCK),)](
-        cu_seqlens, order, cu_seqlens.numel() - 1, segment, slots, _BLOCK, num_warps=4
-    )
+        cu_seqlens=cu_seqlens, order=order, N=cu_seqlens.numel() - 1, segment=segment, slots=slots, BLOCK=_BLOCK,
+        num_warps=4,
+    )  # fmt: skip
     return order

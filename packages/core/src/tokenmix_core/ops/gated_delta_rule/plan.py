@@ -5,6 +5,7 @@ Shapes, dtype, device and alignment decide, never the numbers in tensors. The st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -68,7 +69,8 @@ def plan(
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,
     impl: str | None,
-    *others: Tensor | None,
+    *,
+    others: Sequence[Tensor | None] = (),
     through_outputs: bool = True,
     run: int = 0,
 ) -> GDNPlan:

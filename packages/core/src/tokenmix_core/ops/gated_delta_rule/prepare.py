@@ -155,12 +155,12 @@ def prepare(
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import prepare as on_hopper
 
-        on_hopper.prepare(k, g, beta, cu_seqlens, qk_l2norm, (inverse, gates))
+        on_hopper.prepare(k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, qk_l2norm=qk_l2norm, inverse=inverse, gates=gates)
         return inverse, gates
     launch = tuning.gated_delta_rule("prepare", K, K, k.element_size(), B * HV)
     prepare_kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), H)](
-        k, g, beta, cu_seqlens, inverse, gates, T, num_sequences(k, cu_seqlens), H, HV // H, B * T,
-        K, launch.BV, CHUNK, qk_l2norm, cu_seqlens is not None, dot_precision(k), solve_precision(k),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),
+        H=H, group=HV // H, tokens=B * T, K=K, BK=launch.BV, BT=CHUNK, L2NORM=qk_l2norm, PACKED=cu_seqlens is not None,
+        DOT=dot_precision(k), SOLVE=solve_precision(k), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return inverse, gates

@@ -34,8 +34,8 @@ def pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr
 @triton.jit(do_not_specialize=SIZES)
 def recurrent_kernel(
     q, k, v, g, beta, writes, cu_seqlens, o, state_in, state_out, scale, T, H, group,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, INITIAL: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`.
 
@@ -47,7 +47,7 @@ def recurrent_kernel(
     begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     o_k, o_v = tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     p_state = i_nh.to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-    if INITIAL:
+    if state_in is not None:
         b_s = tl.load(state_in + p_state).to(tl.float32)
     else:
         b_s = tl.zeros([K, BV], tl.float32)
@@ -113,14 +113,15 @@ def recurrent_forward(
         from tokenmix_core.ops.gated_delta_rule.hopper.step import hopper_step_kernel
 
         hopper_step_kernel[(N * HV * (V // tile.BV),)](
-            q, k, v, g, beta, o, state_out, scale, H, HV // H, K, V, tile.BV, tile.BK, qk_l2norm,
-            num_warps=tile.num_warps,
+            q=q, k=k, v=v, g=g, beta=beta, o=o, state=state_out, scale=scale, H=H, group=HV // H, K=K, V=V, BV=tile.BV,
+            BK=tile.BK, L2NORM=qk_l2norm, num_warps=tile.num_warps,
         )  # fmt: skip
         return o, state_out
     launch = tuning.gated_delta_rule("step" if step else "recurrent", K, V, q.element_size(), N * HV)
     recurrent_kernel[(N * HV * (V // launch.BV),)](
-        q, k, v, g, beta, factors, cu_seqlens, o, initial_state if initial_state is not None else state_out, state_out,
-        scale, T, H, HV // H, K, V, launch.BV, run, initial_state is not None, qk_l2norm, cu_seqlens is not None,
-        step, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        q=q, k=k, v=v, g=g, beta=beta, writes=factors, cu_seqlens=cu_seqlens, o=o, state_in=initial_state,
+        state_out=state_out, scale=scale, T=T, H=H, group=HV // H, K=K, V=V, BV=launch.BV, WRITES=run,
+        L2NORM=qk_l2norm, PACKED=cu_seqlens is not None, STEP=step, num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )  # fmt: skip
     return o, state_out

@@ -20,7 +20,7 @@ from tokenmix_core.ops.gated_delta_rule.forward import (
     next_state,
     residual_of,
 )
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Writes, dot_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Call, dot_precision
 from tokenmix_core.tile.memory import load_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
@@ -35,8 +35,8 @@ ASKED = tl.constexpr(-32.5)
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def segment_kernel(
     k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, INITIAL: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """L, which for a sequence's first segment is the state it leaves, and M: a tile of BV columns of either a program.
 
@@ -65,7 +65,7 @@ def segment_kernel(
             return
     o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[None, :] * V + i_tile * BV + o_v[:, None]
-    if INITIAL:
+    if initial_state is not None:
         p_initial = initial_state + (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
         rows = tl.where((first == 0) & (skipped == 0), BV, 0)
         b_s = tl.load(p_initial, mask=o_v[:, None] < rows, other=0.0).to(tl.float32)
@@ -230,54 +230,39 @@ def pass_back(
     K, V = passed.shape[2:]
     launch = tuning.gated_delta_rule("entering", K, V, 4, N * HV)
     pass_back_kernel[(N * HV * (V // launch.BV),)](
-        gates, cu_seqlens, transitions, passed, T, HV, gates.shape[1], segment,
-        K, V, CHUNK, launch.BK, launch.BV, cu_seqlens is not None, "tf32x3",
+        gates=gates, cu_seqlens=cu_seqlens, transitions=transitions, passed=passed, T=T, HV=HV, tokens=gates.shape[1],
+        segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK, BV=launch.BV, PACKED=cu_seqlens is not None, DOT="tf32x3",
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 
-def segment_slots(k: Tensor, segment: int, cu_seqlens: Tensor | None) -> int:
-    """How many slots the segments of k `[B, T, ...]` take; 0 if sequences are not split."""
-    return chunk_slots(*k.shape[:2], segment, cu_seqlens) if segment else 0
-
-
-def segment_states(
-    k: Tensor,
-    v: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    writes: Writes,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    qk_l2norm: bool,
-    segment: int,
-) -> tuple[Tensor, Tensor]:
+def segment_states(x: Call, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
     """The state that enters each segment and its M, float32 `[slots, HV, K, …]`, numbered as `tile.sequences` does.
 
-    Empty where sequences are not split. A sequence's first segment has neither: it starts from the initial state. Nor
+    None where sequences are not split. A sequence's first segment has neither: it starts from the initial state. Nor
     has the last an M, or one that forgets.
     """
-    B, T, H, K = k.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(k, cu_seqlens)
-    slots = segment_slots(k, segment, cu_seqlens)
-    entering = k.new_empty(slots, HV, K, V, dtype=torch.float32)
-    transitions = k.new_empty(slots, HV, K, K, dtype=torch.float32)
     if not segment:
-        return entering, transitions
-    states = torch.empty_like(entering)
-    launch = tuning.gated_delta_rule("segment", K, V, k.element_size(), slots * HV)
+        return None, None
+    B, T, H, K = x.k.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.k, x.cu_seqlens)
+    slots = chunk_slots(B, T, segment, x.cu_seqlens)
+    entering, states = (x.k.new_empty(slots, HV, K, V, dtype=torch.float32) for _ in range(2))
+    transitions = x.k.new_empty(slots, HV, K, K, dtype=torch.float32)
+    launch = tuning.gated_delta_rule("segment", K, V, x.k.element_size(), slots * HV)
     BV = min(K, V, launch.BV)
     segment_kernel[(slots * HV * ((K + V) // BV),)](
-        k, v, inverse, gates, writes.factors, gates if initial_state is None else initial_state, cu_seqlens, states,
-        transitions, T, N, H, HV // H, B * T, segment, K, V, CHUNK, BV, writes.chunks, initial_state is not None,
-        qk_l2norm,
-        cu_seqlens is not None, dot_precision(k), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,
+        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
+        DOT=dot_precision(x.k), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    launch = tuning.gated_delta_rule("entering", K, V, k.element_size(), N * HV)
+    launch = tuning.gated_delta_rule("entering", K, V, x.k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](
-        gates, writes.factors, cu_seqlens, states, transitions, entering, T, H, HV // H, B * T, segment,
-        K, V, CHUNK, launch.BK, launch.BV, writes.chunks, qk_l2norm, cu_seqlens is not None, "tf32x3",
+        gates=gates, writes=x.writes, cu_seqlens=x.cu_seqlens, states=states, transitions=transitions,
+        entering=entering, T=T, H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK,
+        BV=launch.BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT="tf32x3",
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return entering, transitions

@@ -24,24 +24,33 @@ def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
 def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs of the linear mixer for all tokens, and what its backward pass needs."""
     if beta is None:
-        o, *_ = ssd.run_forward(*_widened(q, k, v), g, 1.0, None, cu_seqlens, dt, D, impl)
-        return o[..., : q.shape[-1]].contiguous(), ()
-    o, _, *terms = delta_rule.run_forward(q, k, v, g, beta, None, cu_seqlens, q.shape[-1] ** -0.5, True, impl)
-    # what segments need is made again: how sequences are cut up decides no shapes
-    return o, tuple(terms[:2])
+        K, (q, k, v) = q.shape[-1], _widened(q, k, v)
+        o, *_ = ssd.run_forward(
+            q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+        )
+        return o[..., :K].contiguous(), ()
+    o, _, *terms = delta_rule.run_forward(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=None, cu_seqlens=cu_seqlens, scale=q.shape[-1] ** -0.5,
+        qk_l2norm=True, impl=impl,
+    )  # fmt: skip
+    return o, tuple(terms)
 
 
 def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dg, dΔ, dD and dβ, of the last three those that there are."""
     if beta is None:
         K, (q, k, v, do) = q.shape[-1], _widened(q, k, v, do)
-        *grads, dg, _, ddt, dD = ssd.run_backward(q, k, v, g, 1.0, None, cu_seqlens, None, do, None, dt, D, impl)
+        *grads, dg, _, ddt, dD = ssd.run_backward(
+            q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, before=None, do=do,
+            final_gradient=None, dt=dt, D=D, impl=impl,
+        )  # fmt: skip
         dq, dk, dv = (x[..., :K].contiguous() for x in grads)
         return dq, dk, dv, dg, ddt, dD, None
-    scale = q.shape[-1] ** -0.5
+    inverse, gates = saved
     dq, dk, dv, dg, dbeta, *_ = delta_rule.run_whole_backward(
-        do, None, q, k, v, g, beta, *saved, None, cu_seqlens, scale, True, impl
-    )
+        do=do, dfinal_state=None, q=q, k=k, v=v, g=g, beta=beta, inverse=inverse, gates=gates, initial_state=None,
+        cu_seqlens=cu_seqlens, scale=q.shape[-1] ** -0.5, qk_l2norm=True, impl=impl,
+    )  # fmt: skip
     return dq, dk, dv, dg, None, None, dbeta
 
 
@@ -110,7 +119,10 @@ def _(
     g = rows.new_empty(B, T, H, dtype=torch.float32)
     saved = rows.new_empty(0), rows.new_empty(0)
     if D is None:
-        _, _, *saved = delta_rule.chunk_op(heads, heads, heads, g, g, None, cu_seqlens, 1.0, True, impl)
+        _, _, *saved = delta_rule.chunk_op(
+            q=heads, k=heads, v=heads, g=g, beta=g, initial_state=None, cu_seqlens=cu_seqlens, scale=1.0,
+            qk_l2norm=True, impl=impl,
+        )  # fmt: skip
     plain = rows.new_empty(0 if turn_linear else rows.shape)
     o, lse = rows.new_empty(B, T, H, E // H), rows.new_empty(B, H, T, dtype=torch.float32)
     beta = rows.new_empty(0) if D is not None else torch.empty_like(g)

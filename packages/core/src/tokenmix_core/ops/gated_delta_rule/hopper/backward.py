@@ -5,7 +5,6 @@ one makes the gradients of a chunk from the dS' and dY that those hand to it. So
 part of the chain from dS' to dS is done beside it. Heads of 128.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
@@ -40,10 +39,10 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     scale_rows,
     square,
 )
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Reverse, between_segments
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import between_segments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import room
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Gradients, Reverse
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.tile.hopper import (
     LOG2_E,
@@ -51,6 +50,7 @@ from tokenmix_core.tile.hopper import (
     add,
     anew,
     causal_decay,
+    either,
     first_chunk,
     log2,
     product_layout,
@@ -210,13 +210,12 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
 def backward_kernel(
     q, k, g, inverse, gates, cu_seqlens, order, states, residual, do, dfinal_state, passed,
     dq, dk, dv, dg, dbeta, dinitial_state, scale, T, N, tokens, segment,
-    H: gl.constexpr, HV: gl.constexpr, D: gl.constexpr, BT: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
-    PACKED: gl.constexpr, ORDERED: gl.constexpr, CARRIED: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, D: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients. FINAL: there is a gradient of the final state; INITIAL: that of the initial state is wanted.
+    """All gradients; of the final state there may be none, nor may the initial state's be wanted.
 
-    ORDERED: programs take segments by `order`. CARRIED: what is passed back to a segment lies in `passed`, if the one
-    that passes it remembers; else a segment starts as far back as it takes.
+    ORDERED: programs take segments by `order`. What is passed back to a segment lies in `passed`, if the one that
+    passes it remembers; without it a segment starts as far back as it takes.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -234,15 +233,15 @@ def backward_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = start_after(p_gates, first, end, chunks, segment, length, line, True, False, CARRIED)
+    started = start_after(p_gates, first, end, chunks, segment, length, line, True, False, passed is not None)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * D * D
-    p_initial, known, wanted = passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
-    if CARRIED and (started == end) & (end < chunks):
+    p_initial, known, wanted = either(passed, gates) + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
+    if passed is not None and (started == end) & (end < chunks):
         known = D
-    if FINAL and started == chunks:
+    if dfinal_state is not None and started == chunks:
         p_initial = dfinal_state + o_state
         known = D
-    if INITIAL and first == 0:
+    if dinitial_state is not None and first == 0:
         wanted = D
 
     q_s = gl.allocate_shared_memory(dtype, [places, BT, D], shared)
@@ -270,7 +269,7 @@ def backward_kernel(
     o_vo, o_s = o_t * D, ((slot + token // BT) * HV + i_hv) * D * D
     p_gates += token.to(gl.int64) * 4
     inputs = (q + o_qk, k + o_qk, do + o_vo, inverse + o_t * BT, residual + o_vo, states + o_s, p_gates)
-    ends = (p_initial, dinitial_state + o_state, dv + o_vo)
+    ends = (p_initial, either(dinitial_state, gates) + o_state, dv + o_vo)
     outputs = (g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)
@@ -286,25 +285,20 @@ def backward_kernel(
     )  # fmt: skip
 
 
-def backward(
-    x: Reverse,
-    g: Tensor,
-    residual: Tensor,
-    transitions: Tensor,
-    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Write dq and dk of each value head, dv, dg, dβ and the initial state's gradient, if not empty, into `out`.
+def backward(reverse: Reverse, grads: Gradients) -> None:
+    """Write dq and dk of each value head, and all other gradients, into `grads`; as `backward_state` about segments.
 
-    As `backward_state` about segments; q and k are normalised by the operation.
+    q and k are normalised by the operation.
     """
+    x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, D = x.q.shape
-    HV = x.do.shape[2]
-    passed = between_segments(x, transitions, out[2])
-    order = longest_first(T, x.segment, x.cu_seqlens)
-    backward_kernel[(chunk_slots(B, T, x.segment, x.cu_seqlens) * HV,)](
-        x.q, x.k, g, x.inverse, x.gates, x.cu_seqlens, order, x.states, residual, x.do,
-        x.gates if x.dfinal_state is None else x.dfinal_state, passed, *out,
-        x.scale, T, num_sequences(x.q, x.cu_seqlens), B * T, x.segment,
-        H, HV, D, CHUNK, x.dfinal_state is not None, len(out[5]) > 0, x.cu_seqlens is not None, order is not None,
-        len(passed) > 0, num_warps=4,
+    HV = x.v.shape[2]
+    order = longest_first(T, segment, x.cu_seqlens)
+    passed = between_segments(reverse)
+    backward_kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV,)](
+        q=x.q, k=x.k, g=x.g, inverse=terms.inverse, gates=terms.gates, cu_seqlens=x.cu_seqlens, order=order,
+        states=saved.states, residual=saved.residual, do=do, dfinal_state=dfinal_state, passed=passed, dq=grads.q,
+        dk=grads.k, dv=grads.v, dg=grads.g, dbeta=grads.beta, dinitial_state=grads.initial_state, scale=x.scale, T=T,
+        N=num_sequences(x.q, x.cu_seqlens), tokens=B * T, segment=segment, H=H, HV=HV, D=D, BT=CHUNK,
+        PACKED=x.cu_seqlens is not None, ORDERED=order is not None, num_warps=4,
     )  # fmt: skip

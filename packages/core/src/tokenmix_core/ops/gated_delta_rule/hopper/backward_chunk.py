@@ -1,6 +1,6 @@
 """`backward_chunk` on Hopper: all gradients but the state's and the values' of one chunk and value head a program."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -10,8 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_delta_rule.backward_state import OfStates
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Reverse
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
@@ -223,32 +224,33 @@ def backward_chunk_kernel(
     )  # fmt: skip
 
 
-def backward_chunk(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    gates: Tensor,
-    do: Tensor,
-    dv: Tensor,
-    residual: Tensor,
-    states: Tensor,
-    dstates: Tensor,
-    ends: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-    form: tuple[Any, int, int] | None = None,
-) -> None:
-    """Write dq and dk of each value head, dg and dβ into `out`; q and k are normalised by the operation.
+class Warps(NamedTuple):
+    """A form of the kernel, with its warps and registers a thread."""
 
-    `form` is another kernel with its warps and registers a thread.
-    """
-    B, T, H, K = q.shape
-    HV, V = dv.shape[2:]
+    kernel: Any
+    warps: int
+    registers: int
+
+
+def backward_chunk(
+    reverse: Reverse,
+    of_states: OfStates,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dg: Tensor,
+    dbeta: Tensor,
+    by: Warps | None = None,
+) -> None:
+    """Write dq and dk of each value head, dg and dβ; q and k are normalised by the operation."""
+    x, terms, saved, do, _, _ = reverse
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
     # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
-    kernel, warps, registers = form or (backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
-    kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), HV)](
-        q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, *out,
-        scale, T, num_sequences(q, cu_seqlens), H, HV // H, B * T, K, V, CHUNK, cu_seqlens is not None,
-        num_warps=warps, maxnreg=registers,
+    by = by or Warps(backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
+    by.kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
+        q=x.q, k=x.k, g=x.g, gates=terms.gates, cu_seqlens=x.cu_seqlens, do=do, dv=of_states.dv,
+        residual=saved.residual, states=saved.states, dstates=of_states.dstates, ends=of_states.ends, dq=dq, dk=dk,
+        dg=dg, dbeta=dbeta, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T,
+        K=K, V=V, BT=CHUNK, PACKED=x.cu_seqlens is not None, num_warps=by.warps, maxnreg=by.registers,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
+    Warps,
     accumulate,
     backward_chunk,
     dot_rows,
@@ -187,4 +188,4 @@ def backward_chunk_kernel(
 
 
 # as `backward_chunk`, for heads of 64, 128 and 256
-backward_chunk_tiled = partial(backward_chunk, form=(backward_chunk_kernel, 8, 255))
+backward_chunk_tiled = partial(backward_chunk, by=Warps(backward_chunk_kernel, 8, 255))

@@ -1,7 +1,5 @@
 """`backward_state` on Hopper: dV, every chunk's dS' and ⟨dS', S⟩, a segment and value head a program."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,12 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_delta_rule.backward_state import OfStates
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Reverse
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.segments import pass_back
 from tokenmix_core.tile.hopper import (
+    either,
     fetch_rows,
     first_chunk,
     group_layout,
@@ -31,18 +31,20 @@ from tokenmix_core.tile.hopper import (
 def backward_state_kernel(
     q, k, inverse, gates, writes, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
     dinitial_state, scale, T, N, H, group, tokens, segment,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
-    REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
-    CARRIED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dS is held transposed, `[V, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
 
-    Vectors by row are `x_i`, by column `x_j`. FINAL: there is a gradient of the final state; INITIAL: that of the
-    initial state is wanted; REMAINDERS: S comes in two parts; ORDERED: programs take segments by `order`.
-    LOCAL: only what a segment passes back if nothing enters it, into `passed`, where it or the one before remembers.
-    CARRIED: what is passed back to a segment lies there, if the one that passes it remembers. With factors `writes`
-    each chunk writes to the state by its own.
+    Vectors by row are `x_i`, by column `x_j`. Of the final state there may be no gradient, nor may the initial state's
+    be wanted; S may come in two parts. ORDERED: programs take segments by `order`. Without `dv` only what a segment
+    passes back if nothing enters it is written, into `passed`, where it or the one before remembers; with it what is
+    passed back to a segment lies there, if the one that passes it remembers. With factors `writes` each chunk writes to
+    the state by its own.
     """
+    LOCAL: gl.constexpr = dv is None
+    CARRIED: gl.constexpr = dv is not None and passed is not None
+    REMAINDERS: gl.constexpr = remainders is not None
     # all columns of V are one program's
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
@@ -69,13 +71,13 @@ def backward_state_kernel(
     slot = first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
-    p_do, p_dv = do + (begin * HV + i_hv) * V, dv + (begin * HV + i_hv) * V
+    p_do, p_dv = do + (begin * HV + i_hv) * V, either(dv, do) + (begin * HV + i_hv) * V
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
-    p_ds, p_s, p_m = dstates + o_s, states + o_s, remainders + o_s
-    p_end = ends + (slot * HV + i_hv) * V
+    p_ds, p_s, p_m = either(dstates, do) + o_s, states + o_s, either(remainders, states) + o_s
+    p_end = either(ends, gates) + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -99,7 +101,7 @@ def backward_state_kernel(
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([V, K], gl.float32, tile)
-    if FINAL and started == chunks:
+    if dfinal_state is not None and started == chunks:
         b_ds = gl.load(dfinal_state + p_tile) * ROOM
     if CARRIED and (started == end) & (end < chunks):
         b_ds = gl.load(passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]) * ROOM
@@ -177,83 +179,56 @@ def backward_state_kernel(
     if LOCAL:
         b_ds *= 1 / ROOM
         gl.store(passed + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None], b_ds)
-    if INITIAL and first == 0:
+    if dinitial_state is not None and first == 0:
         gl.store(dinitial_state + p_tile, b_ds * (1 / ROOM))
 
 
-class Reverse(NamedTuple):
-    """The inputs of every form of the reverse pass; segments of `segment` tokens, which is a multiple of the chunk."""
+class Columns(NamedTuple):
+    """A form of the kernel, of which a program takes so many columns of V by so many warps."""
 
-    q: Tensor
-    k: Tensor
-    inverse: Tensor
-    gates: Tensor
-    states: Tensor
-    do: Tensor
-    dfinal_state: Tensor | None
-    cu_seqlens: Tensor | None
-    scale: float
-    qk_l2norm: bool
-    segment: int
-    # a factor a chunk, by which it writes to the state
-    writes: Tensor | None = None
+    kernel: Any
+    columns: int
+    warps: int
 
 
-def launch_kernel(
-    kernel: Any,
-    columns: int,
-    warps: int,
-    remainders: Tensor,
-    x: Reverse,
-    passed: Tensor,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-    local: bool,
-) -> None:
-    """Launch a form of the kernel of which a program takes so many columns of V."""
+def launch_kernel(reverse: Reverse, of_states: OfStates | None, passed: Tensor | None, by: Columns) -> None:
+    """Launch a form of the kernel; without `of_states` only what every segment passes back by itself is made."""
+    x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
-    HV, V = x.do.shape[2:]
-    order = longest_first(T, x.segment, x.cu_seqlens)
-    kernel[(chunk_slots(B, T, x.segment, x.cu_seqlens) * HV * (V // columns),)](
-        x.q, x.k, x.inverse, x.gates, x.writes, x.cu_seqlens, order, x.states, remainders, x.do,
-        x.gates if x.dfinal_state is None else x.dfinal_state, passed, *out,
-        x.scale, T, num_sequences(x.q, x.cu_seqlens), H, HV // H, B * T, x.segment,
-        K, V, CHUNK, columns, x.dfinal_state is not None, len(out[3]) > 0 and not local, len(remainders) > 0,
-        x.qk_l2norm, x.cu_seqlens is not None, order is not None, local, len(passed) > 0 and not local,
-        num_warps=warps,
+    HV, V = x.v.shape[2:]
+    order = longest_first(T, segment, x.cu_seqlens)
+    dv, dstates, ends, dinitial_state, _ = of_states or (None,) * 5
+    by.kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // by.columns),)](
+        q=x.q, k=x.k, inverse=terms.inverse, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, order=order,
+        states=saved.states, remainders=saved.remainders, do=do, dfinal_state=dfinal_state, passed=passed, dv=dv,
+        dstates=dstates, ends=ends, dinitial_state=dinitial_state, scale=x.scale, T=T,
+        N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK,
+        BV=by.columns, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, ORDERED=order is not None,
+        num_warps=by.warps,
     )  # fmt: skip
 
 
-def between_segments(x: Reverse, transitions: Tensor, dv: Tensor, launch: Callable[..., None] | None = None) -> Tensor:
-    """The gradient that every segment passes back where it does not forget, by its M; empty if there are no M.
-
-    What is computed for one segment alone writes nothing else: `dv` is not changed.
-    """
-    B, T, _, K = x.q.shape
-    HV, V = x.do.shape[2:]
-    slots = chunk_slots(B, T, x.segment, x.cu_seqlens) if len(transitions) else 0
-    passed = x.gates.new_empty(slots, HV, K, V)
-    # nothing that is passed back depends on S
-    launch = launch or partial(launch_kernel, backward_state_kernel, V, V // 16, x.gates[:0])
-    if slots:
-        launch(x, passed, (dv, dv, x.gates, x.gates[:0]), True)
-        pass_back(x.gates, transitions, passed, T, num_sequences(x.q, x.cu_seqlens), HV, x.segment, x.cu_seqlens)
+def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | None:
+    """The gradient that every segment passes back where it does not forget, by its M; None if there are no M."""
+    x, terms, segment = reverse.x, reverse.terms, reverse.segment
+    if terms.transitions is None:
+        return None
+    (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    passed = terms.gates.new_empty(chunk_slots(B, T, segment, x.cu_seqlens), HV, K, V)
+    launch_kernel(reverse, None, passed, by or Columns(backward_state_kernel, V, V // 16))
+    pass_back(
+        gates=terms.gates, transitions=terms.transitions, passed=passed, T=T, N=num_sequences(x.q, x.cu_seqlens), HV=HV,
+        segment=segment, cu_seqlens=x.cu_seqlens,
+    )  # fmt: skip
     return passed
 
 
-def backward_state(
-    x: Reverse,
-    remainders: Tensor,
-    transitions: Tensor,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-    form: tuple[Any, int, int] | None = None,
-) -> None:
-    """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient, if not empty, into `out`.
+def backward_state(reverse: Reverse, of_states: OfStates, by: Columns | None = None) -> None:
+    """Write what `of_states` has room for: dv, dS' of every chunk, ⟨dS', S⟩ by columns, the initial state's gradient.
 
-    S is the sum of `states` and, if not empty, `remainders`. Where a segment does not forget, its M of `transitions`
-    carries gradients through it; if that is empty, a segment starts as far back as it takes.
-
-    `form` is another kernel with its columns of V a program and warps.
+    Where a segment does not forget, its M carries gradients through it; without M a segment starts as far back as it
+    takes.
     """
-    V = x.do.shape[-1]
-    launch = partial(launch_kernel, *(form or (backward_state_kernel, V, V // 16)), remainders)
-    launch(x, between_segments(x, transitions, out[0], launch), out, False)
+    V = reverse.x.v.shape[-1]
+    by = by or Columns(backward_state_kernel, V, V // 16)
+    launch_kernel(reverse, of_states, between_segments(reverse, by), by)

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import backward_state
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Columns, backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
@@ -16,6 +16,7 @@ from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
+    either,
     fetch_rows,
     first_chunk,
     group_layout,
@@ -52,15 +53,17 @@ def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.
 def backward_state_kernel(
     q, k, inverse, gates, writes, cu_seqlens, order, states, remainders, do, dfinal_state, passed, dv, dstates, ends,
     dinitial_state, scale, T, N, H, group, tokens, segment,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
-    REMAINDERS: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, LOCAL: gl.constexpr,
-    CARRIED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dS is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
 
     S comes in two parts, half of their rows at a time, to be multiplied with dS' while both are as exact as they were.
-    Flags, and `writes`, are those of `backward_state.py`.
+    ORDERED, and what may be absent, are as in `backward_state.py`.
     """
+    LOCAL: gl.constexpr = dv is None
+    CARRIED: gl.constexpr = dv is not None and passed is not None
+    REMAINDERS: gl.constexpr = remainders is not None
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held with this factor
     ROOM: gl.constexpr = room(dtype, K, L2NORM)
@@ -83,13 +86,13 @@ def backward_state_kernel(
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
-    p_do, p_dv = do + o_vo, dv + o_vo
+    p_do, p_dv = do + o_vo, either(dv, do) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    p_ds, p_s, p_m = dstates + o_s, states + o_s, remainders + o_s
-    p_end = ends + (slot * HV + i_hv) * V + i_v * BV
+    p_ds, p_s, p_m = either(dstates, do) + o_s, states + o_s, either(remainders, states) + o_s
+    p_end = either(ends, gates) + (slot * HV + i_hv) * V + i_v * BV
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -113,7 +116,7 @@ def backward_state_kernel(
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV + o_k[None, :] * V + o_v[:, None]
     o_passed = i_hv.to(gl.int64) * K * V + i_v * BV + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([BV, K], gl.float32, tile)
-    if FINAL and started == chunks:
+    if dfinal_state is not None and started == chunks:
         b_ds = gl.load(dfinal_state + p_tile) * ROOM
     if CARRIED and (started == end) & (end < chunks):
         b_ds = gl.load(passed + (i_s + 1).to(gl.int64) * HV * K * V + o_passed) * ROOM
@@ -210,9 +213,9 @@ def backward_state_kernel(
 
     if LOCAL:
         gl.store(passed + i_s.to(gl.int64) * HV * K * V + o_passed, b_ds * (1 / ROOM))
-    if INITIAL and first == 0:
+    if dinitial_state is not None and first == 0:
         gl.store(dinitial_state + p_tile, b_ds * (1 / ROOM))
 
 
 # as `backward_state`, for heads of 64, 128 and 256
-backward_state_tiled = partial(backward_state, form=(backward_state_kernel, COLUMNS, 8))
+backward_state_tiled = partial(backward_state, by=Columns(backward_state_kernel, COLUMNS, 8))

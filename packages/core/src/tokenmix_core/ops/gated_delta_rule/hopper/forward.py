@@ -22,10 +22,11 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Call, Saved, Terms
 from tokenmix_core.tile.hopper import (
     await_kernels_before,
     causal_decay,
+    either,
     fetch_rows,
     first_chunk,
     product_layout,
@@ -244,16 +245,17 @@ def write_results(
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "tokens", "segment"])
 def forward_kernel(
-    q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, saved,
+    q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, states,
     scale, T, N, tokens, segment,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    OUTPUT: gl.constexpr, SAVE: gl.constexpr, INITIAL: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
-    ORDERED: gl.constexpr,
+    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """With OUTPUT outputs and final states; with SAVE R and the state entering each chunk: of BV columns a program.
+    """Outputs and final states, or R and the state entering each chunk, or all of these: of BV columns a program.
 
     With ORDERED programs take segments by `order`. With factors `writes` each chunk writes to the state by its own.
     """
+    OUTPUT: gl.constexpr = o is not None
+    SAVE: gl.constexpr = residual is not None
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -270,17 +272,17 @@ def forward_kernel(
     # S and R have a barrier for being there and one for having been read
     full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
-    states = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    residuals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    states_2 = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    residuals_2 = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     groups: gl.constexpr = BV // 64
     for i in gl.static_range(places):
         # each of 128 threads tells of its copies, and one of the gates
         mbarrier.init(full.index(i), 129)
         mbarrier.init(empty.index(i), groups + 1 if OUTPUT else groups)
-    mbarrier.init(states.index(0), groups)
-    mbarrier.init(states.index(1), 1)
-    mbarrier.init(residuals.index(0), groups)
-    mbarrier.init(residuals.index(1), 1)
+    mbarrier.init(states_2.index(0), groups)
+    mbarrier.init(states_2.index(1), 1)
+    mbarrier.init(residuals_2.index(0), groups)
+    mbarrier.init(residuals_2.index(1), 1)
 
     await_kernels_before()
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
@@ -303,22 +305,23 @@ def forward_kernel(
     chunks, early = gl.cdiv(end - begun, BT), (first - begun) // BT
     span = (rows, early, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
-    p_initial, known = entering + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
+    p_initial, known = either(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
     if first == 0:
-        p_initial = initial_state + o_state
-        known = V if INITIAL else 0
+        p_initial = either(initial_state, gates) + o_state
+        known = V if initial_state is not None else 0
     if begun < first:
         known = 0
     wanted = 0
     if OUTPUT & (end >= length):
         wanted = V
-    tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states, residuals)
+    tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states_2, residuals_2)
     p_w = p_gates
     if writes is not None:
         p_w = writes + slot.to(gl.int64) * HV + i_hv
     inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates, p_w)
-    ends = (p_initial, final_state + o_state, p_gates)
-    outputs = (o + o_vo, residual + o_vo, saved + (slot * HV + i_hv) * K * V + i_v * BV)
+    ends = (p_initial, either(final_state, gates) + o_state, p_gates)
+    o_s = (slot * HV + i_hv) * K * V + i_v * BV
+    outputs = (either(o, v) + o_vo, either(residual, v) + o_vo, either(states, v) + o_s)
     # the first group takes the registers that the others leave of 512, or 504, a thread of each
     if groups == 2:
         gl.warp_specialize(
@@ -342,36 +345,30 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    writes: Tensor | None,
-    entering: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    x: Call,
+    terms: Terms,
+    *,
     order: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
     segment: int,
-    output: bool,
-    save: bool,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    o: Tensor | None,
+    final_state: Tensor | None,
+    saved: Saved | None,
 ) -> None:
-    """Write, with `output`, outputs and final states and, with `save`, R and the states of chunks into `out`, all four.
+    """Write what there is room for: outputs and final states, R and the states of chunks.
 
     Sequences are split into segments of `segment` tokens, unless that is 0. `writes` has a factor a chunk.
     """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
     # one that no sequence exceeds
     segment = segment or (T // CHUNK + 1) * CHUNK
-    programs = chunk_slots(B, T, segment, cu_seqlens) * HV
+    programs = chunk_slots(B, T, segment, x.cu_seqlens) * HV
     BV = tuning.gated_delta_rule_columns(programs, V)
+    residual, states, _ = saved or (None, None, None)
     forward_kernel[(programs * (V // BV),)](
-        q, k, v, inverse, gates, writes, entering, gates if initial_state is None else initial_state, cu_seqlens, order,
-        *out, scale, T, num_sequences(q, cu_seqlens), B * T, segment,
-        H, HV, K, V, CHUNK, BV, output, save, initial_state is not None, qk_l2norm, cu_seqlens is not None,
-        order is not None, num_warps=4, launch_pdl=True,
+        q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, entering=terms.entering,
+        initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state,
+        residual=residual, states=states, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), tokens=B * T,
+        segment=segment, H=H, HV=HV, K=K, V=V, BT=CHUNK, BV=BV, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
+        ORDERED=order is not None, num_warps=4, launch_pdl=True,
     )  # fmt: skip

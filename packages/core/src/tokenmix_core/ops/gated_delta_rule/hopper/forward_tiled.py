@@ -10,10 +10,11 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Call, Saved, Terms
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
+    either,
     fetch_rows,
     first_chunk,
     group_layout,
@@ -32,14 +33,15 @@ WARPS = gl.constexpr(8)
 def forward_kernel(
     q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, states,
     remainders, scale, T, N, H, group, tokens, segment,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, SAVE: gl.constexpr, INITIAL: gl.constexpr,
-    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states or, with SAVE, R and the state entering each chunk, in two 16-bit parts.
+    """Outputs and final states or, without `o`, R and the state entering each chunk, in two 16-bit parts.
 
     S is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
     With ORDERED programs take segments by `order`. With factors `writes` each chunk writes to the state by its own.
     """
+    SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = group_layout(K, WARPS)
     flat: gl.constexpr = group_layout(BT, WARPS)
@@ -60,12 +62,12 @@ def forward_kernel(
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
-    p_v, p_o, p_r = v + o_vo, o + o_vo, residual + o_vo
+    p_v, p_o, p_r = v + o_vo, either(o, v) + o_vo, either(residual, v) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    p_s, p_m = states + o_s, remainders + o_s
+    p_s, p_m = either(states, v) + o_s, either(remainders, v) + o_s
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
@@ -87,10 +89,10 @@ def forward_kernel(
     o_tile = i_v * BV + o_k[None, :] * V + o_v[:, None]
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V
     b_s = gl.zeros([BV, K], gl.float32, tile)
-    if INITIAL and first == 0:
+    if initial_state is not None and first == 0:
         b_s = gl.load(initial_state + o_state + o_tile)
     if (first > 0) & (begun == first):
-        b_s = gl.load(entering + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
+        b_s = gl.load(either(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BT, BT], gl.float32, flat)
 
@@ -180,30 +182,25 @@ def forward_kernel(
 
 
 def forward_tiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inverse: Tensor,
-    gates: Tensor,
-    writes: Tensor | None,
-    entering: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    x: Call,
+    terms: Terms,
+    *,
     order: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
     segment: int,
-    save: bool,
-    out: tuple[Tensor, ...],
+    o: Tensor | None,
+    final_state: Tensor | None,
+    saved: Saved | None,
 ) -> None:
-    """Write outputs and final states or, with `save`, R and the states of chunks in two parts into `out`."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    """Write outputs and final states, or else R and the states of chunks in two parts."""
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
     # one that no sequence exceeds
     segment = segment or (T // CHUNK + 1) * CHUNK
-    forward_kernel[(chunk_slots(B, T, segment, cu_seqlens) * HV * (V // COLUMNS),)](
-        q, k, v, inverse, gates, writes, entering, gates if initial_state is None else initial_state, cu_seqlens, order,
-        *out, scale, T, num_sequences(q, cu_seqlens), H, HV // H, B * T, segment,
-        K, V, CHUNK, COLUMNS, save, initial_state is not None, qk_l2norm, cu_seqlens is not None, order is not None,
-        num_warps=8,
+    residual, states, remainders = saved or (None, None, None)
+    forward_kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // COLUMNS),)](
+        q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, entering=terms.entering,
+        initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state,
+        residual=residual, states=states, remainders=remainders, scale=x.scale, T=T,
+        N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK,
+        BV=COLUMNS, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, ORDERED=order is not None, num_warps=8,
     )  # fmt: skip

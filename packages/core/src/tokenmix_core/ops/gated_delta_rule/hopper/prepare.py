@@ -222,15 +222,22 @@ def prepare_kernel(
 
 
 def prepare(
-    k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool, out: tuple[Tensor, Tensor]
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+    inverse: Tensor,
+    gates: Tensor,
 ) -> None:
-    """Write Ã and the gates into `out`."""
+    """Write Ã and the gates."""
     B, T, H, K = k.shape
     HV = g.shape[2]
     units = chunk_slots(B, T, CHUNK, cu_seqlens) * H
     # shared memory is enough for fewer where keys are long
     warps = WARPS if K < 256 else 5
     prepare_kernel[(min(units, warps * tuning.multiprocessors(k.device)),)](
-        k, g, beta, cu_seqlens, *out, T, num_sequences(k, cu_seqlens), B * T, units,
-        H, HV, K, CHUNK, qk_l2norm, cu_seqlens is not None, num_warps=1, maxnreg=255,
+        k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),
+        tokens=B * T, units=units, H=H, HV=HV, K=K, BT=CHUNK, L2NORM=qk_l2norm, PACKED=cu_seqlens is not None,
+        num_warps=1, maxnreg=255,
     )  # fmt: skip
