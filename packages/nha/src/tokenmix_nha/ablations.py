@@ -47,7 +47,11 @@ def delayed(
     joined: tuple[Any, ...] = prepend(state, k, v, f, None, cu_seqlens)
     *tensors, _, start = joined
     joined_k, joined_v, joined_f = tensors
-    left: tuple[Any, ...] = tuple(last_tokens(joined_k, joined_v, joined_f, None, window, window, start, cu_seqlens))
+    left: tuple[Any, ...] = tuple(
+        last_tokens(
+            joined_k, joined_v, joined_f, None, window=window, before=window, start=start, cu_seqlens=cu_seqlens
+        )
+    )
     ring_k, ring_v, ring_f, _, length = left
     index = torch.arange(tokens, device=k.device)
     if cu_seqlens is not None:

@@ -41,7 +41,7 @@ def on_hopper(monkeypatch):
     ran = []
     for module in gluon.load(f"{OP}.hopper", "gates", "states", "forward"):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        for name in ("hopper_slot_states", "hopper_window_forward"):
+        for name in ("hopper_slot_states", "hopper_window_outputs"):
             if run := vars(module).get(name):
                 monkeypatch.setattr(module, name, lambda *args, name=name, run=run: (ran.append(name), run(*args))[1])
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
@@ -70,7 +70,7 @@ def test_outputs_and_slots_answer_to_the_reference(on_hopper, case):
         slot_window_attention(**x, window=window, initial_state=state, cu_seqlens=cu, impl=impl)
         for impl in ("gluon", "reference")
     )
-    assert set(on_hopper) == {"hopper_slot_states", "hopper_window_forward"}
+    assert set(on_hopper) == {"hopper_slot_states", "hopper_window_outputs"}
     torch.testing.assert_close(got.o, exact.o, rtol=1e-4, atol=1e-4)
     for name in ("slots_k", "slots_v"):
         torch.testing.assert_close(getattr(got[1], name), getattr(exact[1], name), rtol=1e-4, atol=1e-4)

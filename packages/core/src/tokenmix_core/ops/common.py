@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -78,6 +78,30 @@ def recorded_op(name: str, run: Callable | None = None, *, mutates_args: Iterabl
         return replayed(*inputs, *defaults[len(inputs) :])
 
     return op
+
+
+def of_fields(step: Any, run: Callable) -> Callable:
+    """`run(step(...))` as a function of the fields of `step`, a NamedTuple, for what takes tensors one by one.
+
+    Torch and `Replayed` do. It has the fields' names, types and defaults, and what `run` returns; of a NamedTuple a
+    plain tuple.
+    """
+
+    def call(*inputs, **named):
+        output = run(step(*inputs, **named))
+        return tuple(output) if hasattr(output, "_fields") else output
+
+    types, returned = get_type_hints(step), get_type_hints(run).get("return", inspect.Signature.empty)
+    if hasattr(returned, "_fields"):
+        returned = tuple[tuple(get_type_hints(returned).values())]  # type: ignore[misc]
+    kind, nothing = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    fields = [
+        inspect.Parameter(name, kind, default=step._field_defaults.get(name, nothing), annotation=types[name])
+        for name in step._fields
+    ]
+    vars(call)["__signature__"] = inspect.Signature(fields, return_annotation=returned)
+    call.__name__, call.__doc__ = run.__name__, run.__doc__
+    return call
 
 
 def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None) -> Callable:

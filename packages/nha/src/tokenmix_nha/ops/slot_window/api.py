@@ -21,6 +21,7 @@ from tokenmix_core.ops.common import (
 from tokenmix_nha.ops.slot_window import reference
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
+from tokenmix_nha.ops.slot_window.steps import Inputs
 from tokenmix_nha.ops.slot_window.tuning import slot_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,22 +96,25 @@ def slot_window_attention(
     if initial_state is not None:
         slots_k, slots_v, before = initial_state.slots_k, initial_state.slots_v, initial_state.window
         k, v, f, k_slots, start = prepend(initial_state, k, v, f, k_slots, cu_seqlens)
-    arguments = (q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, factor)
+    x = Inputs(
+        q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, start=start,
+        cu_seqlens=cu_seqlens, before=before, window=window, scale=factor, impl=backend,
+    )  # fmt: skip
     if initial_state is None and window >= dims["T"]:
         # no token ever leaves the window, so the slots stay zero
         from tokenmix_nha.ops.slot_window.prefix import zero_prefix_attention
 
-        o = zero_prefix_attention(q, k, v, cu_seqlens, dims["M"], factor, backend)
+        o = zero_prefix_attention(q, k, v, cu_seqlens, slots=dims["M"], scale=factor, impl=backend)
         slots_k, slots_v = _zero_slots(dims, q) if output_final_state else (None, None)
     elif backend != "reference":
         from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_kernels
 
-        o, slots_k, slots_v = slot_window_attention_kernels(*arguments, backend)
+        o, slots_k, slots_v = slot_window_attention_kernels(*x)
     else:
-        o, slots_k, slots_v = _reference(*arguments)
+        o, slots_k, slots_v = _reference(x)
     if not output_final_state:
         return ScanOutput(o, None)
-    *rings, length = last_tokens(k, v, f, k_slots, window, before, start, cu_seqlens)
+    *rings, length = last_tokens(k, v, f, k_slots, window=window, before=before, start=start, cu_seqlens=cu_seqlens)
     return ScanOutput(o, SlotWindowState(slots_k, slots_v, *rings, length))
 
 
@@ -145,13 +149,14 @@ def slot_window_attention_step(
         ValueError: as `slot_window_attention`.
     """
     op = "slot_window_attention_step"
+    token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     backend = resolve_impl(op, impl, q)
     dims = bind_shapes(
         op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), f=(f, "B H M"), q_slots=(q_slots, "B HQ K?"),
         k_slots=(k_slots, "B H K?"),
     )  # fmt: skip
     dims["N"] = dims["B"]
-    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    _check_rest(op, backend, dims, **token)
     if (q_slots is None) != (k_slots is None):
         raise ValueError(f"{op}: q_slots and k_slots go together, got one without the other")
     _check_state(op, dims, q, f, k_slots, state)
@@ -165,8 +170,8 @@ def slot_window_attention_step(
     if backend != "reference":
         from tokenmix_nha.ops.slot_window.step import step_triton
 
-        return step_triton(q, k, v, f, q_slots, k_slots, state, factor)
-    return reference.step_reference(q, k, v, f, q_slots, k_slots, state, scale=factor)
+        return step_triton(**token, state=state, scale=factor)
+    return reference.step_reference(**token, state=state, scale=factor)
 
 
 @Checked
@@ -197,29 +202,32 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     return dims, backend, _scale(op, dims, scale)
 
 
-def _reference(q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, cu_seqlens, before, window, scale):
+def _reference(x: Inputs):
     """The eager chunkwise form, sequence by sequence where packed."""
-    q_slots, k_slots = (q, k) if q_slots is None else (q_slots, k_slots)
-    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    if slots_k is None:
+    q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
+    q_slots, k_slots = (q, k) if x.q_slots is None or x.k_slots is None else (x.q_slots, x.k_slots)
+    sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    if slots_k is None or slots_v is None:
         dims = {"N": sequences, "H": k.shape[2], "M": f.shape[3], "K": k.shape[3], "V": v.shape[3]}
         slots_k, slots_v = _zero_slots(dims, q)
     if start is None:
         start = torch.zeros(sequences, dtype=torch.int32, device=q.device)
-    if cu_seqlens is None:
+    options = {"window": x.window, "scale": x.scale}
+    if x.cu_seqlens is None:
         return reference.chunk_reference(
-            q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, window=window, scale=scale
-        )
+            q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, start=start,
+            **options,
+        )  # fmt: skip
     outputs = []
-    for n, (a, b) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
-        old, new = slice(a + n * before, b + (n + 1) * before), slice(a, b)
-        if a == b and not before:
-            outputs.append((v.new_zeros(1, 0, q.shape[2], v.shape[3]), slots_k[n : n + 1], slots_v[n : n + 1]))
+    for n, (a, b) in enumerate(zip(x.cu_seqlens.tolist(), x.cu_seqlens.tolist()[1:], strict=False)):
+        old, new, own = slice(a + n * x.before, b + (n + 1) * x.before), slice(a, b), slice(n, n + 1)
+        if a == b and not x.before:
+            outputs.append((v.new_zeros(1, 0, q.shape[2], v.shape[3]), slots_k[own], slots_v[own]))
             continue
         outputs.append(
             reference.chunk_reference(
-                q[:, new], k[:, old], v[:, old], f[:, old], q_slots[:, new], k_slots[:, old], slots_k[n : n + 1],
-                slots_v[n : n + 1], start[n : n + 1], window=window, scale=scale,
+                q=q[:, new], k=k[:, old], v=v[:, old], f=f[:, old], q_slots=q_slots[:, new], k_slots=k_slots[:, old],
+                slots_k=slots_k[own], slots_v=slots_v[own], start=start[own], **options,
             )
         )  # fmt: skip
     o, slots_k, slots_v = zip(*outputs, strict=True)

@@ -6,9 +6,12 @@ Tiles are transposed, `[token, query]`.
 import triton
 import triton.language as tl
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.heads import each_head_of_keys
+from tokenmix_nha.ops.slot_window.steps import Backward, Gates, SlotGradients, Softmax
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -139,4 +142,21 @@ def slot_window_backward_gates_kernel(
         ),
         splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, STRONG, HEADS, GROUP, HAS_START,
         PACKED,
+    )  # fmt: skip
+
+
+def gate_gradients(
+    launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
+) -> None:  # fmt: skip
+    """Fill df, of weak chunks or of `strong` ones."""
+    x, y, kept = b.x, b.y, b.kept
+    tile = tuning.tile(y.M, y.window, x.q.dtype)
+    each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1
+    launch(
+        slot_window_backward_gates_kernel, (y.key_chunks * y.rows, cdiv(y.H, each), cdiv(y.M, tile.BM)),
+        q_slots=x.q if x.q_slots is None else x.q_slots, k_slots=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f,
+        splits=kept.splits, row=gates.row, column=gates.column, end=kept.end, states_k=kept.states_k,
+        states_v=kept.states_v, **slots._asdict(), start=x.start, cu_seqlens=x.cu_seqlens, do=b.do, p=softmax.p,
+        dz=softmax.dz, x=softmax.x, df=b.grads.df, **y.of_keys, **y.portable, BM=tile.BM, STRONG=strong, HEADS=each,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

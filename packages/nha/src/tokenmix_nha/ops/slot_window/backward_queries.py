@@ -3,9 +3,12 @@
 import triton
 import triton.language as tl
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.heads import each_head_of_queries
+from tokenmix_nha.ops.slot_window.steps import Backward, Gates, Softmax
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -211,4 +214,21 @@ def slot_window_backward_queries_kernel(
         ),
         splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead, BT, STRONG, HEADS, GROUP,
         HAS_START, PACKED,
+    )  # fmt: skip
+
+
+def query_gradients(launch, b: Backward, gates: Gates, softmax: Softmax, *, strong: bool) -> None:
+    """Fill dq, dq_slots and what `softmax` says of the slots, of weak chunks or of `strong` ones."""
+    x, y, kept = b.x, b.y, b.kept
+    tile = tuning.tile(y.M, y.window, x.q.dtype)
+    chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP
+    each = tuning.strong_heads(chunks, heads) if strong else 1
+    launch(
+        slot_window_backward_queries_kernel, (chunks, cdiv(heads, each)),
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, row=gates.row,
+        column=gates.column, states_k=kept.states_k, states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
+        o=b.o, lse=kept.lse, do=b.do, dq=b.grads.dq, dq_slots=b.grads.dq_slots, **softmax._asdict(), scale=x.scale,
+        **y.of_queries, **y.portable, BM=tile.BM, BN=tile.BN, STRONG=strong, HEADS=each,
+        OWN_SLOT_KEYS=x.k_slots is not None, SHORT=y.window <= tuning.SHORT_WINDOW, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip

@@ -6,9 +6,12 @@ Tiles are transposed, `[token, query]`.
 import triton
 import triton.language as tl
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.heads import each_head_of_keys
+from tokenmix_nha.ops.slot_window.steps import Backward, Gates, SlotGradients, Softmax
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     from_later,
@@ -88,4 +91,20 @@ def slot_window_backward_values_kernel(
         ),
         splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, BT, STRONG, HEADS, GROUP, HAS_START,
         PACKED,
+    )  # fmt: skip
+
+
+def value_gradients(
+    launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
+) -> None:  # fmt: skip
+    """Fill dv, of weak chunks or of `strong` ones."""
+    x, y, kept = b.x, b.y, b.kept
+    tile = tuning.tile(y.M, y.window, x.q.dtype)
+    each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1
+    launch(
+        slot_window_backward_values_kernel, (y.key_chunks * y.rows, cdiv(y.H, each)),
+        q=x.q, k=x.k, f=x.f, splits=kept.splits, weight=gates.weight, column=gates.column, ds_v=slots.ds_v,
+        start=x.start, cu_seqlens=x.cu_seqlens, lse=kept.lse, do=b.do, p=softmax.p, dv=b.grads.dv, scale=x.scale,
+        **y.of_keys, **y.portable, BM=tile.BM, BN=tile.BN, STRONG=strong, HEADS=each, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip

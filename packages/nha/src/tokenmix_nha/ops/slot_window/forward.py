@@ -3,9 +3,12 @@
 import triton
 import triton.language as tl
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.heads import each_head_of_queries
+from tokenmix_nha.ops.slot_window.steps import Gates, Inputs, Kept, Layout, Results
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -143,4 +146,20 @@ def slot_window_forward_kernel(
         ),
         splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead, BT, STRONG, HEADS, GROUP,
         HAS_START, PACKED,
+    )  # fmt: skip
+
+
+def window_outputs(
+    launch, x: Inputs, y: Layout, gates: Gates, results: Results, kept: Kept, *, strong: bool
+) -> None:  # fmt: skip
+    """Fill o and the log-sum-exp, of weak chunks or of `strong` ones, which find their gates themselves."""
+    tile = tuning.tile(y.M, y.window, x.q.dtype)
+    chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP
+    each = tuning.strong_heads(chunks, heads) if strong else 1
+    launch(
+        slot_window_forward_kernel, (chunks, cdiv(heads, each)),
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, row=gates.row,
+        column=gates.column, states_k=kept.states_k, states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
+        o=results.o, lse=kept.lse, scale=x.scale, **y.of_queries, **y.portable, BM=y.BM, BN=tile.BN, STRONG=strong,
+        HEADS=each, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -18,7 +18,9 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
     total = torch.empty_like(lse)
     BT = 64
     grid = (cdiv(tokens, BT) * batch * heads,)
-    _zeros_kernel[grid](o, lse, total, math.log(slots), tokens, heads, V=V, BT=BT, num_warps=4)
+    _zeros_kernel[grid](
+        o=o, lse=lse, total=total, log_slots=math.log(slots), T=tokens, H=heads, V=V, BT=BT, num_warps=4
+    )
     return total
 
 

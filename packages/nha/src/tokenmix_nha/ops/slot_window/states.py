@@ -5,10 +5,27 @@ heads the sequence is cut into segments whose own sums and decays come first (`L
 at once.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_nha.ops.slot_window import tuning
+from tokenmix_nha.ops.slot_window.steps import (
+    Backward,
+    Gates,
+    Inputs,
+    Kept,
+    Layout,
+    Results,
+    SlotGradients,
+    Softmax,
+    empty,
+)
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -292,13 +309,87 @@ def slot_gradients_kernel(
         _store_slots(dinitial_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
 
-def carry(launch, outer_k, outer_v, local, slots: int, segments: int, *, backward: bool) -> None:
-    """Turn what segments leave, `_local` in autograd.py, into what they find."""
-    local_k, local_v, local_g = local
-    heads, M = local_g.shape[0] // segments, local_g.shape[1]
-    for outer, x in ((outer_k, local_k), (outer_v, local_v)):
+class Local(NamedTuple):
+    """What segments leave for the later ones: slots `[segments · N · H, K or V, M]` and log2 decays."""
+
+    local_k: Tensor | None
+    local_v: Tensor | None
+    local_g: Tensor | None
+
+
+def chunk_gates(launch, x: Inputs, y: Layout, kept: Kept, *, only_strong: bool = False) -> Gates:
+    """The gates of chunks, which fill `kept.end` and `.splits`, or of those alone that the latter tells are strong."""
+    shape = y.entries * y.rows, y.H, y.BT, y.M
+    gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))
+    heads = tuning.strong_heads(y.key_chunks * y.rows, y.H) if only_strong else 1
+    launch(
+        slot_gates_kernel, (y.key_chunks * y.rows, cdiv(y.H, heads)),
+        f=x.f, **gates._asdict(), end=kept.end, splits=kept.splits, cu_seqlens=x.cu_seqlens, **y.of_keys,
+        M=y.M, SLOTS=y.SLOTS, BM=y.BM, BT=y.BT, HEADS=heads, PACKED=y.PACKED, DOT=y.DOT, ONLY_STRONG=only_strong,
+        num_warps=4,
+    )  # fmt: skip
+    return gates
+
+
+def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, kept: Kept) -> None:
+    """Fill the slots before every chunk and at the end."""
+    walk = tuning.walk(y.N * y.H, y.entries, y.M, x.q.dtype)
+    launch_walk(
+        launch, slot_states_kernel, walk, x, y, outer=(x.slots_k, x.slots_v), backward=False,
+        k=x.k if x.k_slots is None else x.k_slots, v=x.v, weight=gates.weight, end=kept.end, initial_k=x.slots_k,
+        initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=kept.states_k, states_v=kept.states_v,
+        final_k=results.final_k, final_v=results.final_v,
+        BM=y.BM, BT=y.BT, ND=walk.ND, HAS_INITIAL=x.slots_k is not None, DOT=y.DOT, num_stages=walk.num_stages,
+    )  # fmt: skip
+
+
+def slot_gradients(launch, b: Backward, softmax: Softmax) -> SlotGradients:
+    """The gradients of the slots after every chunk, and, in `b.grads`, of the initial ones."""
+    x, y, kept = b.x, b.y, b.kept
+    slots = SlotGradients(torch.empty_like(kept.states_k), torch.empty_like(kept.states_v))
+    walk = tuning.walk(y.N * y.H, y.entries, y.M, x.q.dtype)
+    launch_walk(
+        launch, slot_gradients_kernel, walk, x, y, outer=(b.dfinal_k, b.dfinal_v), backward=True,
+        q=x.q if x.q_slots is None else x.q_slots, do=b.do, p=softmax.p, dz=softmax.dz, f=x.f, end=kept.end,
+        splits=kept.splits, dfinal_k=b.dfinal_k, dfinal_v=b.dfinal_v, cu_seqlens=x.cu_seqlens, **slots._asdict(),
+        dinitial_k=b.grads.dinitial_k, dinitial_v=b.grads.dinitial_v, lead=y.lead if b.initial else 0,
+        BM=y.BM, BT=y.BT, ND=walk.ND, GROUP=y.GROUP, DOT=y.DOT, num_stages=walk.num_stages,
+    )  # fmt: skip
+    return slots
+
+
+def launch_walk(
+    launch, kernel, walk: tuning.Walk, x: Inputs, y: Layout, *, outer: tuple[Tensor | None, Tensor | None],
+    backward: bool, **arguments,
+) -> None:  # fmt: skip
+    """Launch a walk along time; where sequences are cut, first for what each segment leaves, which is then carried.
+
+    `outer` is what a sequence's first segment finds, or its last one `backward`; `arguments` are the kernel's own.
+    """
+    local = _empty_local(walk, x, y)
+    for is_local in (True, False) if walk.segments > 1 else (False,):
         launch(
-            slot_carry_kernel, (heads, x.shape[1] // _CARRIED_ROWS), outer, x, local_g, heads, segments,
-            M=M, SLOTS=slots, D=x.shape[1], BD=_CARRIED_ROWS, HAS_OUTER=outer is not None, BACKWARD=backward,
-            num_warps=4,
+            kernel, (walk.segments * y.N * y.H, walk.ND),
+            **arguments, **local._asdict(), T=y.T, NH=y.N * y.H, H=y.H, before=y.before, window=y.window,
+            entries=y.entries, segments=walk.segments, M=y.M, SLOTS=y.SLOTS, K=y.K, V=y.V, PACKED=y.PACKED,
+            LOCAL=is_local, num_warps=walk.num_warps,
+        )  # fmt: skip
+        if is_local:
+            _carry(launch, walk, y, outer, local, backward)
+
+
+def _empty_local(walk: tuning.Walk, x: Inputs, y: Layout) -> Local:
+    if walk.segments == 1:
+        return Local(None, None, None)
+    heads, wide = walk.segments * y.N * y.H, torch.float32
+    return Local(*empty(x.q, (((heads, y.K, y.M), wide), ((heads, y.V, y.M), wide), ((heads, y.M), wide))))
+
+
+def _carry(launch, walk: tuning.Walk, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
+    """Turn what segments leave into what they find."""
+    for slots, of_segments, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
+        launch(
+            slot_carry_kernel, (y.N * y.H, D // _CARRIED_ROWS),
+            outer=slots, local=of_segments, local_g=local.local_g, NH=y.N * y.H, segments=walk.segments,
+            M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRIED_ROWS, HAS_OUTER=slots is not None, BACKWARD=backward, num_warps=4,
         )  # fmt: skip

@@ -113,33 +113,33 @@ def _step_op(
     scale: float, read_ring: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, where `read_ring`, the window."""
-    o, lse = _step_outputs(
-        q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, scale, read_ring
-    )
+    o, lse = _step_outputs(q, k, v)
     batch, window, heads, _ = ring_k.shape
     M = slots_k.shape[2]
     # kernels are launched on the current device, which need not be that of the tensors
     with torch.cuda.device_of(q):
         slot_window_step_kernel[(batch * heads,)](
-            q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
-            scale, window, heads, M=M, K=k.shape[2], V=v.shape[2], BN=32, GROUP=q.shape[1] // heads,
+            q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, ring_k=ring_k,
+            ring_v=ring_v, ring_f=ring_f, ring_k_slots=ring_k_slots, length=length, o=o, lse=lse, scale=scale,
+            window=window, H=heads, M=M, K=k.shape[2], V=v.shape[2], BN=32, GROUP=q.shape[1] // heads,
             OWN_SLOT_KEYS=k_slots is not None, HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
         )  # fmt: skip
     return o, lse
 
 
 @_step_op.register_fake
-def _step_outputs(
-    q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, scale, read_ring
-):
+def _step_outputs(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float) -> Tensor:
     """o `[B, HQ, V]`; updates `state`."""
-    tensors = (None if x is None else x.contiguous() for x in (q, k, v, f, q_slots, k_slots))
-    read_ring = 0 < state.window <= _RING_INSIDE
-    o, lse = _step_op(*tensors, *state, scale, read_ring)
+    token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    o, lse = _step_op(
+        **{name: None if x is None else x.contiguous() for name, x in token.items()},
+        slots_k=state.slots_k, slots_v=state.slots_v, ring_k=state.k, ring_v=state.v, ring_f=state.f,
+        ring_k_slots=state.k_slots, length=state.length, scale=scale, read_ring=0 < state.window <= _RING_INSIDE,
+    )  # fmt: skip
     state.length.add_(1)
     if state.window > _RING_INSIDE:
         # the order of the keys is no matter to the newest token: a full ring is a cache of as many

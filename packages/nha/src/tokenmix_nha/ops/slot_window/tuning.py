@@ -37,6 +37,8 @@ _SLOT_TILE = 64
 _MAX_SEGMENTS = 32
 # the widest window for which the forward kernel on Hopper, which takes 32 keys of it at a time, is the faster one
 HOPPER_WINDOW = 256
+# the widest window for which δ is summed up from probabilities and not from o, whose rounding would not cancel
+SHORT_WINDOW = 64
 
 
 def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool, group: int) -> int:

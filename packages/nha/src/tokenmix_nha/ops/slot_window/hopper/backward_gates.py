@@ -19,6 +19,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store_gates,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window.steps import Backward, SlotGradients, Softmax
 
 
 @cached_launch
@@ -125,3 +126,15 @@ def hopper_backward_gates_kernel(
     rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
     store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
+
+
+def hopper_gate_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
+    """Fill df where chunks are weak."""
+    x, y, kept = b.x, b.y, b.kept
+    launch(
+        hopper_backward_gates_kernel, (y.key_chunks * y.rows * y.H,),
+        q=x.q if x.q_slots is None else x.q_slots, k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f,
+        splits=kept.splits, end=kept.end, states_k=kept.states_k, states_v=kept.states_v, **slots._asdict(),
+        start=x.start, cu_seqlens=x.cu_seqlens, do=b.do, p=softmax.p, dz=softmax.dz, x=softmax.x, df=b.grads.df,
+        **y.of_keys, **y.tile, GROUP=y.GROUP, num_warps=4,
+    )  # fmt: skip

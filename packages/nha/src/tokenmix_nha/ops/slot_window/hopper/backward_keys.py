@@ -19,6 +19,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     sums_of_rows,
 )
 from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
+from tokenmix_nha.ops.slot_window.steps import Backward, SlotGradients, Softmax
 
 
 @cached_launch
@@ -175,3 +176,15 @@ def hopper_backward_keys_kernel(
     store(s_do, dv + begin_k * V, first, 0, keys, H * V)
     store(s_q, dk + begin_k * K, first, 0, keys, H * K)
     async_copy.wait_group(0)
+
+
+def hopper_key_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
+    """Fill dk, dk_slots and dv where chunks are weak."""
+    x, y, kept = b.x, b.y, b.kept
+    launch(
+        hopper_backward_keys_kernel, (y.key_chunks * y.rows * y.H,),
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, splits=kept.splits, end=kept.end, **slots._asdict(),
+        start=x.start, cu_seqlens=x.cu_seqlens, lse=kept.lse, delta=softmax.delta, do=b.do, p=softmax.p, dz=softmax.dz,
+        dk=b.grads.dk, dk_slots=b.grads.dk_slots, dv=b.grads.dv, scale=x.scale, **y.of_keys, **y.tile, GROUP=y.GROUP,
+        OWN_SLOT_KEYS=x.k_slots is not None, num_warps=4,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret, row_layout
+from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
     enter_weight,
@@ -18,6 +19,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window.steps import Backward, Softmax
 
 
 @gluon.jit
@@ -272,3 +274,15 @@ def hopper_backward_queries_kernel(
     barrier()
     store(s_q, dq + begin_q * K, o_q, 0, length, HQ * K)
     async_copy.wait_group(0)
+
+
+def hopper_query_gradients(launch, b: Backward, softmax: Softmax) -> None:
+    """Fill dq, dq_slots and what `softmax` says of the slots, where chunks are weak."""
+    x, y, kept = b.x, b.y, b.kept
+    launch(
+        hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.H * y.GROUP,),
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, states_k=kept.states_k,
+        states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=b.o, lse=kept.lse, do=b.do, dq=b.grads.dq,
+        dq_slots=b.grads.dq_slots, **softmax._asdict(), scale=x.scale, **y.of_queries, **y.tile, GROUP=y.GROUP,
+        OWN_SLOT_KEYS=x.k_slots is not None, SHORT=y.window <= tuning.SHORT_WINDOW, num_warps=4,
+    )  # fmt: skip

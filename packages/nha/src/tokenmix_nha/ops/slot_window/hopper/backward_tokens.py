@@ -23,6 +23,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     sums_of_rows,
 )
 from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
+from tokenmix_nha.ops.slot_window.steps import Backward, SlotGradients, Softmax
 
 
 @cached_launch
@@ -152,3 +153,14 @@ def hopper_backward_tokens_kernel(
     store(s_do, dv + begin_k * V, first, 0, keys, H * V)
     store(s_q, dk + begin_k * K, first, 0, keys, H * K)
     async_copy.wait_group(0)
+
+
+def hopper_token_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
+    """Fill dk, dv and df where chunks are weak, for slots with the window's keys and one query head each."""
+    x, y, kept = b.x, b.y, b.kept
+    launch(
+        hopper_backward_tokens_kernel, (y.key_chunks * y.rows * y.H,),
+        q=x.q, k=x.k, v=x.v, f=x.f, splits=kept.splits, end=kept.end, states_k=kept.states_k, states_v=kept.states_v,
+        **slots._asdict(), start=x.start, cu_seqlens=x.cu_seqlens, lse=kept.lse, do=b.do, **softmax._asdict(),
+        dk=b.grads.dk, dv=b.grads.dv, df=b.grads.df, scale=x.scale, **y.of_keys, **y.tile, num_warps=4,
+    )  # fmt: skip

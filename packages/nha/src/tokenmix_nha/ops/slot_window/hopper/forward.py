@@ -21,6 +21,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window.steps import Inputs, Kept, Layout, Results
 
 
 @gluon.jit
@@ -181,15 +182,11 @@ def hopper_window_forward_kernel(
     store(s_v, o + begin_q * V, o_q, 0, length, HQ * V)
 
 
-def hopper_window_forward(
-    launch, q, k, v, f, q_slots, k_slots, start, cu_seqlens, out, before, window, scale, y
-) -> None:  # fmt: skip
-    """Fill o and the log-sum-exp of `out` where chunks are weak, from its slots and splits."""
-    o, _, _, lse, _, splits, states_k, states_v = out
+def hopper_window_outputs(launch, x: Inputs, y: Layout, results: Results, kept: Kept) -> None:
+    """Fill o and the log-sum-exp where chunks are weak."""
     launch(
-        hopper_window_forward_kernel, (y.query_chunks * y.rows, q.shape[2]),
-        q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
-        scale, q.shape[1], y.sequences, y.heads, before, window, y.query_chunks, y.entries, y.extra, y.lead,
-        y.constants["M"], f.shape[3], k.shape[3], v.shape[3], y.constants["GROUP"], start is not None,
-        cu_seqlens is not None, k_slots is not None, num_warps=4,
+        hopper_window_forward_kernel, (y.query_chunks * y.rows, y.H * y.GROUP),
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, states_k=kept.states_k,
+        states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=results.o, lse=kept.lse, scale=x.scale,
+        **y.of_queries, **y.tile, GROUP=y.GROUP, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=4,
     )  # fmt: skip

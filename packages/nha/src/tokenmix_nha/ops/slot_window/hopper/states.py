@@ -15,8 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, async_load, await_copies, barrier, row_layout
+from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import enter_weight, first_entry
-from tokenmix_nha.ops.slot_window.states import carry
+from tokenmix_nha.ops.slot_window.states import launch_walk
+from tokenmix_nha.ops.slot_window.steps import Inputs, Kept, Layout, Results
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
@@ -225,19 +227,12 @@ def hopper_slot_states_kernel(
         gl.store(final_v + slot_v, b_sv, mask=o_vm < SLOTS)
 
 
-def hopper_slot_states(
-    launch, k, v, f, slots_k, slots_v, cu_seqlens, local, out, T, before, window, walk, y
-) -> None:  # fmt: skip
-    """Fill the slots, decays and splits of `out`; `local` is what segments leave for the later ones."""
-    _, final_k, final_v, _, end, splits, states_k, states_v = out
-    heads = y.sequences * y.heads
-    for is_local in (True, False) if walk.segments > 1 else (False,):
-        launch(
-            hopper_slot_states_kernel, (walk.segments * heads,),
-            k, v, f, end, splits, slots_k, slots_v, cu_seqlens, *local, states_k, states_v, final_k, final_v,
-            T, heads, y.heads, before, window, y.entries, walk.segments,
-            y.constants["M"], f.shape[3], k.shape[3], v.shape[3], walk.num_stages, slots_k is not None,
-            cu_seqlens is not None, is_local, num_warps=walk.num_warps,
-        )  # fmt: skip
-        if is_local:
-            carry(launch, slots_k, slots_v, local, f.shape[3], walk.segments, backward=False)
+def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, kept: Kept) -> None:
+    """Fill the slots before every chunk and at the end, and the decays and splits of chunks."""
+    walk = tuning.hopper_walk(y.N * y.H, y.entries)
+    launch_walk(
+        launch, hopper_slot_states_kernel, walk, x, y, outer=(x.slots_k, x.slots_v), backward=False,
+        k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f, end=kept.end, splits=kept.splits, initial_k=x.slots_k,
+        initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=kept.states_k, states_v=kept.states_v,
+        final_k=results.final_k, final_v=results.final_v, STAGES=walk.num_stages, HAS_INITIAL=x.slots_k is not None,
+    )  # fmt: skip
