@@ -1,17 +1,21 @@
-"""The short convolution: reference against torch's, kernels against float64; in the interpreter without a GPU."""
+"""The short convolution's contract, and what layouts, dtypes and several inputs at once add."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps
-from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients
+from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.testing.agreement import gradients_through, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 
-PACKED = [0, 0, 3, 36, 36, 38]
+PACKED = [0, 0, 3, 36, 36, 37]
 
 
 def inputs(B=2, T=38, D=6, W=4, N=None, bias=True, dtype=torch.float64, device="cpu", seed=0):
@@ -23,64 +27,90 @@ def inputs(B=2, T=38, D=6, W=4, N=None, bias=True, dtype=torch.float64, device="
     return {name: torch.randn(s, generator=generator, device=device).to(dtype) for name, s in shapes.items()}
 
 
-def borders(values=PACKED, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def z(*shape: int, dtype=torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("W", [2, 3, 4, 8])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_reference_is_torchs_grouped_convolution(W, activation):
-    x = inputs(W=W)
-    o, final_state = short_conv(**x, activation=activation)
-    padded = torch.nn.functional.pad(x["x"].mT, (W - 1, 0))
-    expected = torch.nn.functional.conv1d(padded, x["weight"][:, None], x["bias"], groups=6).mT
-    torch.testing.assert_close(o, torch.nn.functional.silu(expected) if activation else expected)
-    torch.testing.assert_close(final_state, padded[..., -(W - 1) :])
+class TestShortConv(OpContract):
+    covers = (short_conv, short_conv_step, short_conv_steps)
+    forms: ClassVar = {"whole": short_conv}
+    tokens = ("x",)
+    state = ("initial_state", "final_state")
+    shared = ("weight", "bias")
+    step = (short_conv_step, dict(N=2, activation="silu"))
+    malformed_steps: ClassVar = {
+        "a state whose channels lie apart": ({"state": z(2, 3, 6).mT}, "state must be contiguous"),
+        "a state of another dtype": ({"state": z(2, 6, 3, dtype=torch.float16)}, "dtype, got x float32, state float16"),
+        "a list": ({"x": [1.0]}, "x must be a tensor of shape .*, got list"),
+    }
+    cases: ClassVar = {
+        "width two": dict(T=9, W=2, N=2),
+        "SiLU": dict(T=9, N=2, activation="silu"),
+        "no bias, no state": dict(T=9, bias=False),
+        "width eight": dict(T=9, W=8, activation="silu"),
+    }
+    lengths = (1, 2, 3, 4, 5)
+    kernels: ClassVar = {
+        "ragged, with states": KernelCase(dict(N=2, activation="silu")),
+        "shorter than the width": KernelCase(dict(T=2, N=2, W=8, activation="silu")),
+        "no bias, no activation, no state": KernelCase(dict(bias=False)),
+        "packed": KernelCase(dict(N=5, activation="silu", borders=PACKED)),
+        "packed, width two": KernelCase(dict(W=2, activation="silu", borders=PACKED)),
+        "many channels": KernelCase(dict(T=3, D=130, activation="silu")),
+    }
+    pieces: ClassVar = dict(activation="silu")
+    packed: ClassVar = dict(N=5, activation="silu", borders=PACKED)
+    neighbours: ClassVar = dict(B=3, N=3, T=5)
+    traced: ClassVar = dict(N=2, activation="silu")
+    replayed: ClassVar = dict(T=5, N=2, activation="silu")
+    valid: ClassVar = dict(T=5)
+    malformed: ClassVar = {
+        "a missing axis": ({"x": z(5, 6)}, r"x must have shape \[.*got \[5, 6\]"),
+        "a list": ({"x": [1.0]}, "x must be a tensor of shape .*, got list"),
+        "other channels": ({"weight": z(3, 4)}, r"weight must have shape \[.*got \[3, 4\]"),
+        "no weight": ({"weight": None}, "weight must be a tensor .* got None"),
+        "a bias per tap": ({"bias": z(4)}, r"bias must have shape \[.*got \[4\]"),
+        "width one": ({"weight": z(6, 1)}, r"width W from 2 to 8, got \[6, 1\]"),
+        "width nine": ({"weight": z(6, 9)}, r"width W from 2 to 8, got \[6, 9\]"),
+        "an unknown activation": ({"activation": "gelu"}, "activation must be None or 'silu', got 'gelu'"),
+        "a state of another width": ({"initial_state": z(2, 6, 4)}, r"initial_state must have .*got \[2, 6, 4\]"),
+        "a state of another dtype": ({"initial_state": z(2, 6, 3, dtype=torch.float16)}, "share one dtype"),
+        "integers": ({"x": z(2, 5, 6, dtype=torch.long)}, "x must be .*got int64"),
+        "no tokens": ({"x": z(2, 0, 6)}, "at least one token"),
+        "packed rows": ({"cu_seqlens": torch.tensor([0, 5])}, "B = 1"),
+        "borders in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "borders apart": ({"cu_seqlens": torch.tensor([0, 3, 5])[::2]}, "contiguous, got stride 2"),
+        "an unknown implementation": ({"impl": "cuda"}, "impl must be"),
+    }
 
+    def make(self, dtype=torch.float64, device="cpu", seed=0, activation=None, borders=None, **sizes) -> Call:
+        options = {"activation": activation}
+        if borders is not None:
+            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": borders[-1]}
+        return Call(inputs(**sizes, dtype=dtype, device=device, seed=seed), options)
 
-def test_reference_gradients_are_those_of_finite_differences():
-    leaves = [value.requires_grad_() for value in inputs(B=1, T=4, D=2, W=3, N=1).values()]
-    assert torch.autograd.gradcheck(lambda x, w, b, s: short_conv(x, w, b, activation="silu", initial_state=s), leaves)
+    def definition(self, x, weight, bias=None, initial_state=None, *, activation):
+        W, last, outputs = weight.shape[1], initial_state, []
+        last = x.new_zeros(len(x), x.shape[2], W - 1) if last is None else last
+        for t in range(x.shape[1]):
+            last = torch.cat((last, x[:, t, :, None]), 2)
+            o = (weight * last).sum(2) + (0 if bias is None else bias)
+            outputs.append(o * o.sigmoid() if activation else o)
+            last = last[..., 1:]
+        return ScanOutput(torch.stack(outputs, 1), last)
 
+    def operators(self, device):
+        from tokenmix_core.ops.convolution import autograd
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_packed_documents_never_mix(impl, device):
-    x = inputs(B=1, N=5, dtype=torch.float32, device=device)
-    o, final_state = short_conv(**x, activation="silu", cu_seqlens=borders(device=device), impl=impl)
-    for n in range(5):
-        begin, end = PACKED[n : n + 2]
-        state = x["initial_state"][n : n + 1]
-        if begin == end:
-            torch.testing.assert_close(final_state[n], state[0])
-            continue
-        alone = x | {"x": x["x"][:, begin:end], "initial_state": state}
-        expected = short_conv(**alone, activation="silu", impl="reference")
-        torch.testing.assert_close(o[:, begin:end], expected.o)
-        torch.testing.assert_close(final_state[n], expected.final_state[0])
-
-
-@pytest.mark.parametrize("split", [1, 2, 20])
-def test_a_sequence_in_two_pieces_equals_the_whole(split):
-    x = inputs()
-    whole = short_conv(**x)
-    first = short_conv(**x | {"x": x["x"][:, :split]})
-    rest = short_conv(**x | {"x": x["x"][:, split:]}, initial_state=first.final_state)
-    torch.testing.assert_close(torch.cat([first.o, rest.o], 1), whole.o)
-    torch.testing.assert_close(rest.final_state, whole.final_state)
-
-
-@pytest.mark.parametrize("W", [2, 4, 8])
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_steps_equal_the_whole_and_update_the_state_in_place(impl, W, device):
-    x = inputs(T=10, W=W, N=2, dtype=torch.float32, device=device)
-    whole = short_conv(**x, activation="silu", impl="reference")
-    state = x["initial_state"].clone()
-    address = state.data_ptr()
-    for t in range(10):
-        o = short_conv_step(x["x"][:, t], x["weight"], x["bias"], state, activation="silu", impl=impl)
-        torch.testing.assert_close(o, whole.o[:, t])
-    assert state.data_ptr() == address
-    torch.testing.assert_close(state, whole.final_state)
+        x = inputs(T=3, N=2, dtype=torch.float32, device=device)
+        leaves = [value.requires_grad_() for value in x.values()]
+        yield autograd.short_conv_forward_op, (*leaves[:3], "silu", leaves[3], None)
+        x, weight, bias, state = (value.detach() for value in leaves)
+        yield autograd.short_conv_backward_op, (x, weight, bias, "silu", state, None, torch.ones_like(x), None)
+        yield autograd.short_conv_step_op, (x[:, 0], weight, bias, state, None)
+        several = (y for x in (x[:, 0], weight, state) for y in (x, x.clone(), None))
+        yield autograd.short_conv_steps_op, (*several, "silu"), "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -109,28 +139,6 @@ def test_steps_of_several_inputs_refuse_what_differs(device):
     weights, states = ([y[name] for y in (x, other)] for name in ("weight", "initial_state"))
     with pytest.raises(ValueError, match="one B, W, dtype and device"):
         short_conv_steps(token, weights, states)
-
-
-KERNEL_CASES = {
-    "ragged, with states": (dict(N=2), {"activation": "silu"}),
-    "shorter than the width": (dict(T=2, N=2, W=8), {"activation": "silu"}),
-    "no bias, no activation, no state": (dict(bias=False), {}),
-    "packed": (dict(B=1, N=5), {"activation": "silu", "cu_seqlens": PACKED}),
-    "packed, width two": (dict(B=1, W=2), {"activation": "silu", "cu_seqlens": PACKED}),
-    "many channels": (dict(T=3, D=130), {"activation": "silu"}),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("case", KERNEL_CASES)
-def test_kernels_agree_with_the_reference(case, dtype, device):
-    shape, options = KERNEL_CASES[case]
-    if "cu_seqlens" in options:
-        options = options | {"cu_seqlens": borders(device=device)}
-    conv = partial(short_conv, **options)
-    assert_agrees(
-        partial(conv, impl="triton"), partial(conv, impl="reference"), inputs(**shape, dtype=dtype, device=device)
-    )
 
 
 def test_weights_may_be_kept_in_float32(device):
@@ -177,56 +185,3 @@ def test_gradients_flow_through_either_result_alone(used, device):
     got, expected = (gradients_through(partial(short_conv, impl=impl), x, used) for impl in ("triton", "reference"))
     for name in x:
         assert relative_error(got[name], expected[name]) < 1e-5, name
-
-
-def test_custom_ops_pass_torchs_own_checks(device):
-    from tokenmix_core.ops.convolution.autograd import (
-        short_conv_backward_op,
-        short_conv_forward_op,
-        short_conv_step_op,
-        short_conv_steps_op,
-    )
-
-    x = inputs(T=3, N=2, dtype=torch.float32, device=device)
-    leaves = [value.requires_grad_() for value in x.values()]
-    torch.library.opcheck(short_conv_forward_op, (*leaves[:3], "silu", leaves[3], None))
-    x, weight, bias, state = (value.detach() for value in leaves)
-    torch.library.opcheck(short_conv_backward_op, (x, weight, bias, "silu", state, None, torch.ones_like(x), None))
-    torch.library.opcheck(short_conv_step_op, (x[:, 0], weight, bias, state, None))
-    several = ((x, x.clone(), None) for x in (x[:, 0], weight, state))
-    arguments = (*(x for tensors in several for x in tensors), "silu")
-    torch.library.opcheck(short_conv_steps_op, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_compiles_into_one_graph(device):
-    x = inputs(T=3, N=2, dtype=torch.float32, device=device)
-    conv = partial(short_conv, activation="silu", impl="triton")
-    got, upstream = values_and_gradients(torch.compile(conv, fullgraph=True, backend="aot_eager"), x)
-    expected, _ = values_and_gradients(conv, x, upstream)
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name])
-
-
-MALFORMED = {
-    "a missing axis": (lambda x: x | {"x": x["x"][0]}, "x must have shape"),
-    "other channels": (lambda x: x | {"weight": x["weight"][:3]}, "weight must have shape"),
-    "a bias per tap": (lambda x: x | {"bias": torch.zeros(4)}, "bias must have shape"),
-    "width one": (lambda x: x | {"weight": torch.zeros(6, 1)}, "from 2 to 8"),
-    "width nine": (lambda x: x | {"weight": torch.zeros(6, 9)}, "from 2 to 8"),
-    "an unknown activation": (lambda x: x | {"activation": "relu"}, "activation must be"),
-    "a state of another width": (lambda x: x | {"initial_state": torch.zeros(2, 6, 4)}, "initial_state must have"),
-    "a state of another dtype": (lambda x: x | {"initial_state": torch.zeros(2, 6, 3).half()}, "share one dtype"),
-    "integers": (lambda x: x | {"x": x["x"].long()}, "x must be"),
-    "no weight": (lambda x: x | {"weight": None}, "weight must be a tensor .* got None"),
-    "no tokens": (lambda x: x | {"x": x["x"][:, :0]}, "at least one token"),
-    "packed rows": (lambda x: x | {"cu_seqlens": torch.tensor([0, 38])}, "B = 1"),
-    "borders apart": (lambda x: x | {"cu_seqlens": torch.tensor([0, 9, 38, 38])[::2]}, "contiguous, got stride 2"),
-    "an unknown implementation": (lambda x: x | {"impl": "cuda"}, "impl must be"),
-}
-
-
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_calls_say_what_was_got_and_expected(case):
-    change, message = MALFORMED[case]
-    with pytest.raises(ValueError, match=message):
-        short_conv(**change(inputs(dtype=torch.float32)))

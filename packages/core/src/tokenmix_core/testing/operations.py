@@ -1,0 +1,382 @@
+"""The contract of every operation, as tests to inherit."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenmix_core.launch import recording
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.launches import no_launches, replays
+from tokenmix_core.testing.tracing import CountedGraphs
+
+# of a kernel on a GPU; the interpreter has no bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+DTYPES = {"float32": torch.float32, "half": HALF}
+# by the attribute that describes it, the test of each property
+PROPERTIES = {
+    "cases": "test_the_reference_is_the_definition",
+    "lengths": "test_ragged_lengths_give_what_the_definition_gives",
+    "kernels": "test_kernels_err_at_most_twice_as_much_as_the_reference",
+    "pieces": "test_pieces_equal_the_whole",
+    "step": "test_steps_equal_the_whole_and_write_to_the_state_they_are_given",
+    "malformed_steps": "test_malformed_steps_are_refused_before_a_launch",
+    "packed": "test_packed_documents_equal_each_alone",
+    "neighbours": "test_a_row_does_not_depend_on_its_neighbours",
+    "operators": "test_operators_pass_torchs_own_checks",
+    "traced": "test_one_graph_serves_all_lengths",
+    "replayed": "test_replayed_calls_give_what_calls_give",
+    "malformed": "test_malformed_calls_are_refused_before_a_launch",
+}
+
+Sizes = Mapping[str, Any]
+Malformed = Mapping[str, tuple[Mapping[str, Any] | Callable[[dict], dict], str]]
+
+
+class Call(NamedTuple):
+    """Arguments of a call by name.
+
+    Attributes:
+        tensors: those that have gradients.
+        options: the others.
+    """
+
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+
+
+class KernelCase(NamedTuple):
+    """Sizes of a call that takes a way of its own through the kernels.
+
+    Attributes:
+        sizes: as `make` takes them.
+        form: of which form of execution the kernels are; the first one's by default.
+        patch: what chooses this way, such as tiles of other sizes.
+        dtypes: by name, those that the case is run in; the contract's by default.
+    """
+
+    sizes: Sizes
+    form: str | None = None
+    patch: Callable[[pytest.MonkeyPatch], Any] | None = None
+    dtypes: tuple[str, ...] | None = None
+
+
+class OpContract:
+    """Inherit it as `TestX(OpContract)`, and describe the operation: each property, or why it has it not.
+
+    A property is described by an attribute, and the attributes that are not set are named in `absent`.
+
+    Attributes:
+        covers: the public functions that are described.
+        absent: by attribute, why there is no such property.
+        forms: by name, functions of one mathematics: of all arguments by name and `impl`, `results` of what they return
+            being tensors by name.
+        differentiable: whether results have gradients.
+        eager: implementations on any device that answer to the definition in float64.
+        tokens: arguments with tokens along their second axis.
+        past: those of them of which a piece needs all that came before.
+        state: the argument that a state enters by, and the result that it leaves by.
+        shared: arguments that belong to no row.
+        dtypes: names of those that kernels are run in.
+        cases: by name, sizes of calls that the definition is asked for.
+        lengths: T where pieces of the computation begin and end.
+        kernels: by name, what the kernels are run on.
+        factor: how many times the eager reference's error theirs may be.
+        pieces: sizes of a call that is made in pieces.
+        step: the function of one token, which writes to its argument `state`, and sizes of a call that it repeats.
+        malformed_steps: as `malformed`, of the step.
+        packed: sizes of a packed call.
+        neighbours: sizes of a call of three rows.
+        traced: sizes of a call that is compiled for several lengths.
+        traced_lengths: these lengths.
+        replayed: sizes of a call that is recorded.
+        operators: a method of the device that yields torch's custom ops, each with arguments and, where not all apply,
+            the names of the checks.
+        malformed: by name, arguments that are changed, or a function that changes them, and words of what is said then.
+            The call that they change has the sizes `valid`.
+    """
+
+    covers: ClassVar[tuple[Callable, ...]] = ()
+    absent: ClassVar[Mapping[str, str]] = {}
+    forms: ClassVar[Mapping[str, Callable]] = {}
+    differentiable: ClassVar[bool] = True
+    eager: ClassVar[tuple[str | None, ...]] = ("reference",)
+    tokens: ClassVar[tuple[str, ...]] = ()
+    past: ClassVar[tuple[str, ...]] = ()
+    state: ClassVar[Any] = None
+    shared: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "half")
+    cases: ClassVar[Mapping[str, Sizes]] = {}
+    lengths: ClassVar[Sequence[int]] = ()
+    kernels: ClassVar[Mapping[str, KernelCase]] = {}
+    factor: ClassVar[float] = 2.0
+    pieces: ClassVar[Sizes] = {}
+    step: ClassVar[Any] = None
+    malformed_steps: ClassVar[Malformed] = {}
+    packed: ClassVar[Sizes] = {}
+    neighbours: ClassVar[Sizes] = {}
+    traced: ClassVar[Sizes] = {}
+    traced_lengths: ClassVar[tuple[int, int]] = (3, 5)
+    replayed: ClassVar[Sizes] = {}
+    valid: ClassVar[Sizes] = {}
+    malformed: ClassVar[Malformed] = {}
+    operators: ClassVar[Any] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, test in PROPERTIES.items():
+            if bool(getattr(cls, name)) == (name in cls.absent):
+                raise TypeError(f"{cls.__name__}: {name} must be described, or be named in absent with a reason")
+            if name in cls.absent:
+                # nothing to collect
+                setattr(cls, test, None)
+
+    # ---- the description ----
+
+    def make(self, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0, **sizes: Any) -> Call:
+        """Random arguments; `sizes` are the description's own, T among them."""
+        raise NotImplementedError
+
+    def definition(self, **arguments: Any) -> Any:
+        """What a form returns, by the equations alone, token by token."""
+        raise NotImplementedError
+
+    @staticmethod
+    def results(output: Any) -> dict[str, Tensor]:
+        """A form's results by name, finite."""
+        if isinstance(output, Tensor):
+            return {"y": output}
+        return {name: x for name, x in output._asdict().items() if x is not None}
+
+    def piece(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The arguments of a call for tokens from start to stop."""
+        begins = {name: 0 if name in self.past else start for name in self.tokens}
+        return {name: x[:, begins[name] : stop] if name in begins else x for name, x in arguments.items()}
+
+    def document(self, arguments: dict[str, Any], n: int, start: int, stop: int) -> dict[str, Any]:
+        """The arguments of a call for the packed document n alone."""
+        alone = {name: x[:, start:stop] if name in self.tokens else x for name, x in arguments.items()}
+        del alone["cu_seqlens"]
+        if self.state is not None and self.state[0] in alone:
+            alone[self.state[0]] = alone[self.state[0]][n : n + 1]
+        return alone
+
+    def assert_kernels_agree(self, kernels: Callable, reference: Callable, call: Call) -> None:
+        """Assert that kernels err at most `factor` times as much as the eager reference in the same dtype."""
+        if self.differentiable:
+            assert_agrees(kernels, reference, call.tensors, factor=self.factor)
+            return
+        for name, x in kernels(**call.tensors)._asdict().items():
+            assert torch.equal(x, reference(**call.tensors)._asdict()[name]), name
+
+    # ---- the tests ----
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Parametrize by forms, and by what the description names."""
+        by_name = {
+            "form": [*self.forms],
+            "impl": ["reference", "triton"] if self.kernels else [*self.eager],
+            "eager_impl": [*self.eager],
+            "case": [*self.cases],
+            "length": [*self.lengths],
+            "bad": [*self.malformed],
+            "bad_step": [*self.malformed_steps],
+            "kernel": [(name, dtype) for name, case in self.kernels.items() for dtype in case.dtypes or self.dtypes],
+        }
+        for name, values in by_name.items():
+            if name in metafunc.fixturenames:
+                ids = ["-".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in values]
+                metafunc.parametrize(name, values, ids=ids)
+
+    def _function(self, form: str, options: Mapping[str, Any], impl: str | None) -> Callable:
+        """A form as a function of tensors that returns what `values_and_gradients` takes."""
+        return lambda **tensors: Results(self.results(self.forms[form](**tensors, **options, impl=impl)))
+
+    def _found(self, function: Callable, tensors: Mapping[str, Tensor], upstream: Any = None) -> tuple[dict, Any]:
+        """Values, with gradients where there are any, and the upstream gradients."""
+        if self.differentiable:
+            return values_and_gradients(function, tensors, upstream)
+        return function(**tensors)._asdict(), None
+
+    def _assert_equal(self, got: Callable, wanted: Callable, tensors: Mapping[str, Tensor]) -> None:
+        """Assert that two functions are one in float64, in value and gradient."""
+        exact, upstream = self._found(wanted, tensors)
+        found, _ = self._found(got, tensors, upstream)
+        assert found.keys() == exact.keys()
+        for name, x in exact.items():
+            assert relative_error(found[name], x) < 1e-10, name
+
+    def _assert_defined(self, form: str, impl: str | None, sizes: Sizes) -> None:
+        tensors, options = self.make(**sizes)
+        defined = lambda **x: Results(self.results(self.definition(**x, **options)))  # noqa: E731
+        self._assert_equal(self._function(form, options, impl), defined, tensors)
+
+    def test_the_reference_is_the_definition(self, form, eager_impl, case):
+        self._assert_defined(form, eager_impl, self.cases[case])
+
+    def test_ragged_lengths_give_what_the_definition_gives(self, form, eager_impl, length):
+        self._assert_defined(form, eager_impl, {"T": length})
+
+    def test_kernels_err_at_most_twice_as_much_as_the_reference(self, kernel, device, monkeypatch):
+        case, dtype = self.kernels[kernel[0]], DTYPES[kernel[1]]
+        form = case.form or next(iter(self.forms))
+        if case.patch is not None:
+            case.patch(monkeypatch)
+        call = self.make(dtype, device, **case.sizes)
+        kernels, reference = (self._function(form, call.options, impl) for impl in ("triton", "reference"))
+        self.assert_kernels_agree(kernels, reference, call)
+
+    def test_pieces_equal_the_whole(self, form, eager_impl):
+        tensors, options = self.make(**self.pieces)
+        T = max(x.shape[1] for name, x in (tensors | options).items() if name in self.tokens)
+
+        def by_pieces(**given):
+            outputs, state = [], {}
+            for start, stop in pairwise((0, 1, T // 2, T)):
+                part = self.piece(given | options, start, stop) | state
+                outputs.append(self.forms[form](**part, impl=eager_impl))
+                if self.state is not None:
+                    state = {self.state[0]: getattr(outputs[-1], self.state[1])}
+            return self._joined(outputs)
+
+        self._assert_equal(by_pieces, self._function(form, options, eager_impl), tensors)
+
+    def test_packed_documents_equal_each_alone(self, form, eager_impl):
+        tensors, options = self.make(**self.packed)
+        borders = options["cu_seqlens"].tolist()
+        lengths = [stop - start for start, stop in pairwise(borders)]
+        assert 0 in lengths
+        assert 1 in lengths
+
+        def apart(**given):
+            outputs, states = [], []
+            for n, (start, stop) in enumerate(pairwise(borders)):
+                alone = self.document(given | options, n, start, stop)
+                if start < stop:
+                    outputs.append(self.forms[form](**alone, impl=eager_impl))
+                if self.state is not None:
+                    # an empty document leaves the state that it was given
+                    states.append(getattr(outputs[-1], self.state[1]) if start < stop else alone[self.state[0]])
+            joined = self._joined(outputs)._asdict()
+            return Results(joined | ({self.state[1]: torch.cat(states)} if self.state else {}))
+
+        self._assert_equal(self._function(form, options, eager_impl), apart, tensors)
+
+    def _joined(self, outputs: Sequence[Any]) -> Results:
+        """The results of parts of the tokens as those of all."""
+        parts = [self.results(x) for x in outputs]
+        ends = () if self.state is None else (self.state[1],)
+        return Results({n: x if n in ends else torch.cat([p[n] for p in parts], 1) for n, x in parts[-1].items()})
+
+    def test_a_row_does_not_depend_on_its_neighbours(self, form, impl, device):
+        tensors, options = self.make(torch.float32, device, **self.neighbours)
+        beside = {n: x if n in self.shared else x.clone() for n, x in tensors.items()}
+        for name, x in beside.items():
+            if name not in self.shared:
+                assert len(x) == 3
+                x[::2] = torch.nan
+        function = self._function(form, options, impl)
+        wanted, upstream = self._found(function, tensors)
+        got, _ = self._found(function, beside, upstream)
+        for name, x in wanted.items():
+            if name.removeprefix("d") not in self.shared:
+                assert torch.equal(got[name][1], x[1]), name
+
+    def test_operators_pass_torchs_own_checks(self, device, monkeypatch):
+        # torch would fill what nobody writes, in some calls and not in others
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        for op, arguments, *tests in self.operators(device):
+            torch.library.opcheck(op, arguments, test_utils=tests or "ALL_UTILS")
+
+    def test_one_graph_serves_all_lengths(self, form, device):
+        torch.compiler.reset()
+        graphs, function, results = CountedGraphs(numbers=True), self.forms[form], self.results
+        impl = "triton" if self.kernels else self.eager[0]
+        compiled = torch.compile(lambda **x: results(function(**x, impl=impl)), fullgraph=True, backend=graphs)
+        for length in self.traced_lengths:
+            tensors, options = self.make(torch.float32, device, **self.traced, T=length)
+
+            def run(made=compiled, options=options, **x):
+                for name in self.tokens:
+                    torch._dynamo.mark_dynamic((x | options)[name], 1)
+                return Results(made(**x, **options))
+
+            wanted, upstream = self._found(self._function(form, options, impl), tensors)
+            got, _ = self._found(run, tensors, upstream)
+            for name, x in wanted.items():
+                torch.testing.assert_close(got[name], x, msg=lambda text, name=name: f"{name}: {text}")
+        assert graphs.made == 1
+
+    def test_replayed_calls_give_what_calls_give(self, form, device):
+        calls = [self.make(torch.float32, device, seed, **self.replayed) for seed in range(3)]
+        with replays() as made:
+            for tensors, options in calls:
+                function = self._function(form, options, "triton")
+                got, upstream = self._found(function, tensors)
+                with recording(False):
+                    wanted, _ = self._found(function, tensors, upstream)
+                assert all(torch.equal(got[name], x) for name, x in wanted.items())
+        # the second and the third call, with their backward passes
+        assert made[0] >= (4 if self.differentiable else 2)
+
+    def test_malformed_calls_are_refused_before_a_launch(self, form, bad):
+        tensors, options = self.make(torch.float32, **self.valid)
+        self._assert_refused(self.forms[form], tensors | options, *self.malformed[bad])
+
+    def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, said: str) -> None:
+        # the call is right but for the change
+        function(**arguments)
+        changed = change(arguments) if callable(change) else {**arguments, **change}
+        with no_launches(), pytest.raises(ValueError, match=said) as error:
+            function(**changed)
+        assert "\n" not in str(error.value)
+        assert ": " in str(error.value)
+
+    def test_steps_equal_the_whole_and_write_to_the_state_they_are_given(self, impl, device):
+        step, sizes = self.step
+        tensors, options = self.make(torch.float32, device, **sizes, T=3)
+        whole = next(iter(self.forms.values()))(**tensors, **options, impl="reference")
+        taken, left = self.state
+        state = tensors[taken].clone()
+        for t in range(3):
+            o = step(**self._token(tensors | options, t), state=state, impl=impl)
+            assert relative_error(o, whole.o[:, t]) < 2e-6
+        assert relative_error(state, getattr(whole, left)) < 2e-6
+
+    def test_malformed_steps_are_refused_before_a_launch(self, bad_step):
+        step, sizes = self.step
+        tensors, options = self.make(torch.float32, **sizes, T=1)
+        token = self._token(tensors | options, 0) | {"state": tensors[self.state[0]]}
+        self._assert_refused(step, token, *self.malformed_steps[bad_step])
+
+    def _token(self, arguments: dict[str, Any], t: int) -> dict[str, Any]:
+        """The arguments of a step, but for its state."""
+        rest = {name: x for name, x in arguments.items() if name != self.state[0]}
+        return {name: x[:, t] if name in self.tokens else x for name, x in rest.items()}
+
+
+class Results(dict):
+    """Tensors by name, as `values_and_gradients` expects them."""
+
+    def _asdict(self) -> dict[str, Tensor]:
+        return dict(self)
+
+
+def described(tests: Path) -> set[str]:
+    """Names of the operations that the contracts in a folder of tests cover, as their files say it."""
+    found = set()
+    for path in tests.rglob("test_*.py"):
+        for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(statement, ast.ClassDef) and "OpContract" in {ast.unparse(x) for x in statement.bases}:
+                for line in statement.body:
+                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "covers":
+                        found |= {x.id for x in ast.walk(line.value) if isinstance(x, ast.Name)}
+    return found
