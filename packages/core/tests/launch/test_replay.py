@@ -264,6 +264,24 @@ def test_buffers_between_launches_do_not_meet(add, monkeypatch, room):
     assert function.runs == 1
 
 
+def test_operations_on_views_of_inputs_are_replayed(add):
+    def run(a, b):
+        out = torch.empty_like(a)
+        add[(1,)](a, b, out, len(a))
+        return out, a.view(2, 3) * 2, b.unsqueeze(0)
+
+    function, replayed = counted(run)
+    for offset in (0, 8, 16):
+        whole, b = torch.randn(32), torch.randn(6)
+        a = whole[offset : offset + 6]
+        out, doubled, same = replayed(a, b)
+        torch.testing.assert_close(out, a + b, rtol=0, atol=0)
+        torch.testing.assert_close(doubled, 2 * a.view(2, 3), rtol=0, atol=0)
+        assert same.data_ptr() == b.data_ptr()
+        assert same.shape == (1, 6)
+    assert function.runs == 1
+
+
 def test_a_part_of_an_input_is_found_where_no_other_shares_its_memory(add):
     def run(whole, b):
         out = torch.empty_like(b)

@@ -85,7 +85,7 @@ class TestSSD(OpContract):
     packed: ClassVar = dict(K=4, V=4, N=5, steps=True, borders=PACKED)
     neighbours: ClassVar = dict(B=3, T=5, N=3, steps=True)
     traced: ClassVar = dict(B=1, N=1, steps=True)
-    replayed: ClassVar = dict(B=1, T=3, N=1)
+    replayed: ClassVar = dict(B=1, T=3, N=1, steps=True)
     valid: ClassVar = dict(T=4)
     malformed: ClassVar = {
         "a missing axis": ({"q": z(4, 1, 16)}, r"q must have shape \[.*got \[4, 1, 16\]"),

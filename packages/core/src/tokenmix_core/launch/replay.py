@@ -262,11 +262,16 @@ class _Recorder(private.Mode):
         return self._slots - 1
 
     def _find(self, x: Tensor) -> tuple[int, tuple | None] | None:
-        """A tensor's slot and the view of it; None for one that is neither an input nor was made."""
+        """A tensor's slot and the view of it; None for one that neither begins with an input nor was made."""
         if id(x) in self._inputs:
             return self._inputs[id(x)], None
         if storage(x) not in self._made:
-            return None
+            slot = self._alone.get(storage(x))
+            whole = None if slot is None else self._tensors[slot]
+            if whole is None or (whole.data_ptr(), whole.dtype) != (x.data_ptr(), x.dtype):
+                return None
+            # from where the input begins, wherever in its memory that is
+            return slot, (tuple(x.shape), x.stride())
         slot, *whole = self._made[storage(x)]
         view = (tuple(x.shape), x.stride(), x.storage_offset())
         return slot, None if view == (*whole, 0) else view
