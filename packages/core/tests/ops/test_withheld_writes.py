@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 
 PACKED = [0, 0, 1, 64, 64, 129, 330]
 FORMS = [chunk_gated_delta_rule, recurrent_gated_delta_rule]
@@ -36,44 +39,85 @@ def inputs(B=2, T=70, H=1, HV=2, K=16, V=16, N=None, borders=None, chunk=64, dty
     return x | ({"initial_state": randn(N, HV, K, V).to(gate)} if N else {})
 
 
-def packed(device="cpu"):
-    return torch.tensor(PACKED, dtype=torch.int32, device=device)
+class TestWithheldWrites(OpContract):
+    covers = (chunk_gated_delta_rule, recurrent_gated_delta_rule)
+    absent: ClassVar = {
+        "pieces": "a piece ends where a run of chunks does, which is a test of its own",
+        "step": "a token alone is no run of chunks",
+        "malformed_steps": "no steps",
+    }
+    forms: ClassVar = {"chunks": chunk_gated_delta_rule, "tokens": recurrent_gated_delta_rule}
+    tokens = ("q", "k", "v", "g", "beta")
+    state = ("initial_state", "final_state")
+    dtypes = ("float32",)
+    cases: ClassVar = {
+        "runs of a chunk": dict(T=200, K=4, V=3, N=2),
+        "runs of two chunks": dict(T=330, K=4, V=3, N=2, chunk=128),
+        "runs of three chunks": dict(T=200, K=4, V=3, chunk=192),
+    }
+    lengths = (1, 63, 64, 65, 129)
+    kernels: ClassVar = {
+        "runs of a chunk": KernelCase(dict(T=200, K=64, V=64, N=2)),
+        "runs of two chunks": KernelCase(dict(T=200, K=64, V=64, N=2, chunk=128)),
+        "by tokens": KernelCase(dict(T=140, K=64, V=64, N=2), "tokens"),
+        # slots without a chunk have no meaning, and no gradient
+        "packed": KernelCase(dict(K=64, V=64, N=6, borders=PACKED)),
+        "packed runs of two chunks": KernelCase(dict(K=64, V=64, N=6, borders=PACKED, chunk=128)),
+    }
+    packed: ClassVar = dict(K=4, V=4, N=6, borders=PACKED, chunk=128)
+    neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)
+    traced: ClassVar = dict(B=1, HV=1, K=64, V=64, N=1)
+    replayed: ClassVar = dict(B=1, T=3, HV=1, K=64, V=64, N=1)
+    valid: ClassVar = dict(T=100, K=4, V=4)
+    malformed: ClassVar = {
+        "too many runs": ({"writes": torch.ones(2, 3, 2)}, "writes must have shape"),
+        "other heads": ({"writes": torch.ones(2, 2, 1)}, "writes must have shape"),
+        "integers": ({"writes": torch.ones(2, 2, 2, dtype=torch.int64)}, "writes must be .*got int64"),
+        "runs of half a chunk": ({"write_chunk": 32}, "write_chunk must be a multiple of 64, got 32"),
+        "runs of nothing": ({"write_chunk": 0}, "write_chunk must be a multiple of 64, got 0"),
+        "runs of a chunk and a half": ({"write_chunk": 96}, "write_chunk must be a multiple of 64, got 96"),
+    }
 
+    def make(self, dtype=torch.float64, device="cpu", seed=0, borders=None, chunk=64, **sizes) -> Call:
+        options = {"scale": 0.5, "qk_l2norm": True, "write_chunk": chunk}
+        if borders is not None:
+            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": borders[-1], "borders": options["cu_seqlens"]}
+        return Call(inputs(**sizes, chunk=chunk, dtype=dtype, device=device, seed=seed), options)
 
-def literal(q, k, v, g, beta, writes, initial_state, scale, chunk):
-    """One sequence and head: a chunk starts from the true state, and its writes then enter it by a share."""
-    S, outputs = initial_state, []
-    for first in range(0, len(q), chunk):
-        inside, decay = S, torch.zeros(())
-        for t in range(first, min(first + chunk, len(q))):
-            inside, decay = inside * g[t].exp(), decay + g[t]
-            inside = inside + torch.outer(k[t], beta[t] * (v[t] - inside.T @ k[t]))
-            outputs.append(scale * inside.T @ q[t])
-        S = decay.exp() * S + writes[first // chunk] * (inside - decay.exp() * S)
-    return torch.stack(outputs), S
+    def definition(self, q, k, v, g, beta, writes, *, scale, qk_l2norm, write_chunk, initial_state=None):
+        """A run starts from the true state, and what it writes then enters that by a share."""
+        B, T, HV, V = v.shape
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
+        S = v.new_zeros(B, HV, q.shape[3], V) if initial_state is None else initial_state
+        outputs = []
+        for run, first in enumerate(range(0, T, write_chunk)):
+            inside, kept = S, S
+            for t in range(first, min(first + write_chunk, T)):
+                decay, kt = g[:, t].exp()[..., None, None], k[:, t].unsqueeze(3)
+                inside, kept = decay * inside, decay * kept
+                wrong = v[:, t].unsqueeze(2) - kt.mT @ inside
+                inside = inside + kt @ (beta[:, t, :, None, None] * wrong)
+                outputs.append(scale * (q[:, t].unsqueeze(2) @ inside).squeeze(2))
+            S = kept + writes[:, run, :, None, None] * (inside - kept)
+        return ScanOutput(torch.stack(outputs, 1), S)
 
+    def document(self, arguments, n, start, stop):
+        alone = super().document(arguments, n, start, stop)
+        # of a packed batch, slots are numbered by tokens and documents
+        chunk = arguments["write_chunk"]
+        first = start // chunk + n
+        return alone | {"writes": arguments["writes"][:, first : first - (start - stop) // chunk]}
 
-@pytest.mark.parametrize("chunk", [64, 128])
-@pytest.mark.parametrize("form", FORMS)
-def test_references_equal_the_definition(form, chunk):
-    x = inputs(T=200, K=4, V=3, N=2, chunk=chunk)
-    o, final_state = form(**x, scale=0.5, qk_l2norm=False, write_chunk=chunk)
-    q, k = x["q"][1, :, 0], x["k"][1, :, 0]
-    rest = (x[name][1, :, 1] for name in ("v", "g", "beta", "writes"))
-    expected, state = literal(q, k, *rest, x["initial_state"][1, 1], 0.5, chunk)
-    assert relative_error(o[1, :, 1], expected) < 1e-10
-    assert relative_error(final_state[1, 1], state) < 1e-10
+    def operators(self, device):
+        from tokenmix_core.ops.gated_delta_rule import autograd as ops
 
-
-@pytest.mark.parametrize("chunk", [64, 128, 192])
-@pytest.mark.parametrize("T", [1, 64, 65, 330])
-def test_chunkwise_gradients_equal_those_token_by_token(T, chunk):
-    x = inputs(T=T, H=1, HV=2, K=4, V=3, N=2, chunk=chunk)
-    by_chunks, upstream = values_and_gradients(partial(chunk_gated_delta_rule, qk_l2norm=True, write_chunk=chunk), x)
-    form = partial(recurrent_gated_delta_rule, qk_l2norm=True, write_chunk=chunk)
-    by_tokens, _ = values_and_gradients(form, x, upstream)
-    for name in by_tokens:
-        assert relative_error(by_chunks[name], by_tokens[name]) < 1e-9, name
+        x = inputs(B=1, T=2, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
+        writes = x.pop("writes").requires_grad_()
+        arguments = tuple(value.requires_grad_() for value in x.values())
+        for op in (ops.chunk_op, ops.recurrent_op):
+            yield op, (*arguments, None, 0.5, True, None, writes, 64), "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,25 +135,6 @@ def test_nothing_written_leaves_a_decayed_state():
     final_state = chunk_gated_delta_rule(**x, qk_l2norm=True).final_state
     expected = x["g"].sum(1).exp()[..., None, None] * x["initial_state"]
     assert relative_error(final_state, expected) < 1e-12
-
-
-@pytest.mark.parametrize("chunk", [64, 128])
-@pytest.mark.parametrize("form", FORMS)
-def test_chunks_of_packed_sequences_are_counted_from_their_starts(form, chunk):
-    borders = packed()
-    x = inputs(B=1, T=330, K=4, V=4, N=6, borders=borders, chunk=chunk)
-    o, final_state = form(**x, cu_seqlens=borders, qk_l2norm=True, write_chunk=chunk)
-    for n in range(6):
-        begin, end = PACKED[n : n + 2]
-        if begin == end:
-            continue
-        alone = {name: value[:, begin:end] for name, value in x.items() if name not in ("initial_state", "writes")}
-        first = begin // chunk + n
-        writes = x["writes"][:, first : first + -(-(end - begin) // chunk)]
-        state = x["initial_state"][n : n + 1]
-        got = form(**alone, writes=writes, initial_state=state, qk_l2norm=True, write_chunk=chunk)
-        torch.testing.assert_close(o[:, begin:end], got.o)
-        torch.testing.assert_close(final_state[n], got.final_state[0])
 
 
 def test_a_prefill_that_ends_inside_a_chunk_is_two_calls():
@@ -137,20 +162,6 @@ def check(x, form=chunk_gated_delta_rule, impl="triton", **options):
             assert_within(name, value, exact[name], products[name], floor=torch.finfo(dtype).eps / 2)
         return
     assert_agrees(function, reference, x)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("chunk", [64, 128])
-def test_kernels_agree_with_the_reference(form, chunk, device):
-    check(inputs(T=200, K=64, V=64, N=2, chunk=chunk, dtype=torch.float32, device=device), form, write_chunk=chunk)
-
-
-@pytest.mark.parametrize("chunk", [64, 128])
-def test_kernels_agree_on_packed_sequences(chunk, device):
-    borders = packed(device)
-    x = inputs(B=1, T=330, H=1, HV=2, K=64, V=64, N=6, borders=borders, chunk=chunk, dtype=torch.float32, device=device)
-    # slots without a chunk have no meaning, and no gradient
-    check(x, cu_seqlens=borders, write_chunk=chunk)
 
 
 @pytest.mark.parametrize("chunk", [64, 128])
@@ -182,7 +193,7 @@ def test_kernels_agree_for_every_size_on_a_gpu(K, V, dtype, chunk):
 def test_kernels_for_hopper_agree_on_a_gpu(K, V, dtype, borders):
     if GLUON.limit(torch.device("cuda", 0), dtype) is not None:
         pytest.skip("kernels in Gluon run on Hopper")
-    cu_seqlens = None if borders is None else packed("cuda")
+    cu_seqlens = None if borders is None else torch.tensor(PACKED, dtype=torch.int32, device="cuda")
     B, N = (2, 2) if borders is None else (1, 6)
     x = inputs(B=B, T=330, H=2, HV=4, K=K, V=V, N=N, borders=cu_seqlens, dtype=dtype, device="cuda")
     check(x, impl="gluon", cu_seqlens=cu_seqlens)
@@ -197,21 +208,3 @@ def test_long_sequences_of_few_heads_agree_on_a_gpu(chunk, impl):
     x = inputs(B=1, T=9000, H=1, HV=2, K=128, V=128, N=1, chunk=chunk, dtype=torch.bfloat16, device="cuda")
     x["writes"] = (x["writes"] > 0).float()
     check(x, impl=impl, write_chunk=chunk)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"writes": torch.ones(2, 3, 2)}, "writes"),
-        ({"writes": torch.ones(2, 2, 1)}, "writes"),
-        ({"writes": torch.ones(2, 2, 2, dtype=torch.int64)}, "writes"),
-        ({"write_chunk": 32}, "write_chunk"),
-        ({"write_chunk": 0}, "write_chunk"),
-        ({"write_chunk": 96}, "write_chunk"),
-    ],
-)
-@pytest.mark.parametrize("form", FORMS)
-def test_malformed_writes_are_refused(form, change, words):
-    x = inputs(T=100, K=4, V=4, dtype=torch.float32)
-    with pytest.raises(ValueError, match=words):
-        form(**(x | change))
