@@ -282,6 +282,19 @@ def test_operations_on_views_of_inputs_are_replayed(add):
     assert function.runs == 1
 
 
+def test_a_call_that_asks_for_a_common_dtype_is_replayed(add):
+    def run(a, b):
+        out = torch.empty_like(a, dtype=torch.promote_types(a.dtype, b.dtype))
+        add[(1,)](a, b, out, len(a))
+        return out
+
+    function, replayed = counted(run)
+    for _ in range(3):
+        a, b = torch.randn(6), torch.randn(6)
+        torch.testing.assert_close(replayed(a, b), a + b, rtol=0, atol=0)
+    assert function.runs == 1
+
+
 def test_a_part_of_an_input_is_found_where_no_other_shares_its_memory(add):
     def run(whole, b):
         out = torch.empty_like(b)

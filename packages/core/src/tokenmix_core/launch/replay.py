@@ -28,6 +28,8 @@ _ALLOCATIONS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
+# what follows from dtypes, which a call's kind tells
+_OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 # kinds of calls remembered by a function; with more it begins anew
 _REMEMBERED = 1024
 # kinds that a call is compared with before its own is found
@@ -241,7 +243,7 @@ class _Recorder(private.Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         operation = private.operation(func)
-        if operation is not None and operation.views:
+        if (operation is not None and operation.views) or func in _OF_DTYPES:
             return func(*args, **kwargs)
         if func in _ALLOCATIONS:
             output = func(*args, **kwargs)
@@ -267,11 +269,12 @@ class _Recorder(private.Mode):
             return self._inputs[id(x)], None
         if storage(x) not in self._made:
             slot = self._alone.get(storage(x))
-            whole = None if slot is None else self._tensors[slot]
-            if whole is None or (whole.data_ptr(), whole.dtype) != (x.data_ptr(), x.dtype):
+            if slot is None:
                 return None
+            given = self._tensors[slot]
             # from where the input begins, wherever in its memory that is
-            return slot, (tuple(x.shape), x.stride())
+            same = given.data_ptr() == x.data_ptr() and given.dtype == x.dtype
+            return (slot, (tuple(x.shape), x.stride())) if same else None
         slot, *whole = self._made[storage(x)]
         view = (tuple(x.shape), x.stride(), x.storage_offset())
         return slot, None if view == (*whole, 0) else view
