@@ -406,6 +406,13 @@ def check_scale(op: str, scale: object) -> float:
     return number
 
 
+def check_tensors(op: str, **tensors: object) -> None:
+    """Raise a ValueError for what is no tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {'None' if x is None else type(x).__name__}")
+
+
 def check_dtype(op: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> None:
     """Raise a ValueError for a tensor whose dtype is not one of `allowed`."""
     for name, x in tensors.items():

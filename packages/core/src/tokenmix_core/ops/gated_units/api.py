@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, check_dtype, check_same_dtype, row_impl
+from tokenmix_core.ops.common import Impl, check_dtype, check_same_dtype, check_tensors, row_impl
 from tokenmix_core.ops.gated_units.reference import swiglu_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -50,6 +50,7 @@ def swiglu_linear(
     """
     op = "swiglu_linear"
     _check(op, a, b)
+    check_tensors(op, weight=weight)
     check_same_dtype(op, a=a, weight=weight)
     if weight.dim() != 2 or weight.shape[1] != a.shape[-1] or weight.device != a.device:
         raise ValueError(
@@ -64,6 +65,7 @@ def swiglu_linear(
 
 
 def _check(op: str, a: Tensor, b: Tensor) -> None:
+    check_tensors(op, a=a, b=b)
     check_dtype(op, _FLOATS, a=a)
     check_same_dtype(op, a=a, b=b)
     if a.shape != b.shape or a.device != b.device:

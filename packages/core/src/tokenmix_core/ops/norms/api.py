@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, row_impl
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_tensors, row_impl
 from tokenmix_core.ops.norms.reference import GatePlace, gated_rms_norm_reference, rms_norm_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -95,10 +95,10 @@ def gated_rms_norm(
         ValueError: shapes, dtypes or devices that do not fit, or an unknown place of the gate.
     """
     op = "gated_rms_norm"
-    size = x.shape[-1] if size is None else size
     if gate not in ("before", "after"):
         raise ValueError(f"{op}: gate must be 'before' or 'after', got {gate!r}")
     _check_same(op, x, z=z)
+    size = x.shape[-1] if size is None else size
     if size < 1 or x.shape[-1] % size:
         raise ValueError(f"{op}: size must divide D = {x.shape[-1]}, got {size}")
     _check_weight(op, x, weight, size)
@@ -111,6 +111,7 @@ def gated_rms_norm(
 
 
 def _check_same(op: str, x: Tensor, **other: Tensor | None) -> None:
+    check_tensors(op, x=x, **{name: y for name, y in other.items() if y is not None})
     check_dtype(op, _FLOATS, x=x, **other)
     for name, y in other.items():
         if y is not None and (y.shape != x.shape or y.device != x.device):

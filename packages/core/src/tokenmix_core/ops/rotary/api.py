@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, row_impl
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_tensors, row_impl
 from tokenmix_core.ops.rotary.reference import rotate_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -39,6 +39,7 @@ def rotate(
     op = "rotate"
     dims = bind_shapes(op, {}, x=(x, "B T H K"), weight=(weight, "K?"))
     check_dtype(op, _FLOATS, x=x, weight=weight)
+    check_tensors(op, cos=cos, sin=sin)
     rows, half = len(cos), dims["K"] // 2
     if dims["K"] % 2 or rows not in (1, dims["B"]):
         raise ValueError(f"{op}: x must have an even K and cos B or 1 rows, got {list(x.shape)} and {list(cos.shape)}")
