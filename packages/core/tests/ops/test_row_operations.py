@@ -1,9 +1,9 @@
-"""What lies between matrix products, row by row: kernels against float64; in the interpreter without a GPU."""
+"""The contracts of what lies between matrix products, row by row, and what layouts, dtypes and extremes add to them."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,58 +11,22 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import delta_gates, gated_rms_norm, rms_norm, rotate, swiglu, swiglu_linear
-from tokenmix_core.testing.agreement import assert_agrees, gradients_through
+from tokenmix_core.testing.agreement import gradients_through
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
+
+TOKENS = (2, 9)
 
 
-class Output(NamedTuple):
-    y: Tensor
-
-
-def single(function, **options):
-    """The function with a named result."""
-    return lambda **x: Output(function(**x, **options))
-
-
-def random(device, dtype=torch.float32, **shapes):
-    generator = torch.Generator(device).manual_seed(0)
+def random(device, dtype=torch.float32, seed=0, **shapes):
+    generator = torch.Generator(device).manual_seed(seed)
     return {name: torch.randn(s, generator=generator, device=device).to(dtype) for name, s in shapes.items()}
 
 
-def angles(T, half, device, rows=1):
-    turned = random(device, turned=(rows, T, half))["turned"]
+def angles(T, half, device, rows=1, seed=0):
+    turned = random(device, seed=seed, turned=(rows, T, half))["turned"]
     return {"cos": turned.cos(), "sin": turned.sin()}
 
 
-TOKENS = (2, 9)
-CASES = {
-    "norm": (lambda **o: lambda **x: Output(rms_norm(**x, **o).y), {"x": (*TOKENS, 20), "weight": (20,)}),
-    "norm of a sum": (
-        lambda **o: lambda **x: rms_norm(**x, **o),
-        {"x": (*TOKENS, 20), "branch": (*TOKENS, 20), "weight": (20,)},
-    ),
-    "norm of many": (lambda **o: lambda **x: Output(rms_norm(**x, **o).y), {"x": (1, 5, 5000), "weight": (5000,)}),
-    **{
-        f"gate {gate}, {name}": (
-            partial(single, gated_rms_norm, gate=gate, size=size),
-            {"x": (*TOKENS, 24), "z": (*TOKENS, 24), "weight": (weight,)},
-        )
-        for gate in ("before", "after")
-        for name, size, weight in (("one row", 24, 24), ("heads", 8, 8), ("groups", 8, 24))
-    },
-    "no gate, heads": (partial(single, gated_rms_norm, z=None, size=8), {"x": (*TOKENS, 24), "weight": (8,)}),
-    "product": (partial(single, swiglu), {"a": (*TOKENS, 300), "b": (*TOKENS, 300)}),
-    "product and layer": (
-        partial(single, swiglu_linear),
-        {"a": (*TOKENS, 300), "b": (*TOKENS, 300), "weight": (7, 300)},
-    ),
-    "gates": (
-        lambda **o: partial(delta_gates, max_beta=2.0, **o),
-        {"a": (*TOKENS, 3), "b": (*TOKENS, 3), "A_log": (3,), "dt_bias": (3,)},
-    ),
-}
-
-
-@pytest.fixture
 def few_programs(monkeypatch):
     """Two programs walk many small blocks of rows."""
     whole = tuning.row_tile
@@ -70,27 +34,206 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(tuning, "row_programs", lambda blocks: min(blocks, 2))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_walks_over_many_blocks_agree_with_the_reference(case, device, few_programs):
-    make, shapes = CASES[case]
-    assert_agrees(make(impl="triton"), make(impl="reference"), random(device, **shapes))
+def z(*shape: int, dtype=torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("case", CASES)
-def test_kernels_agree_with_the_reference(case, dtype, device):
-    make, shapes = CASES[case]
-    assert_agrees(make(impl="triton"), make(impl="reference"), random(device, dtype, **shapes))
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-@pytest.mark.parametrize("rows", [1, 2], ids=["positions shared", "positions by row"])
-@pytest.mark.parametrize("norm", [False, True], ids=["turned", "normalised and turned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_rotation_agrees_with_the_reference(dtype, norm, rows, device, few_programs):
-    x = random(device, dtype, x=(*TOKENS, 3, 12), **({"weight": (12,)} if norm else {}))
-    turned = angles(9, 6, device, rows)
-    kernels, reference = (single(rotate, **turned, impl=impl) for impl in ("triton", "reference"))
-    assert_agrees(kernels, reference, x)
+# what no operation between matrix products has
+ALONE = {
+    "pieces": "a token stands alone, without a state",
+    "packed": "a token stands alone, in any document",
+    "step": "a token stands alone, without a state",
+    "malformed_steps": "no steps",
+    "operators": "no custom ops: compilers are given the plain form",
+}
+
+
+class TestNorm(OpContract):
+    covers = (rms_norm,)
+    absent = ALONE
+    forms: ClassVar = {"rows": rms_norm}
+    tokens = ("x", "branch")
+    shared = ("weight",)
+    cases: ClassVar = {"of a sum": dict(branch=True), "alone": {}}
+    lengths = (1, 2, 3)
+    kernels: ClassVar = {
+        "alone": KernelCase({}),
+        "of a sum": KernelCase(dict(branch=True)),
+        "of many": KernelCase(dict(B=1, T=5, D=5000)),
+        "in walks": KernelCase(dict(branch=True), patch=few_programs, dtypes=("float32",)),
+        "of many in walks": KernelCase(dict(B=1, T=5, D=5000), patch=few_programs, dtypes=("float32",)),
+    }
+    neighbours: ClassVar = dict(B=3, branch=True)
+    traced: ClassVar = dict(branch=True)
+    replayed: ClassVar = dict(branch=True)
+    malformed: ClassVar = {
+        "a weight of another size": ({"weight": z(3)}, r"weight must have shape \[20\] on cpu, got \[3\]"),
+        "a branch of another size": ({"branch": z(2, 9, 5)}, "branch must have x's shape"),
+        "integers": ({"x": z(2, 9, 20, dtype=torch.long)}, "x must be bfloat16.*got int64"),
+        "a list": ({"x": [1.0]}, "x must be a tensor, got list"),
+        "no weight": ({"weight": None}, "weight must be a tensor of shape .* got None"),
+        "an unknown implementation": ({"impl": "gluon"}, "no kernels in Gluon"),
+    }
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, T=9, D=20, branch=False) -> Call:
+        shapes = {"x": (B, T, D), "weight": (D,)} | ({"branch": (B, T, D)} if branch else {})
+        return Call(random(device, dtype, seed, **shapes), {"eps": 1e-3})
+
+    def definition(self, x, weight, branch=None, *, eps):
+        total = x if branch is None else x + branch
+        return rms(total, eps) * weight, total
+
+    @staticmethod
+    def results(output):
+        return dict(zip(("y", "total"), output, strict=True))
+
+
+class TestGatedNorm(OpContract):
+    covers = (gated_rms_norm,)
+    absent = ALONE
+    forms: ClassVar = {"rows": gated_rms_norm}
+    tokens = ("x", "z")
+    shared = ("weight",)
+    cases: ClassVar = {
+        f"gate {gate}, {name}": dict(gate=gate, size=size, weight=weight)
+        for gate in ("before", "after")
+        for name, size, weight in (("one row", 24, 24), ("heads", 8, 8), ("groups", 8, 24))
+    } | {"no gate, heads": dict(gate=None, size=8, weight=8)}
+    lengths = (1, 2, 3)
+    kernels: ClassVar = {name: KernelCase(sizes) for name, sizes in cases.items()} | {
+        f"{name}, in walks": KernelCase(sizes, patch=few_programs, dtypes=("float32",)) for name, sizes in cases.items()
+    }
+    neighbours: ClassVar = dict(B=3)
+    traced: ClassVar = dict(gate="before")
+    replayed: ClassVar = dict(gate="before")
+    malformed: ClassVar = {
+        "rows that do not divide": ({"size": 5}, "size must divide D = 24, got 5"),
+        "an unknown place": ({"gate": "beside"}, "'before' or 'after', got 'beside'"),
+        "a weight of another size": ({"weight": z(3)}, r"weight must have shape \[8\] or \[24\]"),
+        "a gate of another size": ({"z": z(2, 9, 5)}, "z must have x's shape"),
+        "a list": ({"x": [1.0]}, "x must be a tensor, got list"),
+    }
+
+    def make(
+        self, dtype=torch.float64, device="cpu", seed=0, B=2, T=9, gate: str | None = "after", size=8, weight=8
+    ) -> Call:
+        x = random(device, dtype, seed, x=(B, T, 24), z=(B, T, 24), weight=(weight,))
+        options = {"size": size, "eps": 1e-3, "gate": gate or "after"}
+        return Call(x, options) if gate else Call({n: x[n] for n in ("x", "weight")}, options | {"z": None})
+
+    def definition(self, x, weight, z, *, size, eps, gate):
+        silu = torch.ones_like(x) if z is None else z * z.sigmoid()
+        parts = (x * silu if gate == "before" else x).unflatten(-1, (-1, size))
+        y = rms(parts, eps).flatten(-2) * weight.repeat(x.shape[-1] // len(weight))
+        return y if gate == "before" else y * silu
+
+
+class TestProduct(OpContract):
+    covers = (swiglu, swiglu_linear)
+    absent = ALONE
+    forms: ClassVar = {
+        "product": lambda a, b, weight, impl=None: swiglu(a, b, impl=impl) @ weight.mT,
+        "product and layer": swiglu_linear,
+    }
+    tokens = ("a", "b")
+    shared = ("weight",)
+    cases: ClassVar = {"product": {}}
+    lengths = (1, 2, 3)
+    kernels: ClassVar = {
+        f"{form}{name}": KernelCase({}, form, patch, dtypes)
+        for form in forms
+        for name, patch, dtypes in (("", None, None), (", in walks", few_programs, ("float32",)))
+    }
+    neighbours: ClassVar = dict(B=3)
+    traced: ClassVar = dict(F=20)
+    replayed: ClassVar = dict(F=20)
+    malformed: ClassVar = {
+        "halves of unequal size": ({"b": z(2, 9, 5)}, "one shape and device"),
+        "mixed dtypes": ({"b": z(2, 9, 300, dtype=torch.float16)}, "share one dtype"),
+        "a list": ({"a": [1.0]}, "a must be a tensor, got list"),
+        "one half alone": ({"b": None}, "b must be a tensor, got None"),
+        "an unknown implementation": ({"impl": "gluon"}, "no kernels in Gluon"),
+    }
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, T=9, F=300) -> Call:
+        return Call(random(device, dtype, seed, a=(B, T, F), b=(B, T, F), weight=(7, F)), {})
+
+    def definition(self, a, b, weight):
+        return torch.einsum("btf,df->btd", a * a.sigmoid() * b, weight)
+
+
+class TestRotation(OpContract):
+    covers = (rotate,)
+    absent = ALONE
+    forms: ClassVar = {"rows": rotate}
+    tokens = ("x", "cos", "sin")
+    shared = ("weight",)
+    cases: ClassVar = {
+        f"{name}, {places}": dict(norm=norm, rows=rows)
+        for name, norm in (("turned", False), ("normalised and turned", True))
+        for places, rows in (("positions shared", 1), ("positions by row", 2))
+    }
+    lengths = (1, 2, 3)
+    kernels: ClassVar = {name: KernelCase(sizes, patch=few_programs) for name, sizes in cases.items()}
+    neighbours: ClassVar = dict(B=3, norm=True)
+    traced: ClassVar = dict(norm=True)
+    replayed: ClassVar = dict(norm=True)
+    malformed: ClassVar = {
+        "an odd head": ({"x": z(2, 9, 3, 11)}, "even K"),
+        "a sine of another length": ({"sin": z(1, 8, 6)}, "sin must have shape"),
+        "positions of other rows": (dict.fromkeys(("cos", "sin"), z(3, 9, 6)), "cos B or 1 rows"),
+        "a missing axis": ({"x": z(2, 9, 12)}, r"x must have shape \[B, T, H, K\], got \[2, 9, 12\]"),
+        "no cosine": ({"cos": None}, "cos must be a tensor"),
+    }
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, T=9, rows=1, norm=False) -> Call:
+        shapes = {"x": (B, T, 3, 12)} | ({"weight": (12,)} if norm else {})
+        return Call(random(device, dtype, seed, **shapes), {"eps": 1e-3} | angles(T, 6, device, rows, seed))
+
+    def definition(self, x, *, cos, sin, eps, weight=None):
+        if weight is not None:
+            x = rms(x, eps) * weight
+        pairs = torch.complex(x[..., :6], x[..., 6:]) * torch.complex(cos, sin).unsqueeze(2)
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+
+class TestGates(OpContract):
+    covers = (delta_gates,)
+    absent = ALONE
+    forms: ClassVar = {"rows": delta_gates}
+    tokens = ("a", "b")
+    shared = ("A_log", "dt_bias")
+    cases: ClassVar = {"gates": {}}
+    lengths = (1, 2, 3)
+    kernels: ClassVar = {
+        "gates": KernelCase({}),
+        "gates, in walks": KernelCase({}, patch=few_programs, dtypes=("float32",)),
+    }
+    neighbours: ClassVar = dict(B=3)
+    traced: ClassVar = dict(HV=2)
+    replayed: ClassVar = dict(HV=2)
+    malformed: ClassVar = {
+        "rates of other heads": ({"b": z(2, 9, 5)}, "b must have shape"),
+        "a bias of other heads": ({"dt_bias": z(4)}, "dt_bias must have shape"),
+        "a list": ({"a": [1.0]}, "a must be a tensor of shape .*, got list"),
+        "integers": ({"A_log": z(3, dtype=torch.long)}, "A_log must be .*got int64"),
+    }
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, T=9, HV=3) -> Call:
+        return Call(
+            random(device, dtype, seed, a=(B, T, HV), b=(B, T, HV), A_log=(HV,), dt_bias=(HV,)), {"max_beta": 2.0}
+        )
+
+    def definition(self, a, b, A_log, dt_bias, *, max_beta):
+        return -A_log.exp() * (1 + (a + dt_bias).exp()).log(), max_beta / (1 + (-b).exp())
+
+    @staticmethod
+    def results(output):
+        return dict(zip(("g", "beta"), output, strict=True))
 
 
 def test_the_rotation_keeps_lengths_and_turns_back(device):
@@ -162,30 +305,3 @@ def test_compilers_are_given_the_plain_forms(device):
     compiled = torch.compile(run, backend=backend, fullgraph=True)(**x)
     torch.testing.assert_close(compiled, run(**x))
     assert not any("Eager" in str(node.target) for node in graphs[0].graph.nodes)
-
-
-def two(*sizes):
-    return [torch.zeros(1, 2, n) for n in sizes]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: rms_norm(*two(4), torch.ones(3)), r"weight must have shape \[4\] on cpu, got \[3\]"),
-        (lambda: rms_norm(two(4)[0], torch.ones(4), two(5)[0]), "branch must have x's shape"),
-        (lambda: rms_norm(two(4)[0].long(), torch.ones(4)), "x must be bfloat16.*got int64"),
-        (lambda: gated_rms_norm(*two(6, 6), torch.ones(6), size=4), "size must divide D = 6, got 4"),
-        (lambda: gated_rms_norm(*two(6, 6), torch.ones(6), gate="beside"), "'before' or 'after', got 'beside'"),
-        (lambda: gated_rms_norm(*two(6, 6), torch.ones(3)), r"weight must have shape \[6\]"),
-        (lambda: swiglu(*two(4, 5)), "one shape and device"),
-        (lambda: swiglu_linear(*two(4, 4), torch.ones(3, 5)), r"weight must have shape \[D, 4\]"),
-        (lambda: swiglu(*two(4, 4), impl="gluon"), "no kernels in Gluon"),
-        (lambda: rotate(torch.zeros(1, 2, 1, 3), *two(1, 1)), "even K"),
-        (lambda: rotate(torch.zeros(1, 2, 1, 4), *two(2, 3)), "sin must have shape"),
-        (lambda: rotate(torch.zeros(3, 2, 1, 4), *(torch.zeros(2, 2, 2) for _ in "cs")), "cos B or 1 rows"),
-        (lambda: delta_gates(*two(2, 3), torch.ones(2), torch.ones(2)), "b must have shape"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
