@@ -58,8 +58,8 @@ class TestShortConv(OpContract):
         "packed, width two": KernelCase(dict(W=2, activation="silu", borders=PACKED)),
         "many channels": KernelCase(dict(T=3, D=130, activation="silu")),
     }
-    pieces: ClassVar = dict(activation="silu")
-    packed: ClassVar = dict(N=5, activation="silu", borders=PACKED)
+    pieces: ClassVar = {"of a sequence": dict(activation="silu")}
+    packed: ClassVar = {"of documents": dict(N=5, activation="silu", borders=PACKED)}
     neighbours: ClassVar = dict(B=3, N=3, T=5)
     traced: ClassVar = dict(N=2, activation="silu")
     replayed: ClassVar = dict(T=5, N=2, activation="silu")

@@ -80,9 +80,12 @@ class TestSSD(OpContract):
         ),
         "by tokens, packed": KernelCase(dict(N=3, steps=True, borders=[0, 0, 5, 9]), "tokens", dtypes=("float32",)),
     }
-    pieces: ClassVar = dict(T=70, K=4, V=4, steps=True)
+    pieces: ClassVar = {"of a sequence": dict(T=70, K=4, V=4, steps=True)}
     step = (ssd_step, dict(N=2, steps=True))
-    packed: ClassVar = dict(K=4, V=4, N=5, steps=True, borders=PACKED)
+    packed: ClassVar = {
+        "with states": dict(K=4, V=4, N=5, steps=True, borders=PACKED),
+        "without states": dict(K=4, V=4, borders=PACKED),
+    }
     neighbours: ClassVar = dict(B=3, T=5, N=3, steps=True)
     traced: ClassVar = dict(B=1, N=1, steps=True)
     replayed: ClassVar = dict(B=1, T=3, N=1, steps=True)

@@ -64,7 +64,7 @@ class TestWithheldWrites(OpContract):
         "packed": KernelCase(dict(K=64, V=64, N=6, borders=PACKED)),
         "packed runs of two chunks": KernelCase(dict(K=64, V=64, N=6, borders=PACKED, chunk=128)),
     }
-    packed: ClassVar = dict(K=4, V=4, N=6, borders=PACKED, chunk=128)
+    packed: ClassVar = {"of documents": dict(K=4, V=4, N=6, borders=PACKED, chunk=128)}
     neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)
     traced: ClassVar = dict(B=1, HV=1, K=64, V=64, N=1)
     replayed: ClassVar = dict(B=1, T=3, HV=1, K=64, V=64, N=1)
