@@ -1,4 +1,4 @@
-"""The short convolution beside FLA's and torch's grouped convolution."""
+"""The short convolution beside FLA's and torch's grouped convolution; that of q, k and v in one launch and in three."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
-from tokenmix_core.ops import short_conv
+from tokenmix_core.ops import short_conv, short_convs
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure, mixed_lengths
 
 # batch, tokens, channels, width, packed
 SHAPES = [(8, 4096, 4096, 4, False), (1, 32768, 4096, 4, False)]
 CPU_SHAPES = [(2, 256, 64, 4, False)]
+# of q, k and v: batch, tokens, channels of each, width
+SEVERAL_SHAPES = [(8, 4096, (768, 768, 1536), 4), (8, 4096, (2048, 2048, 2048), 4), (1, 2048, (768, 768, 1536), 4)]
+CPU_SEVERAL_SHAPES = [(2, 64, (16, 16, 32), 4)]
 # what the first list leaves out: few and many channels, other widths, tokens from 64 on
 SWEEP = [
     (1, 64, 4096, 4, False),
@@ -51,6 +54,8 @@ def rows(device: str) -> list[dict]:
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _rows(shape, device)
+    for shape in SEVERAL_SHAPES if device != "cpu" else CPU_SEVERAL_SHAPES:
+        out += _several_rows(shape, device)
     return out
 
 
@@ -79,3 +84,35 @@ def _rows(shape: tuple, device: str) -> list[dict]:
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
     name = f"B{B} T{T} D{D} W{W}" + (", 32 sequences" if packed else "")
     return measure("short convolution", name, device, forwards, (x, weight, bias), first_calls=first, alike=True)
+
+
+class _First(torch.autograd.Function):
+    """The first of several tensors; the others get gradients that were made before."""
+
+    @staticmethod
+    def forward(ctx, first, *others):
+        ctx.save_for_backward(*others)
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx, do):
+        return do, *ctx.saved_tensors
+
+
+def _several_rows(shape: tuple, device: str) -> list[dict]:
+    B, T, channels, W = shape
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    xs = [torch.randn(B, T, D, device=device, dtype=dtype, requires_grad=True) for D in channels]
+    weights = [torch.randn(D, W, device=device, dtype=dtype, requires_grad=True) for D in channels]
+    impl = None if device == "cpu" else "triton"
+
+    def together() -> Tensor:
+        return _First.apply(*(o for o, _ in short_convs(xs, weights, activation="silu", impl=impl)))
+
+    def each() -> Tensor:
+        pairs = zip(xs, weights, strict=True)
+        return _First.apply(*(short_conv(x, weight, activation="silu").o for x, weight in pairs))
+
+    forwards = {"tokenmix": together, "tokenmix, a launch each": each}
+    name = f"B{B} T{T} D{'+'.join(map(str, channels))} W{W}"
+    return measure("short convolutions of q, k, v", name, device, forwards, (*xs, *weights), alike=True)

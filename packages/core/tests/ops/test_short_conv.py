@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps
+from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
 from tokenmix_core.ops.common import ScanOutput
-from tokenmix_core.testing.agreement import gradients_through, values_and_gradients
+from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 
@@ -137,8 +137,111 @@ def test_steps_of_several_inputs_refuse_what_differs(device):
     with pytest.raises(ValueError, match="two or three inputs"):
         short_conv_steps(token[:1], [x["weight"]], [x["initial_state"]])
     weights, states = ([y[name] for y in (x, other)] for name in ("weight", "initial_state"))
-    with pytest.raises(ValueError, match="one B, W, dtype and device"):
+    with pytest.raises(ValueError, match="one B, T, W, dtype and device"):
         short_conv_steps(token, weights, states)
+
+
+SEVERAL_CASES = {
+    "ragged, with states": (dict(T=11, N=2, dtype=torch.float16), (6, 6, 20), {"activation": "silu"}),
+    "two inputs, no state": (dict(T=9, W=2, dtype=torch.float16), (5, 130), {}),
+    "packed": (dict(B=1, T=PACKED[-1], N=5), (6, 6, 20), {"activation": "silu", "cu_seqlens": PACKED}),
+    "packed, two inputs, wide": (dict(B=1, T=PACKED[-1], W=8), (140, 3), {"cu_seqlens": PACKED}),
+    "more than a block each": (dict(T=3), (130, 129, 257), {"activation": "silu"}),
+}
+
+
+def several(channels, **shape):
+    """Random arguments by name: x, weight and initial_state of each input, with its number."""
+    parts = [inputs(D=D, bias=False, seed=D, **shape) for D in channels]
+    return {f"{name}{i}": value for i, part in enumerate(parts) for name, value in part.items()}
+
+
+class Several(NamedTuple):
+    o: torch.Tensor
+    final_state: torch.Tensor
+
+
+def convolve_several(call=short_convs, channels=3, **options):
+    """`short_convs` of arguments by name; results of all inputs side by side."""
+
+    def run(**x):
+        xs, weights, states = ([x.get(f"{n}{i}") for i in range(channels)] for n in ("x", "weight", "initial_state"))
+        found = call(xs, weights, initial_states=None if states[0] is None else states, **options)
+        return Several(*(torch.cat(parts, dim) for dim, parts in zip((2, 1), zip(*found, strict=True), strict=True)))
+
+    return run
+
+
+def one_by_one(xs, weights, *, initial_states=None, **options):
+    states = initial_states or [None] * len(xs)
+    each = zip(xs, weights, states, strict=True)
+    return [short_conv(x, weight, initial_state=state, **options) for x, weight, state in each]
+
+
+@pytest.mark.parametrize("case", SEVERAL_CASES)
+def test_several_inputs_agree_with_the_reference(case, device):
+    shape, channels, options = SEVERAL_CASES[case]
+    if "cu_seqlens" in options:
+        options = options | {"cu_seqlens": torch.tensor(PACKED, dtype=torch.int32, device=device)}
+    form = partial(convolve_several, channels=len(channels), **options)
+    x = several(channels, **{"dtype": torch.float32} | shape, device=device)
+    assert_agrees(form(impl="triton"), form(impl="reference"), x)
+
+
+def test_several_inputs_are_each_of_them_bit_by_bit(device):
+    x = several((6, 130, 20), T=5, N=2, dtype=torch.float32, device=device)
+    # rows of wider tensors, and weights apart
+    x["x1"] = torch.cat((x["x1"], x["x1"]), 2)[..., :130]
+    x["weight2"] = x["weight2"].repeat_interleave(2, 1)[:, ::2]
+    form = partial(convolve_several, activation="silu", impl="triton")
+    got, upstream = values_and_gradients(form(), x)
+    wanted, _ = values_and_gradients(form(one_by_one), x, upstream)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("used", ["o", "final_state"])
+def test_gradients_flow_through_either_result_of_several_inputs(used, device):
+    x = several((6, 5, 4), T=5, N=2, dtype=torch.float32, device=device)
+    form = partial(convolve_several, activation="silu")
+    got, expected = (gradients_through(form(impl=impl), x, used) for impl in ("triton", "reference"))
+    for name in x:
+        assert relative_error(got[name], expected[name]) < 1e-5, name
+
+
+def test_one_result_of_several_inputs_may_be_used_alone(device):
+    xs, weights, states = (
+        [y[n] for y in (inputs(T=5, D=D, N=2, bias=False, dtype=torch.float32, device=device) for D in (6, 5, 4))]
+        for n in ("x", "weight", "initial_state")
+    )
+    leaves = [x.requires_grad_() for x in (*xs, *weights, *states)]
+    grads = []
+    for call in (short_convs, one_by_one):
+        _, (o, _), (_, final_state) = call(xs, weights, initial_states=states, impl="triton")
+        grads.append(torch.autograd.grad(o.sum() + final_state.sum(), leaves, materialize_grads=True))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_several_inputs_take_one_launch_each_way(device, monkeypatch):
+    xs = [torch.randn(1, 3, D, device=device, requires_grad=True) for D in (6, 5, 4)]
+    weights = [torch.randn(D, 4, device=device) for D in (6, 5, 4)]
+    monkeypatch.setenv("TOKENMIX_UNTRIED", "1")
+    found, seen = watched(lambda: [o for o, _ in short_convs(xs, weights, impl="triton")])
+    assert [name for name in seen if "tokenmix" in name] == ["tokenmix_core.short_convs_forward.default"]
+    _, seen = watched(lambda: torch.autograd.grad([o.sum() for o in found], xs))
+    assert [name for name in seen if "tokenmix" in name] == ["tokenmix_core.short_convs_backward.default"]
+
+
+def test_several_inputs_refuse_what_differs():
+    x, other = (inputs(T=T, bias=False, dtype=torch.float32) for T in (4, 5))
+    xs, weights = [x["x"], x["x"]], [x["weight"]] * 2
+    with pytest.raises(ValueError, match="short_convs: expected two or three inputs"):
+        short_convs(xs[:1], weights[:1])
+    with pytest.raises(ValueError, match="with a weight and a state for each, got 2, 2 and 1"):
+        short_convs(xs, weights, initial_states=[torch.zeros(2, 6, 3)])
+    with pytest.raises(ValueError, match="one B, T, W, dtype and device"):
+        short_convs([x["x"], other["x"]], weights)
+    with pytest.raises(ValueError, match="weight must be a tensor"):
+        short_convs(xs, [x["weight"], None])
 
 
 def test_weights_may_be_kept_in_float32(device):

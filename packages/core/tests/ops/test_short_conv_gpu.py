@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tokenmix_core import tuning
-from tokenmix_core.ops import short_conv, short_conv_step
+from tokenmix_core.ops import short_conv, short_conv_step, short_convs
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -56,6 +56,29 @@ def test_every_length_of_a_run(packed, BT, monkeypatch):
     conv = partial(short_conv, activation="silu", **({"cu_seqlens": borders()} if packed else {}))
     x = inputs(1, 1000, 260, 4, N=6 if packed else 1)
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("W", range(2, 9))
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("channels", [(260, 260, 520), (256, 128, 1024), (7, 130)], ids=str)
+def test_several_inputs_are_each_of_them(channels, packed, W, dtype, monkeypatch):
+    # runs of one length, as sums are taken over them
+    for run in "short_conv", "short_conv_backward":
+        tile = getattr(tuning, run)(1000, 260)
+        monkeypatch.setattr(tuning, run, lambda tokens, channels, tile=tile: tile)
+    options = {"activation": "silu", "impl": "triton"} | ({"cu_seqlens": borders()} if packed else {})
+    parts = [inputs(1 if packed else 3, 1000, D, W, N=6 if packed else 3, dtype=dtype) for D in channels]
+    leaves = {n: [x[n].requires_grad_() for x in parts] for n in ("x", "weight", "initial_state")}
+    together = short_convs(leaves["x"], leaves["weight"], initial_states=leaves["initial_state"], **options)
+    each = [short_conv(x, w, initial_state=s, **options) for x, w, s in zip(*leaves.values(), strict=True)]
+    results = []
+    for found in (together, each):
+        outputs = [y for part in found for y in part]
+        into = [x for tensors in leaves.values() for x in tensors]
+        results.append([*outputs, *torch.autograd.grad(outputs, into, [y.detach() for y in outputs])])
+    for got, wanted in zip(*results, strict=True):
+        assert relative_error(got, wanted) < torch.finfo(dtype).eps
 
 
 def test_more_than_two_to_the_31_elements():

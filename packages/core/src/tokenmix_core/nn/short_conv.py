@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.launch.trial import untried
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.state import TensorState
-from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps
+from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
 from tokenmix_core.ops.common import Impl
 
 
@@ -96,13 +96,28 @@ def convolved(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     step: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The outputs of convolutions that are alike but for their channels, each of its input; a step is one launch."""
-    first = convs[0]
-    alike = all(conv.bias is None and conv.weight.shape[1] == first.weight.shape[1] for conv in convs)
-    if not step or not alike or None in states or (xs[0].is_cuda and not untried()):
+    """The outputs of convolutions, each of its input: one launch for those alike but for their channels.
+
+    With states, as `ShortConv`: of all of them or of none.
+    """
+    kinds = {(conv.weight.shape[1], conv.activation, conv.impl, conv.bias is None) for conv in convs}
+    before = [None if state is None else state.value for state in states]
+    begun = any(x is not None for x in before)
+    alike = len(kinds) == 1 and convs[0].bias is None and not (begun and not step and None in before)
+    if not alike or (step and None in states) or (xs[0].is_cuda and not untried()):
         given = zip(convs, xs, states, strict=True)
         return tuple(conv(x, state=state, cu_seqlens=cu_seqlens, step=step) for conv, x, state in given)
-    last = [state.get(x.shape[0], x) for state, x in zip(states, xs, strict=True) if state is not None]
-    tokens, weights = [x.squeeze(1) for x in xs], [conv.weight for conv in convs]
-    outputs = short_conv_steps(tokens, weights, last, activation=first.activation, impl=first.impl)
-    return tuple(y.unsqueeze(1) for y in outputs)
+    weights = [conv.weight for conv in convs]
+    activation, impl = convs[0].activation, convs[0].impl
+    if step:
+        last = [state.get(x.shape[0], x) for state, x in zip(states, xs, strict=True) if state is not None]
+        tokens = short_conv_steps([x.squeeze(1) for x in xs], weights, last, activation=activation, impl=impl)
+        return tuple(y.unsqueeze(1) for y in tokens)
+    initial = [x for x in before if x is not None]
+    outputs = short_convs(
+        xs, weights, activation=activation, initial_states=initial or None, cu_seqlens=cu_seqlens, impl=impl
+    )
+    for state, (_, final_state) in zip(states, outputs, strict=True):
+        if state is not None:
+            state.set(final_state)
+    return tuple(o for o, _ in outputs)

@@ -2,7 +2,7 @@
 
 # what explain knows
 import tokenmix_core.ops.operations  # noqa: F401
-from tokenmix_core.ops.convolution.api import short_conv, short_conv_step, short_conv_steps
+from tokenmix_core.ops.convolution.api import short_conv, short_conv_step, short_conv_steps, short_convs
 from tokenmix_core.ops.delta_layer.api import delta_layer_step
 from tokenmix_core.ops.explanation import Explanation, explain
 from tokenmix_core.ops.gated_delta_rule.api import (
@@ -38,6 +38,7 @@ __all__ = [
     "short_conv",
     "short_conv_step",
     "short_conv_steps",
+    "short_convs",
     "ssd_step",
     "swiglu",
     "swiglu_linear",

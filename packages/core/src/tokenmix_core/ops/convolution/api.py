@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.launch.replay import Checked
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -68,6 +69,42 @@ def short_conv(
     )
 
 
+def short_convs(
+    xs: Sequence[Float[Tensor, "B T _channels"]],
+    weights: Sequence[Float[Tensor, "_channels W"]],
+    *,
+    activation: Activation | None = None,
+    initial_states: Sequence[Float[Tensor, "N _channels W_minus_1"]] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> tuple[ScanOutput, ...]:
+    """`short_conv` of two or three inputs of the same tokens, as of q, k and v, in one launch; without biases.
+
+    Args:
+        xs, weights: as for `short_conv`, of one dtype each and one W; D may differ.
+        initial_states: of each input, or None for all.
+        activation, cu_seqlens: as for `short_conv`.
+        impl: as for `short_conv`; None is a launch an input until a GPU has run the kernels for several, or with
+            `TOKENMIX_UNTRIED=1` one launch.
+
+    Returns:
+        ScanOutput of each input.
+
+    Raises:
+        ValueError: as `short_conv`, or another number of inputs, weights and states, or sizes that differ.
+    """
+    _check_number("short_convs", xs, weights, xs if initial_states is None else initial_states)
+    states = [None] * len(xs) if initial_states is None else initial_states
+    backend = _check_several(len(xs), activation, cu_seqlens, impl, *xs, *weights, *states)
+    if backend == "reference" or (backend is None and not untried()):
+        options = {"activation": activation, "cu_seqlens": cu_seqlens, "impl": impl}
+        inputs = zip(xs, weights, states, strict=True)
+        return tuple(short_conv(x, weight, initial_state=state, **options) for x, weight, state in inputs)
+    from tokenmix_core.ops.convolution.autograd import short_convs_triton
+
+    return short_convs_triton(xs, weights, activation, initial_states, cu_seqlens)
+
+
 @torch.no_grad()
 def short_conv_step(
     x: Float[Tensor, "B D"],
@@ -120,25 +157,47 @@ def short_conv_steps(
     Raises:
         ValueError: as `short_conv_step`, or another number of inputs, weights and states, or sizes that differ.
     """
-    if not 2 <= len(xs) <= 3 or not len(xs) == len(weights) == len(states):
-        raise ValueError(
-            f"short_conv_steps: expected two or three inputs, with a weight and a state for each, "
-            f"got {len(xs)}, {len(weights)} and {len(states)}"
-        )
-    kinds = {(len(x), x.dtype, x.device, weight.shape[-1], weight.dtype) for x, weight in zip(xs, weights, strict=True)}
-    if len(kinds) > 1:
-        raise ValueError(
-            "short_conv_steps: inputs must have one B, W, dtype and device, "
-            f"got {' and '.join(map(str, sorted(map(str, kinds))))}"
-        )
+    _check_number("short_conv_steps", xs, weights, states)
     for x, weight, state in zip(xs, weights, states, strict=True):
         backend = _check_step(x, weight, None, state, activation, impl)
+    _check_alike("short_conv_steps", xs, weights)
     if backend != "reference":
         from tokenmix_core.ops.convolution.autograd import short_conv_steps_triton
 
         return short_conv_steps_triton(xs, weights, states, activation)
     tokens = zip(xs, weights, states, strict=True)
     return tuple(short_conv_step_reference(x, w, None, state, activation=activation) for x, w, state in tokens)
+
+
+def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) -> None:
+    """Raise a ValueError unless there are two or three inputs, and as much of what belongs to them."""
+    if not 2 <= len(xs) <= 3 or not len(xs) == len(weights) == len(states):
+        raise ValueError(
+            f"{op}: expected two or three inputs, with a weight and a state for each, "
+            f"got {len(xs)}, {len(weights)} and {len(states)}"
+        )
+
+
+def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Raise a ValueError unless one launch may take these inputs."""
+    kinds = {
+        (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
+    }
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{op}: inputs must have one B, T, W, dtype and device, "
+            f"got {' and '.join(map(str, sorted(map(str, kinds))))}"
+        )
+
+
+@Checked
+def _check_several(number, activation, cu_seqlens, impl, *tensors) -> str | None:
+    """Validate a whole-sequence call of several inputs: these, then the weights, then the initial states."""
+    xs, weights, states = (tensors[i * number : (i + 1) * number] for i in range(3))
+    for x, weight, state in zip(xs, weights, states, strict=True):
+        backend = _check(x, weight, None, activation, state, cu_seqlens, impl)
+    _check_alike("short_convs", xs, weights)
+    return backend
 
 
 @Checked

@@ -9,25 +9,23 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.convolution.forward import load_input, sigmoid, within
+from tokenmix_core.ops.convolution.forward import load_input, locate_channels, of_input, sigmoid, three, within
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
 
 
-@cached_launch
-@triton.jit(do_not_specialize=["T", "N", "BT"])
-def short_conv_backward_kernel(
-    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
-    stride_x, stride_do, T, N, BT, D,
-    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+@triton.jit
+def walk_back(
+    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, i_c, i_n, begin, length, first,
+    i_d, stride_x, stride_do, BT, D, columns,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """One walk over BT tokens, BU a step; the last W inputs and gradients of sums before the activation are registers.
+    """One walk over BT tokens of BD channels, BU a step; the last W inputs and gradients of sums before the activation
+    are registers. Rows of `dsums` have so many columns.
 
     A thread owns its channels: what is summed over tokens meets no other thread.
     """
-    i_c = tl.program_id(0)
-    i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     end = tl.minimum(first + BT, length)
     o_state = (tl.cast(i_n, tl.int64) * D + o_d) * (W - 1)
@@ -91,9 +89,52 @@ def short_conv_backward_kernel(
                 m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
                 tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
     # unused slots of a packed batch write zeros for the sum over slots
-    p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * D + o_d
+    p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * columns + o_d
     for w in tl.static_range(W + 1):
-        tl.store(p_sums + w * D, b_sums[w], mask=m_d)
+        tl.store(p_sums + w * columns, b_sums[w], mask=m_d)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_conv_backward_kernel(
+    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
+    stride_x, stride_do, T, N, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of BD channels a program."""
+    i_c = tl.program_id(0)
+    i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
+    walk_back(
+        x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, i_c, i_n, begin, length, first,
+        tl.program_id(1), stride_x, stride_do, BT, D, D, W, BD, BU, SILU,
+    )  # fmt: skip
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_convs_backward_kernel(
+    x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, do0, do1, do2, dfinal0, dfinal1, dfinal2,
+    dx0, dx1, dx2, dinitial0, dinitial1, dinitial2, dsums, cu_seqlens,
+    stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same for the channels of three inputs, one after the other, in `dsums`, too; the last may have none."""
+    i_c = tl.program_id(0)
+    i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
+    i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
+    initial_state, initial_gradient, final_gradient = None, None, None
+    if initial0 is not None:
+        initial_state = of_input(i_x, initial0, initial1, initial2)
+        initial_gradient = of_input(i_x, dinitial0, dinitial1, dinitial2)
+    if dfinal0 is not None:
+        final_gradient = of_input(i_x, dfinal0, dfinal1, dfinal2)
+    walk_back(
+        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
+        of_input(i_x, do0, do1, do2), final_gradient, of_input(i_x, dx0, dx1, dx2),
+        dsums + of_input(i_x, 0, D0, D0 + D1), initial_gradient, i_c, i_n, begin, length, first, i_d,
+        of_input(i_x, stride0, stride1, stride2), of_input(i_x, stride_do0, stride_do1, stride_do2), BT,
+        of_input(i_x, D0, D1, D2), D0 + D1 + D2, W, BD, BU, SILU,
+    )  # fmt: skip
 
 
 @cached_launch
@@ -133,6 +174,39 @@ def short_conv_backward(
     )  # fmt: skip
     dweight = torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
+    sum_runs(dsums, dweight, dbias)
+    return dx, dweight, dbias, initial_gradient
+
+
+def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, dos, final_gradients, config):
+    """Gradients of the inputs, of all weights `[sum of D, W]`, and of the initial states, or None without these."""
+    (B, T, _), W = xs[0].shape, weights[0].shape[1]
+    N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
+    sizes = [x.shape[2] for x in xs]
+    D0, D1, D2 = [*sizes, 0][:3]
+    runs = chunk_slots(B, T, config.BT, cu_seqlens)
+    dxs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
+    dsums = torch.empty((runs, W + 1, sum(sizes)), dtype=torch.float32, device=device)
+    none = [None] * 3
+    initial_gradients = None if initial_states is None else [torch.empty_like(x) for x in initial_states]
+    stride0, stride1, stride2 = three([x.stride(1) for x in xs])
+    stride_do0, stride_do1, stride_do2 = three([x.stride(1) for x in dos])
+    short_convs_backward_kernel[(runs, sum(cdiv(D, config.BD) for D in sizes))](
+        *three(xs), *three(weights), *(none if initial_states is None else three(initial_states)), *three(dos),
+        *(none if final_gradients is None else three(final_gradients)), *three(dxs),
+        *(none if initial_gradients is None else three(initial_gradients)), dsums, cu_seqlens,
+        stride0=stride0, stride1=stride1, stride2=stride2,
+        stride_do0=stride_do0, stride_do1=stride_do1, stride_do2=stride_do2, T=T, N=N, BT=config.BT,
+        D0=D0, D1=D1, D2=D2, W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu",
+        PACKED=cu_seqlens is not None, num_warps=1,
+    )  # fmt: skip
+    dweights = torch.empty((sum(sizes), W), dtype=weights[0].dtype, device=device)
+    sum_runs(dsums, dweights, None)
+    return dxs, dweights, initial_gradients
+
+
+def sum_runs(dsums, dweight, dbias) -> None:
+    """The sums `[runs, W + 1, D]` of runs, summed over them: of the weight, and of the bias, if there is one."""
+    (runs, _, D), W = dsums.shape, dweight.shape[1]
     BR, BD = 128, 32
     short_conv_sums_kernel[(cdiv(D, BD), W + 1)](dsums, dweight, dbias, runs, D, W, BR, BD, num_warps=4)
-    return dx, dweight, dbias, initial_gradient

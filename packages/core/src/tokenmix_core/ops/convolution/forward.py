@@ -3,6 +3,8 @@
 # Triton knows no stars in tuples
 # ruff: noqa: RUF005
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -39,18 +41,13 @@ def sigmoid(b_x):
     return b_r * b_r
 
 
-@cached_launch
-@triton.jit(do_not_specialize=["T", "N", "BT"])
-def short_conv_forward_kernel(
-    x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
-    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+@triton.jit
+def walk(
+    x, weight, bias, initial_state, o, final_state, i_n, begin, length, first, i_d, stride_x, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """One walk over BT tokens, BU a step; the last W inputs are registers, so that each is read once."""
-    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
-    # an empty sequence has one chunk too, which hands its initial state on
-    if first >= tl.maximum(length, 1):
-        return
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    """One walk over BT tokens of BD channels, BU a step; the last W inputs are registers: each is read once."""
+    o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     end = tl.minimum(first + BT, length)
     o_state = (tl.cast(i_n, tl.int64) * D + o_d) * (W - 1)
@@ -91,6 +88,58 @@ def short_conv_forward_kernel(
             tl.store(final_state + o_state + w, b_last.to(final_state.dtype.element_ty), mask=m_d)
 
 
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_conv_forward_kernel(
+    x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of BD channels a program."""
+    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
+    # an empty sequence has one chunk too, which hands its initial state on
+    if first >= tl.maximum(length, 1):
+        return
+    walk(
+        x, weight, bias, initial_state, o, final_state, i_n, begin, length, first, tl.program_id(1), stride_x, BT, D,
+        W, BD, BU, SILU,
+    )  # fmt: skip
+
+
+@triton.jit
+def locate_channels(i_d, n0, n1):
+    """Of block `i_d` of the channels of three inputs, one input's after the other's: whose it is, and its number."""
+    i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
+    return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
+
+
+@triton.jit
+def of_input(i_x, x0, x1, x2):
+    """What belongs to one of three inputs: all pointers of one type, or all numbers."""
+    return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_convs_forward_kernel(
+    x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, o0, o1, o2, final0, final1, final2,
+    cu_seqlens, stride0, stride1, stride2, T, N, BT, D0, D1, D2,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same for the channels of three inputs, one after the other; the last may have none."""
+    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
+    if first >= tl.maximum(length, 1):
+        return
+    i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
+    initial_state = None
+    if initial0 is not None:
+        initial_state = of_input(i_x, initial0, initial1, initial2)
+    walk(
+        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
+        of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2), i_n, begin, length, first, i_d,
+        of_input(i_x, stride0, stride1, stride2), BT, of_input(i_x, D0, D1, D2), W, BD, BU, SILU,
+    )  # fmt: skip
+
+
 def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: ShortConvRun):
     """o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x lie at one stride."""
     B, T, D = x.shape
@@ -103,6 +152,29 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
         W, config.BD, config.BU, activation == "silu", cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     return o, final_state
+
+
+def three(tensors: Sequence) -> list:
+    """The tensors of three inputs where there may be two: the third is of no channels, and never read."""
+    return [*tensors, tensors[0]][:3]
+
+
+def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: ShortConvRun):
+    """o `[B, T, D]` of two or three inputs, and the last inputs of each sequence `[N, D, W − 1]` of each."""
+    (B, T, _), W = xs[0].shape, weights[0].shape[1]
+    N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
+    final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=device) for x in xs]
+    D0, D1, D2 = [*(x.shape[2] for x in xs), 0][:3]
+    stride0, stride1, stride2 = three([x.stride(1) for x in xs])
+    channels = sum(cdiv(D, config.BD) for D in (D0, D1, D2))
+    states = [None] * 3 if initial_states is None else three(initial_states)
+    short_convs_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), channels)](
+        *three(xs), *three(weights), *states, *three(outputs), *three(final_states), cu_seqlens,
+        stride0=stride0, stride1=stride1, stride2=stride2, T=T, N=N, BT=config.BT, D0=D0, D1=D1, D2=D2,
+        W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+    )  # fmt: skip
+    return outputs, final_states
 
 
 @triton.jit
@@ -162,11 +234,9 @@ def short_conv_steps(
     """o `[B, D]` of one token of each of two or three inputs; `states` take the tokens in."""
     BD, W = 256, weights[0].shape[1]
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-    # a third of no channels
-    three = [[*tensors, tensors[0]][:3] for tensors in (xs, weights, states, outputs)]
     sizes = [*(x.shape[1] for x in xs), 0][:3]
     short_conv_steps_kernel[(len(xs[0]), sum(cdiv(D, BD) for D in sizes))](
-        *(x for tensors in three for x in tensors), *(x.stride(0) for x in three[0]), *sizes, W, BD,
+        *three(xs), *three(weights), *three(states), *three(outputs), *(x.stride(0) for x in three(xs)), *sizes, W, BD,
         activation == "silu", num_warps=2,
     )  # fmt: skip
     return outputs
