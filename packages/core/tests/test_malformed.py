@@ -360,6 +360,7 @@ DAMAGES = {
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON file|cannot be loaded"),
     "foreign type": (lambda f: _edit_config(f, model_type="gpt9"), "gpt9"),
     "unknown key": (lambda f: _edit_config(f, widht=3), "unknown key 'widht'"),
+    "unknown dtype": (lambda f: _edit_config(f, dtype="float7"), "float7"),
     "other width": (lambda f: _edit_config(f, hidden_size=64), "do not fit"),
     "more layers": (
         lambda f: _edit_config(f, num_hidden_layers=4, mixers=["gated_delta_net", "attention"] * 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import (
@@ -128,12 +130,28 @@ def test_the_command_converts_a_folder(tmp_path, capsys):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rms_norm_eps", "x", "no config that can be read"),
+        ("rope_parameters", {"rope_type": "nonsense", "rope_theta": 1.0}, "cannot be loaded"),
+    ],
+)
+def test_a_config_that_transformers_cannot_read_is_refused_in_a_sentence(field, value, message, tmp_path, capsys):
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_what_has_no_counterpart_is_refused():
     for model, words in (
         (GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)), "got 'gpt2'"),
         (LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), "attention_bias"),
         (LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=0.1)), "attention_dropout"),
         (LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")), "MLP with silu"),
+        (LlamaForCausalLM(LlamaConfig(**SIZES, mlp_bias=True)), "mlp_bias=True"),
         (LlamaForCausalLM(LlamaConfig(**SIZES)).model, "output layer"),
     ):
         with pytest.raises(ValueError, match=words):

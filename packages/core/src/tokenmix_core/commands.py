@@ -360,16 +360,19 @@ def config_of(target: str, context: Context) -> Any:
         if Path(target).exists():
             raise ValueError(f"{target} holds no model: expected a folder with config.json")
         return context.recipe(target).model_config()
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(target, local_files_only=True)
-    except (OSError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
 
 
-def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | str | None = None) -> Any:
     """The causal language model of a folder, in evaluation mode; device and dtype as `device_and_dtype` chooses them.
+
+    With the dtype "auto" it is that of the weights.
 
     Raises:
         ValueError: no such folder, or none that holds a whole model.
@@ -383,6 +386,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
         )
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no model: expected config.json and weights")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
     from tokenmix_core.modeling.checkpoint import load_checked
@@ -391,7 +395,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
         load = AutoModelForCausalLM.from_pretrained
         # other people's models are held to what our own are
         model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
-    except (OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} cannot be loaded as a causal language model: {sentence(error)}") from error
     return model.to(device).eval()
 
@@ -402,11 +406,12 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         ValueError: there is none that can be loaded.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} holds no tokenizer that can be loaded: {sentence(error)}") from error
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tokenmix_core.files import check_new_folder
-from tokenmix_core.modeling.checkpoint import copy_companions, load_checked
+from tokenmix_core.modeling.checkpoint import copy_companions
 from tokenmix_core.modeling.pretrained import FAMILIES, attention_options, own_fields, own_state
 from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_lte.config import LteConfig
@@ -85,7 +85,7 @@ def _fresh(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """`tokenmix-lte convert`: convert a checkpoint in a folder."""
-    from tokenmix_core.commands import DTYPES, is_checkpoint
+    from tokenmix_core.commands import DTYPES, config_of, is_checkpoint, load_model
 
     source = Path(args.model)
     if not is_checkpoint(source):
@@ -93,11 +93,10 @@ def command(args: argparse.Namespace, context: Any) -> None:
     check_new_folder(args.out)
     if args.dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {args.dtype!r}")
-    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    config = config_of(str(source), context)
     if config.model_type not in FAMILIES:
         raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
-    load = AutoModelForCausalLM.from_pretrained
-    model: Any = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
+    model = load_model(source, torch.device("cpu"), args.dtype)
     converted = convert(model, layers=args.layers, window=args.window, cap=args.cap, sinks=args.sinks)
     converted.save_pretrained(args.out)
     copy_companions(source, args.out)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tokenmix_core.files import check_new_folder
-from tokenmix_core.modeling.checkpoint import copy_companions, load_checked
+from tokenmix_core.modeling.checkpoint import copy_companions
 from tokenmix_nha.hybridized import FAMILIES
 from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows, nha_mixers
 
@@ -90,6 +90,7 @@ def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """`tokenmix-nha convert`: convert a checkpoint in a folder, or read one of FLA's GLA and GSA models."""
+    from tokenmix_core.commands import config_of, load_model
     from tokenmix_core.integrations import checkpoints
     from tokenmix_nha.layouts import LAYOUTS
 
@@ -102,14 +103,13 @@ def command(args: argparse.Namespace, context: Any) -> None:
         what = checkpoints.layout_of(fields, LAYOUTS).what
         print(f"{args.out}: {what}, {model.num_parameters():,} parameters; import tokenmix_nha to load it")
         return
-    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    config = config_of(str(source), context)
     if config.model_type not in FAMILIES:
         known = ", ".join((*FAMILIES, "gla", "gsa"))
         raise ValueError(f"{source}: expected a model of type {known}, got {config.model_type!r}")
     layers = config.num_hidden_layers
     windows = FULL if args.full_layers == "all" else hybrid_windows(layers, args.window, args.full_layers)
-    load = AutoModelForCausalLM.from_pretrained
-    model: Any = load_checked(type(config), load, source, strict=True, dtype=args.dtype, local_files_only=True)
+    model = load_model(source, torch.device("cpu"), args.dtype)
     converted = convert(model, windows, slots=args.slots)
     converted.save_pretrained(args.out)
     copy_companions(source, args.out)

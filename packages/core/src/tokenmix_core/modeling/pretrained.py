@@ -58,7 +58,10 @@ def own_fields(config: Any) -> dict[str, Any]:
         ValueError: an MLP that has no counterpart here.
     """
     if config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
-        raise ValueError(f"expected an MLP with silu and without biases, got {config.hidden_act!r}")
+        raise ValueError(
+            f"expected an MLP with silu and without biases, got {config.hidden_act!r} and "
+            f"mlp_bias={getattr(config, 'mlp_bias', False)}"
+        )
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
