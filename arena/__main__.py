@@ -70,7 +70,8 @@ def _commit() -> str:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
+    # each once
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -85,6 +85,10 @@ class Comparison:
         ):
             if unknown := [name for name in names if name not in known]:
                 raise ValueError(f"there is no {what} {unknown[0]!r}; choose from {', '.join(known)}")
+        if not any(self.entrants(division) for division in self.divisions):
+            raise ValueError(
+                f"none of {', '.join(self.contestants)} takes part in the division {' or '.join(self.divisions)}"
+            )
 
     def entrants(self, division: str) -> list[str]:
         """The contestants of a division that are looked at."""

@@ -71,7 +71,7 @@ def models(comparison: Comparison, division: str) -> str:
     text = f"State of one sequence of {context:,} tokens in bfloat16; parameters without the embedding."
     if division != PARAMETERS:
         text += f" The state to have is {target_state(comparison.size) / 1024:,.1f} KiB."
-    return f"{text}\n\n{format_table(rows)}"
+    return f"{text}\n\n{format_table(rows)}" if rows else "None of these contestants takes part here."
 
 
 def write(comparison: Comparison) -> Path:

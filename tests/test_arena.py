@@ -234,6 +234,12 @@ def test_time_that_is_up_is_told_by_the_exit_code(tmp_path, capsys):
     assert "0 of 4 runs are done" in capsys.readouterr().out
     assert main(["plan", "--size", "huge"]) == 2
     assert "there is no size 'huge'" in capsys.readouterr().err
+    assert main(["plan", *options, "--contestants", "attention", "--divisions", "state"]) == 2
+    assert "none of attention takes part in the division state" in capsys.readouterr().err
+    assert main(["plan", *options, "--contestants", "attention,attention", "--tasks", "mqar,mqar"]) == 0
+    told = capsys.readouterr().out
+    assert "0 of 2 runs are done" in told
+    assert "None of these contestants takes part here." in told
     (tmp_path / "file").touch()
     assert main(["report", *options, "--results", str(tmp_path / "file")]) == 2
     assert "arena: " in capsys.readouterr().err
