@@ -13,7 +13,7 @@ from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, sho
 from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.operations import Call, KernelCase, OpContract
+from tokenmix_core.testing.operations import ALL_CHECKS, Call, KernelCase, OpContract
 
 PACKED = [0, 0, 3, 36, 36, 37]
 
@@ -111,6 +111,12 @@ class TestShortConv(OpContract):
         yield autograd.short_conv_step_op, (x[:, 0], weight, bias, state, None)
         several = (y for x in (x[:, 0], weight, state) for y in (x, x.clone(), None))
         yield autograd.short_conv_steps_op, (*several, "silu"), "test_schema", "test_faketensor"
+        two, weights, states = ([t.clone().requires_grad_() for t in (y, y)] for y in (x, weight, state))
+        several, tests = (*two, None, *weights, None, "silu", *states, None, None), ALL_CHECKS[:3]
+        yield autograd.short_convs_forward_op, several, *tests
+        several = (t.detach() if isinstance(t, Tensor) else t for t in several)
+        gradients = torch.ones_like(x), x.clone(), None, None, None, None
+        yield autograd.short_convs_backward_op, (*several, *gradients), *tests
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
