@@ -80,24 +80,25 @@ def recorded_op(name: str, run: Callable | None = None, *, mutates_args: Iterabl
     return op
 
 
-def of_fields(step: Any, run: Callable) -> Callable:
-    """`run(step(...))` as a function of the fields of `step`, a NamedTuple, for what takes tensors one by one.
+def of_fields(run: Callable) -> Callable:
+    """`run(step)`, of a NamedTuple, as a function of the fields one by one, as torch and `Replayed` take tensors.
 
-    Torch and `Replayed` do. It has the fields' names, types and defaults, and what `run` returns; of a NamedTuple a
-    plain tuple.
+    It has the fields' names, types and defaults, and returns what `run` does, of a NamedTuple a plain tuple.
     """
+    types = get_type_hints(run)
+    returned = types.pop("return", inspect.Signature.empty)
+    (step,) = types.values()
+    if hasattr(returned, "_fields"):
+        returned = tuple[tuple(get_type_hints(returned).values())]  # type: ignore[misc]
 
     def call(*inputs, **named):
         output = run(step(*inputs, **named))
         return tuple(output) if hasattr(output, "_fields") else output
 
-    types, returned = get_type_hints(step), get_type_hints(run).get("return", inspect.Signature.empty)
-    if hasattr(returned, "_fields"):
-        returned = tuple[tuple(get_type_hints(returned).values())]  # type: ignore[misc]
     kind, nothing = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     fields = [
-        inspect.Parameter(name, kind, default=step._field_defaults.get(name, nothing), annotation=types[name])
-        for name in step._fields
+        inspect.Parameter(name, kind, default=step._field_defaults.get(name, nothing), annotation=x)
+        for name, x in get_type_hints(step).items()
     ]
     vars(call)["__signature__"] = inspect.Signature(fields, return_annotation=returned)
     call.__name__, call.__doc__ = run.__name__, run.__doc__

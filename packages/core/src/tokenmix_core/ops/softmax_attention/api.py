@@ -69,7 +69,8 @@ def attention(
         ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
     """
     mask, scale, impl = _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl)
-    o, lse = autograd.attention(q, k, v, cu_seqlens, mask.causal, mask.window, mask.sinks, scale, impl)
+    x = autograd.Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, **mask._asdict(), scale=scale, impl=impl)
+    o, lse = autograd.attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 
@@ -135,8 +136,11 @@ def attention_decode(
         ValueError: a wrong shape, dtype, device or option; on a CPU also a length outside 0 … S.
     """
     mask, scale, impl = _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl)
-    o, lse = autograd.attention_decode(q, k_cache, v_cache, cache_seqlens, mask.window, mask.sinks, scale, impl)
-    return AttentionOutput(o, lse)
+    x = autograd.DecodeInputs(
+        q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, window=mask.window, sinks=mask.sinks,
+        scale=scale, impl=impl,
+    )  # fmt: skip
+    return AttentionOutput(*autograd.attention_decode(*x))
 
 
 @Checked

@@ -8,23 +8,71 @@ own backwards know no gradient of the log-sum-exp; where one arrives, the kernel
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op, retried
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_core.ops.softmax_attention import backends
 
 
+class Inputs(NamedTuple):
+    """What attention is given; `impl` None is our kernels."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor | None
+    causal: bool
+    window: int | None
+    sinks: int
+    scale: float
+    impl: str | None
+
+
+class BackwardInputs(NamedTuple):
+    """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and their gradients; None is zero."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    do: Tensor | None
+    dlse: Tensor | None
+    cu_seqlens: Tensor | None
+    causal: bool
+    window: int | None
+    sinks: int
+    scale: float
+    impl: str | None
+
+
+class DecodeInputs(NamedTuple):
+    """What decoding attention is given."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    window: int | None
+    sinks: int
+    scale: float
+    impl: str
+
+
 @retried
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None,
-    causal: bool, window: int | None, sinks: int, scale: float, impl: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@of_fields
+def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`: heads before time, as every backend keeps it."""
-    if q.numel() == 0 or k.numel() == 0:
-        o, lse = _empty_outputs(q, v)
+    if x.q.numel() == 0 or x.k.numel() == 0:
+        o, lse = _empty_outputs(x.q, x.v)
         return o.zero_(), lse.fill_(float("-inf"))
-    o, lse = backends.load(impl).forward(q, k, v, cu_seqlens, backends.Mask(causal, window, sinks), scale)
+    mask = backends.Mask(x.causal, x.window, x.sinks)
+    o, lse = backends.load(x.impl).forward(
+        q=x.q, k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, mask=mask, scale=x.scale
+    )  # fmt: skip
     return o.contiguous(), lse.contiguous()
 
 
@@ -33,21 +81,22 @@ attention_forward = direct_when_eager(attention_op, _forward)
 
 
 @attention_op.register_fake
-def _(q, k, v, cu_seqlens, causal, window, sinks, scale, impl):
-    return _empty_outputs(q, v)
+@of_fields
+def _(x: Inputs):
+    return _empty_outputs(x.q, x.v)
 
 
 @retried
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None,
-    cu_seqlens: Tensor | None, causal: bool, window: int | None, sinks: int, scale: float, impl: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, contiguous, from the gradients of o and of the log-sum-exp (None: zero)."""
-    if q.numel() == 0 or k.numel() == 0:
-        return _zeros(q), _zeros(k), _zeros(v)
-    do = torch.zeros_like(o) if do is None else do
-    backend = backends.load(backends.backward_impl(impl, q, dlse is not None))
-    dq, dk, dv = backend.backward(q, k, v, o, lse, do, dlse, cu_seqlens, backends.Mask(causal, window, sinks), scale)
+@of_fields
+def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, contiguous."""
+    if x.q.numel() == 0 or x.k.numel() == 0:
+        return _zeros(x.q), _zeros(x.k), _zeros(x.v)
+    backend = backends.load(backends.backward_impl(x.impl, x.q, x.dlse is not None))
+    dq, dk, dv = backend.backward(
+        q=x.q, k=x.k, v=x.v, o=x.o, lse=x.lse, do=torch.zeros_like(x.o) if x.do is None else x.do, dlse=x.dlse,
+        cu_seqlens=x.cu_seqlens, mask=backends.Mask(x.causal, x.window, x.sinks), scale=x.scale,
+    )  # fmt: skip
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -56,38 +105,40 @@ attention_backward = direct_when_eager(attention_backward_op, _backward)
 
 
 @attention_backward_op.register_fake
-def _(q, k, v, o, lse, do, dlse, cu_seqlens, causal, window, sinks, scale, impl):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+@of_fields
+def _(x: BackwardInputs):
+    return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu_seqlens, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    x, (o, lse) = Inputs(*inputs), output
+    ctx.save_for_backward(x.q, x.k, x.v, o, lse, x.cu_seqlens)
+    ctx.options = dict(causal=x.causal, window=x.window, sinks=x.sinks, scale=x.scale, impl=x.impl)
     # an output that nobody used then shows as None, and a library's own backward serves
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, dlse):
     q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
+    rest = [None] * (len(Inputs._fields) - 3)
     if do is None and dlse is None:
-        return (None,) * 9
-    grads = attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, *ctx.options)
-    return *grads, None, None, None, None, None, None
+        return None, None, None, *rest
+    x = BackwardInputs(q=q, k=k, v=v, o=o, lse=lse, do=do, dlse=dlse, cu_seqlens=cu_seqlens, **ctx.options)
+    return *attention_backward(*x), *rest
 
 
 attention = differentiable(attention_op, _forward, _save, _gradients)
 
 
-def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor,
-    window: int | None, sinks: int, scale: float, impl: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@of_fields
+def _decode(x: DecodeInputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
-    if q.numel() == 0 or k_cache.numel() == 0:
-        o, lse = _empty_decode_outputs(q, v_cache)
+    if x.q.numel() == 0 or x.k_cache.numel() == 0:
+        o, lse = _empty_decode_outputs(x.q, x.v_cache)
         return o.zero_(), lse.fill_(float("-inf"))
-    decode = backends.load_decode(impl)
-    return decode(q, k_cache, v_cache, cache_seqlens.contiguous(), window=window, sinks=sinks, scale=scale)
+    decode = backends.load_decode(x.impl)
+    lengths = x.cache_seqlens.contiguous()
+    return decode(x.q, x.k_cache, x.v_cache, lengths, window=x.window, sinks=x.sinks, scale=x.scale)
 
 
 attention_decode_op = recorded_op("tokenmix_core::attention_decode", _decode, mutates_args=())
@@ -95,8 +146,9 @@ attention_decode = direct_when_eager(attention_decode_op, _decode)
 
 
 @attention_decode_op.register_fake
-def _(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl):
-    return _empty_decode_outputs(q, v_cache)
+@of_fields
+def _(x: DecodeInputs):
+    return _empty_decode_outputs(x.q, x.v_cache)
 
 
 def _empty_decode_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

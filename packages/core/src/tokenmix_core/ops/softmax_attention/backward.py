@@ -13,7 +13,7 @@ import triton.language as tl
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.backends import Mask
-from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, sink_step
+from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
 from tokenmix_core.ops.softmax_attention.plan import plan
 from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.softmax_attention.tiles import (
@@ -203,29 +203,26 @@ def _attention_backward_keys(
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` and `fill` as forward."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
-    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     # the kernel of dq leaves delta for the kernel of dk and dv
     # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
     by = plan(q, k, v, mask, cu_seqlens is not None, impl, do)
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
-    flags = (mask.causal, mask.window is not None, cu_seqlens is not None, precision(q.dtype))
+    given = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, cu_seqlens=cu_seqlens)
 
     if by.queries is None:
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_queries
 
-        backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill)
+        backward_queries(**given, o=o, dlse=dlse, dq=dq, mask=mask, scale=scale, selected=selected, fill=fill)
     else:
-        BM, BN, warps, stages = by.queries
-        tiles = chunk_slots(1, TQ, BM, cu_seqlens)
+        tiles = chunk_slots(1, TQ, by.queries.BM, cu_seqlens)
         _attention_backward_queries[(tiles * HQ * B,)](
-            q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *strides,
-            TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-            K, V, BM, BN, block_size(K), block_size(V), sink_step(q, mask, BN), *flags, dlse is not None, fill,
-            num_warps=warps, num_stages=stages,
+            **given, o=o, dlse=dlse, dq=dq, selected=selected, **strides(q=q, k=k, v=v, d=do),
+            **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
+            **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
+            THROUGH_LSE=dlse is not None, FILL=fill,
         )  # fmt: skip
     # a sink is seen by every query: among keys that a window sees, its tile would make all others wait
     sinks = mask.sinks if selected is None else 0
@@ -233,20 +230,16 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     if by.keys is None:
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_keys
 
-        backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected)
+        backward_keys(**given, dk=dk, dv=dv, mask=mask, scale=scale, selected=selected)
     else:
-        BM, BN, warps, stages = by.keys
-        tiles = chunk_slots(1, TK, BN, cu_seqlens)
-        ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, BM)
+        tiles = chunk_slots(1, TK, by.keys.BN, cu_seqlens)
+        ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, by.keys.BM)
         _attention_backward_keys[(tiles * H * B,)](
-            q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *strides,
-            TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale,
-            K, V, BM, BN, block_size(K), block_size(V), *flags, num_warps=warps, num_stages=stages,
+            **given, dk=dk, dv=dv, ranks=ranks, order=order, **strides(q=q, k=k, v=v, d=do),
+            **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale, **constants(q, v, cu_seqlens, mask, by.keys),
         )  # fmt: skip
     if sinks:
         from tokenmix_core.ops.sparse_attention.backward_keys import first_keys_backward
 
-        first_keys_backward(
-            q, k, v, do, lse, delta, dk, dv, cu_seqlens, count=sinks, window=mask.window, scale=scale
-        )  # fmt: skip
+        first_keys_backward(**given, dk=dk, dv=dv, count=sinks, window=mask.window, scale=scale)
     return dq, dk, dv

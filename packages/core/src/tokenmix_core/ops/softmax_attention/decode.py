@@ -15,7 +15,7 @@ import triton.language as tl
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, key_tiles, load_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.masks import visible
@@ -111,14 +111,14 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
         o_parts = q.new_empty(B, TQ, HQ, splits, V, dtype=torch.float32)
         lse_parts = q.new_empty(B, TQ, HQ, splits, dtype=torch.float32)
     _attention_decode[(B * H * row_tiles * splits,)](
-        q, k_cache, v_cache, o_parts, lse_parts, cache_seqlens,
-        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        TQ, HQ, H, splits, row_tiles, window or 0, sinks, scale * math.log2(math.e),
-        K, V, BM, BN, block_size(K), block_size(V), window is not None, precision(q.dtype),
-        num_warps=warps, num_stages=stages,
+        q=q, k=k_cache, v=v_cache, o=o_parts, lse=lse_parts, cache_seqlens=cache_seqlens,
+        **strides(q=q, k=k_cache, v=v_cache), TQ=TQ, HQ=HQ, H=H, splits=splits, row_tiles=row_tiles, window=window or 0,
+        sinks=sinks, scale=scale * math.log2(math.e), K=K, V=V, BM=BM, BN=BN, BK=block_size(K), BV=block_size(V),
+        WINDOW=window is not None, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(B * TQ * HQ,)](
-            o_parts, lse_parts, o, lse, splits, V, next_power_of_2(splits), block_size(V), num_warps=4
-        )
+            o_parts=o_parts, lse_parts=lse_parts, o=o, lse=lse, splits=splits, V=V, BS=next_power_of_2(splits),
+            BV=block_size(V), num_warps=4,
+        )  # fmt: skip
     return o, lse

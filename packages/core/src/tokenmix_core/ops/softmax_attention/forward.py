@@ -25,6 +25,7 @@ from tokenmix_core.ops.softmax_attention.tiles import (
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
+from tokenmix_core.tuning import AttentionTile
 
 
 @triton.jit
@@ -122,25 +123,44 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     unless `fill` are not written where a whole tile has none that is wanted.
     """
     q, k, v = (dense_rows(x) for x in (q, k, v))
-    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    (B, TQ, HQ, _), V = q.shape, v.shape[3]
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
     tile = plan(q, k, v, mask, cu_seqlens is not None, impl).forward
     if tile is None:
         from tokenmix_core.ops.softmax_attention.hopper.forward import forward
 
-        forward(q, k, v, o, lse, cu_seqlens, mask, scale)
+        forward(q=q, k=k, v=v, o=o, lse=lse, cu_seqlens=cu_seqlens, mask=mask, scale=scale)
         return o, lse
-    BM, BN, warps, stages = tile
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    tiles = chunk_slots(1, TQ, BM, cu_seqlens)
+    tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
     _attention_forward[(tiles * HQ * B,)](
-        q, k, v, o, lse, cu_seqlens, selected,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale * math.log2(math.e),
-        K, V, BM, BN, block_size(K), block_size(V), sink_step(q, mask, BN), mask.causal, mask.window is not None,
-        cu_seqlens is not None, precision(q.dtype), fill, num_warps=warps, num_stages=stages,
+        q=q, k=k, v=v, o=o, lse=lse, cu_seqlens=cu_seqlens, selected=selected, **strides(q=q, k=k, v=v),
+        **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale * math.log2(math.e),
+        **constants(q, v, cu_seqlens, mask, tile), BS=sink_step(q, mask, tile.BN), FILL=fill,
     )  # fmt: skip
     return o, lse
+
+
+def strides(**tensors: torch.Tensor | None) -> dict[str, int]:
+    """Strides of rows, tokens and heads by the names that kernels give them; 0 for a tensor that is not there."""
+    steps = {name: (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
+    return {f"s_{name}{axis}": step for name in steps for axis, step in zip("bth", steps[name], strict=True)}
+
+
+def sizes(q, k, cu_seqlens, mask: Mask) -> dict[str, int]:
+    """What kernels are told of a call's sizes and of its mask."""
+    (_, TQ, HQ, _), (_, TK, H, _) = q.shape, k.shape
+    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    return {"TQ": TQ, "TK": TK, "HQ": HQ, "H": H, "N": N, "window": mask.window or 0, "sinks": mask.sinks}
+
+
+def constants(q, v, cu_seqlens, mask: Mask, tile: AttentionTile) -> dict:
+    """What kernels are compiled for."""
+    K, V = q.shape[3], v.shape[3]
+    return {
+        **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},
+        **{"CAUSAL": mask.causal, "WINDOW": mask.window is not None, "PACKED": cu_seqlens is not None},
+        **{"PRECISION": precision(q.dtype), "num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    }
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

@@ -64,5 +64,8 @@ def list_tiles(selected: Tensor, cu_seqlens: Tensor | None, BM: int) -> tuple[Te
     sequences = num_sequences(selected, cu_seqlens)
     places = B * (cdiv(TQ, BM) + 1) if cu_seqlens is None else TQ // BM + 2 * sequences
     ranks, order = torch.empty(2, places, dtype=torch.int32, device=selected.device)
-    _list_tiles[(sequences,)](selected, ranks, order, cu_seqlens, TQ, cdiv(TQ, BM), BM, cu_seqlens is not None, 64)
+    _list_tiles[(sequences,)](
+        selected=selected, ranks=ranks, order=order, cu_seqlens=cu_seqlens, TQ=TQ, tiles=cdiv(TQ, BM), BM=BM,
+        PACKED=cu_seqlens is not None, BT=64,
+    )  # fmt: skip
     return ranks, order

@@ -69,7 +69,10 @@ def kept_attention(
         ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
     """
     window, scale, impl = _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl)
-    o, lse = autograd.kept_attention(q, k, v, keep, until, cu_seqlens, unit, window, scale, impl)
+    x = autograd.Inputs(
+        q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale, impl=impl
+    )
+    o, lse = autograd.kept_attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 

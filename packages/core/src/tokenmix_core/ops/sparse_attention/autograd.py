@@ -2,76 +2,130 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, until: Tensor | None, cu_seqlens: Tensor | None,
-    unit: int, window: int | None, scale: float, impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o `[B, TQ, HQ, V]`, the log-sum-exp `[B, HQ, TQ]`, and what the kernels know of `keep`: its ranks and lists."""
-    o, lse, ranks, lists = _outputs(q, v, keep, impl)
-    if q.numel() == 0 or k.numel() == 0:
-        return o.zero_(), lse.fill_(float("-inf")), ranks, lists
-    if impl == "reference":
+class Inputs(NamedTuple):
+    """What the operation is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keep: Tensor
+    until: Tensor | None
+    cu_seqlens: Tensor | None
+    unit: int
+    window: int | None
+    scale: float
+    impl: str
+
+
+class Outputs(NamedTuple):
+    """o `[B, TQ, HQ, V]`, the log-sum-exp `[B, HQ, TQ]`, and what kernels know of `keep`: its ranks and lists."""
+
+    o: Tensor
+    lse: Tensor
+    ranks: Tensor
+    lists: Tensor
+
+
+class BackwardInputs(NamedTuple):
+    """What was given and found, the gradients of o and of the log-sum-exp (None: 0), and whether `keep` has one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keep: Tensor
+    o: Tensor
+    lse: Tensor
+    ranks: Tensor
+    lists: Tensor
+    do: Tensor | None
+    dlse: Tensor | None
+    until: Tensor | None
+    cu_seqlens: Tensor | None
+    through_keep: bool
+    unit: int
+    window: int | None
+    scale: float
+    impl: str
+
+
+class Gradients(NamedTuple):
+    """Of q, k, v and `keep`; the last is empty where nobody asks for it."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_keep: Tensor
+
+
+@of_fields
+def _forward(x: Inputs) -> Outputs:
+    """The lists of kept keys, then attention over them."""
+    out = _outputs(x)
+    if x.q.numel() == 0 or x.k.numel() == 0:
+        return out._replace(o=out.o.zero_(), lse=out.lse.fill_(float("-inf")))
+    if x.impl == "reference":
         from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference
 
-        out = kept_attention_reference(
-            q, k, v, keep, unit=unit, window=window, until=until, scale=scale, cu_seqlens=cu_seqlens
+        o, lse = kept_attention_reference(
+            x.q, x.k, x.v, x.keep, unit=x.unit, window=x.window, until=x.until, scale=x.scale, cu_seqlens=x.cu_seqlens
         )
-        return out.o.contiguous(), out.lse.transpose(1, 2).contiguous(), ranks, lists
+        return out._replace(o=o.contiguous(), lse=lse.transpose(1, 2).contiguous())
     from tokenmix_core.ops.sparse_attention.forward import kept_attention_forward
     from tokenmix_core.ops.sparse_attention.mask import list_units
 
-    list_units(keep, ranks, lists)
+    list_units(x.keep, out.ranks, out.lists)
     kept_attention_forward(
-        q, k, v, o, lse, ranks, lists, until, cu_seqlens, unit=unit, window=window, scale=scale, impl=impl
+        q=x.q, k=x.k, v=x.v, **out._asdict(), until=x.until, cu_seqlens=x.cu_seqlens, unit=x.unit, window=x.window,
+        scale=x.scale, impl=x.impl,
     )  # fmt: skip
-    return o, lse, ranks, lists
+    return out
 
 
 kept_attention_op = recorded_op("tokenmix_core::kept_attention", _forward, mutates_args=())
 
 
 @kept_attention_op.register_fake
-def _(q, k, v, keep, until, cu_seqlens, unit, window, scale, impl):
-    return _outputs(q, v, keep, impl)
+@of_fields
+def _(x: Inputs) -> Outputs:
+    return _outputs(x)
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Tensor, lse: Tensor, ranks: Tensor, lists: Tensor,
-    do: Tensor | None, dlse: Tensor | None, until: Tensor | None, cu_seqlens: Tensor | None,
-    through_keep: bool, unit: int, window: int | None, scale: float, impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, empty unless `through_keep`, that of `keep`; from those of o and of the log-sum-exp (None: 0)."""
-    if q.numel() == 0 or k.numel() == 0:
-        d_keep = keep.new_zeros(keep.shape if through_keep else 0)
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_keep
-    do = torch.zeros_like(o) if do is None else do
-    options = {"unit": unit, "window": window, "scale": scale}
-    if impl == "reference":
+@of_fields
+def _backward(x: BackwardInputs) -> Gradients:
+    """dq and delta by queries, then dk, dv and the gradient of `keep` by keys."""
+    if x.q.numel() == 0 or x.k.numel() == 0:
+        dq, dk, dv, d_keep = _empty_gradients(x)
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_keep.zero_())
+    do = torch.zeros_like(x.o) if x.do is None else x.do
+    options = dict(until=x.until, cu_seqlens=x.cu_seqlens, unit=x.unit, window=x.window, scale=x.scale)
+    if x.impl == "reference":
         from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference_backward
 
-        dlse = None if dlse is None else dlse.transpose(1, 2)
-        dq, dk, dv, d_keep = kept_attention_reference_backward(
-            q, k, v, keep, o, do, dlse, until=until, cu_seqlens=cu_seqlens, **options
+        dlse = None if x.dlse is None else x.dlse.transpose(1, 2)
+        *grads, d_keep = kept_attention_reference_backward(
+            q=x.q, k=x.k, v=x.v, keep=x.keep, o=x.o, do=do, dlse=dlse, **options
         )
-        d_keep = d_keep.to(keep.dtype) if through_keep else keep.new_empty(0)
-        return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_keep.contiguous()
+        d_keep = d_keep.to(x.keep.dtype) if x.through_keep else x.keep.new_empty(0)
+        return Gradients(*(x.contiguous() for x in (*grads, d_keep)))
     from tokenmix_core.ops.sparse_attention.backward_keys import kept_attention_backward_keys
     from tokenmix_core.ops.sparse_attention.backward_queries import kept_attention_backward_queries
 
-    options["impl"] = impl
+    options |= dict(ranks=x.ranks, lists=x.lists, impl=x.impl)
     dq, delta = kept_attention_backward_queries(
-        q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, **options
+        q=x.q, k=x.k, v=x.v, o=x.o, do=do, lse=x.lse, dlse=x.dlse, **options
     )  # fmt: skip
     dk, dv, d_keep = kept_attention_backward_keys(
-        q, k, v, do, lse, delta, ranks, lists, until, cu_seqlens, keep=keep if through_keep else None, **options
+        q=x.q, k=x.k, v=x.v, do=do, lse=x.lse, delta=delta, keep=x.keep if x.through_keep else None, **options
     )
-    return dq, dk, dv, keep.new_empty(0) if d_keep is None else d_keep
+    return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
 
 
 kept_attention_backward_op = recorded_op("tokenmix_core::kept_attention_backward", _backward, mutates_args=())
@@ -79,38 +133,44 @@ kept_attention_backward = direct_when_eager(kept_attention_backward_op, _backwar
 
 
 @kept_attention_backward_op.register_fake
-def _(
-    q, k, v, keep, o, lse, ranks, lists, do, dlse, until, cu_seqlens, through_keep, unit, window, scale, impl
-):  # fmt: skip
-    d_keep = keep.new_empty(keep.shape if through_keep else 0)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_keep
+@of_fields
+def _(x: BackwardInputs) -> Gradients:
+    return _empty_gradients(x)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, keep, until, cu_seqlens, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, keep, *output, until, cu_seqlens)
-    ctx.through_keep = bool(ctx.needs_input_grad[3]) and keep.is_floating_point()
+    x, out = Inputs(*inputs), Outputs(*output)
+    ctx.save_for_backward(x.q, x.k, x.v, x.keep, *out, x.until, x.cu_seqlens)
+    through_keep = bool(ctx.needs_input_grad[3]) and x.keep.is_floating_point()
+    ctx.options = dict(through_keep=through_keep, unit=x.unit, window=x.window, scale=x.scale, impl=x.impl)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, dlse, *_unused):
     q, k, v, keep, o, lse, ranks, lists, until, cu_seqlens = ctx.saved_tensors
     if do is None and dlse is None:
-        return (None,) * 10
-    dq, dk, dv, d_keep = kept_attention_backward(
-        q, k, v, keep, o, lse, ranks, lists, do, dlse, until, cu_seqlens, ctx.through_keep, *ctx.options
-    )
-    return dq, dk, dv, d_keep if ctx.through_keep else None, *(None,) * 6
+        return (None,) * len(Inputs._fields)
+    x = BackwardInputs(
+        q=q, k=k, v=v, keep=keep, o=o, lse=lse, ranks=ranks, lists=lists, do=do, dlse=dlse, until=until,
+        cu_seqlens=cu_seqlens, **ctx.options,
+    )  # fmt: skip
+    dq, dk, dv, d_keep = kept_attention_backward(*x)
+    return dq, dk, dv, d_keep if x.through_keep else None, *[None] * (len(Inputs._fields) - 4)
 
 
 kept_attention = differentiable(kept_attention_op, _forward, _save, _gradients, outputs=2)
 
 
-def _outputs(q: Tensor, v: Tensor, keep: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(x: Inputs) -> Outputs:
     """Room for o, lse, the ranks of units `[B, HM, U + 1]` and their lists `[B, HM, U]` (none for the reference)."""
-    (B, TQ, HQ, _), (_, U, HM) = q.shape, keep.shape
-    o = q.new_empty(B, TQ, HQ, v.shape[3])
-    lse = q.new_empty(B, HQ, TQ, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    B = 0 if impl == "reference" else B
-    ranks, lists = (q.new_empty(shape, dtype=torch.int32) for shape in ((B, HM, U + 1), (B, HM, U)))
-    return o, lse, ranks, lists
+    (B, TQ, HQ, _), (_, U, HM) = x.q.shape, x.keep.shape
+    o = x.q.new_empty(B, TQ, HQ, x.v.shape[3])
+    lse = x.q.new_empty(B, HQ, TQ, dtype=torch.float64 if x.q.dtype == torch.float64 else torch.float32)
+    B = 0 if x.impl == "reference" else B
+    ranks, lists = (x.q.new_empty(shape, dtype=torch.int32) for shape in ((B, HM, U + 1), (B, HM, U)))
+    return Outputs(o, lse, ranks, lists)
+
+
+def _empty_gradients(x: BackwardInputs) -> Gradients:
+    d_keep = x.keep.new_empty(x.keep.shape if x.through_keep else 0)
+    return Gradients(*(t.new_empty(t.shape) for t in (x.q, x.k, x.v)), d_keep)

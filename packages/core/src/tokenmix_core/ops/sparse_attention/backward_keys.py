@@ -15,9 +15,9 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import aligned
-from tokenmix_core.ops.softmax_attention.forward import dense_rows
+from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile
-from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
+from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
 from tokenmix_core.ops.sparse_attention.pieces import (
     ALL_PARTS,
@@ -225,20 +225,25 @@ def kept_attention_backward_keys(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dk and dv, and the gradient of `keep` unless that is None."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    options = {"keep": keep, "unit": unit, "window": window, "scale": scale, "impl": impl}
-    return dk, dv, _write_gradients(q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, **options)
+    d_keep = _write_gradients(
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
+        cu_seqlens=cu_seqlens, keep=keep, unit=unit, window=window, scale=scale, impl=impl,
+    )  # fmt: skip
+    return dk, dv, d_keep
 
 
 def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, window, scale) -> None:
     """Write over those rows of dk and dv that belong to each sequence's first `count` keys, which all queries see."""
     count = min(count, k.shape[1])
     ranks, lists = list_first(k, count, cu_seqlens)
-    options = {"unit": 1, "window": window, "scale": scale, "keep": None, "most": count, "impl": "triton"}
-    _write_gradients(q, k, v, do, lse, delta, dk, dv, ranks, lists, None, cu_seqlens, **options)
+    _write_gradients(
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, ranks=ranks, lists=lists, until=None,
+        cu_seqlens=cu_seqlens, keep=None, unit=1, window=window, scale=scale, impl="triton", most=count,
+    )  # fmt: skip
 
 
 def _write_gradients(
-    q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl, most=None
+    *, q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, impl, most=None
 ) -> Tensor | None:
     """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
@@ -249,32 +254,34 @@ def _write_gradients(
         from tokenmix_core.ops.sparse_attention.hopper import TILE
 
         tile = tile._replace(BM=TILE, BN=TILE)
-    shape = sizes(q, k, v, ranks, cu_seqlens)
-    options = constants(q, v, tile, unit, window, cu_seqlens)
+    shape = sizes(q, k, ranks, cu_seqlens)
+    compiled_for = constants(q, v, tile, unit, window, cu_seqlens)
     pieces = cut_pieces(
         ranks, lists, until, cu_seqlens, TQ=TQ, TK=TK, H=H, BM=tile.BM, BN=tile.BN, unit=unit, window=window,
         until_strides=strides(u=until), most=most,
     )  # fmt: skip
     parts = len(pieces.part_tiles) * tile.BN
-    parts_k, parts_v = (lse.new_empty(parts, options[size]) for size in ("BK", "BV"))
+    parts_k, parts_v = (lse.new_empty(parts, compiled_for[size]) for size in ("BK", "BV"))
     dm, parts_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(parts))
+    # gradients, or parts of them, and where they belong
+    written = dict(dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v, parts_m=parts_m, ranks=ranks, lists=lists)
     if gluon:
         from tokenmix_core.ops.sparse_attention.hopper.backward_keys import backward_keys
 
         backward_keys(
-            q, k, v, aligned(do), lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, cu_seqlens, pieces,
+            q=q, k=k, v=v, do=aligned(do), lse=lse, delta=delta, **written, cu_seqlens=cu_seqlens, pieces=pieces,
             unit=unit, window=window, scale=scale,
         )  # fmt: skip
     else:
         _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
-            q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, until,
-            pieces.facts, pieces.piece_tiles, pieces.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B, **shape,
-            tiles=pieces.tiles, window=window or 0, scale=scale, **options,
+            q=q, k=k, v=v, do=do, lse=lse, delta=delta, **written, until=until, facts=pieces.facts,
+            piece_tiles=pieces.piece_tiles, totals=pieces.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B, **shape,
+            tiles=pieces.tiles, window=window or 0, scale=scale, **compiled_for,
         )  # fmt: skip
     _join_parts[(len(pieces.part_tiles),)](
-        dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, pieces.facts, pieces.part_tiles, pieces.totals,
+        **written, facts=pieces.facts, part_tiles=pieces.part_tiles, totals=pieces.totals,
         B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=pieces.tiles, scale=scale,
-        **{name: options[name] for name in ("K", "V", "BN", "BK", "BV", "UNIT")}, num_warps=8,
+        **{name: compiled_for[name] for name in ("K", "V", "BN", "BK", "BV", "UNIT")}, num_warps=8,
     )  # fmt: skip
     if keep is None or dm is None:
         return None
@@ -282,6 +289,7 @@ def _write_gradients(
     U, HM = shape["U"], shape["HM"]
     BU = 256 if unit == 1 else 64
     _sum_keep[(B * HM * (cdiv(U, BU) if unit == 1 else U),)](
-        dm, d_keep, cu_seqlens, TK=TK, U=U, H=H, HM=HM, N=shape["N"], UNIT=unit, BU=BU, PACKED=cu_seqlens is not None
-    )
+        dm=dm, d_keep=d_keep, cu_seqlens=cu_seqlens, TK=TK, U=U, H=H, HM=HM, N=shape["N"], UNIT=unit, BU=BU,
+        PACKED=cu_seqlens is not None,
+    )  # fmt: skip
     return d_keep

@@ -11,9 +11,9 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import aligned
-from tokenmix_core.ops.softmax_attention.forward import dense_rows
+from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
-from tokenmix_core.ops.sparse_attention.forward import constants, sizes, strides
+from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
@@ -123,15 +123,15 @@ def kept_attention_backward_queries(
         from tokenmix_core.ops.sparse_attention.hopper.backward_queries import backward_queries
 
         backward_queries(
-            q, k, v, o, aligned(do), lse, dlse, delta, dq, ranks, lists, cu_seqlens, unit=unit, window=window,
-            scale=scale,
+            q=q, k=k, v=v, o=o, do=aligned(do), lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists,
+            cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale,
         )  # fmt: skip
         return dq, delta
     tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, unit)
     tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
     _kept_attention_backward_queries[(tiles * HQ * B,)](
-        q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, until, cu_seqlens,
-        **strides(q=q, k=k, v=v, d=do, u=until), **sizes(q, k, v, ranks, cu_seqlens), tiles=tiles,
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists, until=until,
+        cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do, u=until), **sizes(q, k, ranks, cu_seqlens), tiles=tiles,
         window=window or 0, scale=scale, **constants(q, v, tile, unit, window, cu_seqlens),
     )  # fmt: skip
     return dq, delta

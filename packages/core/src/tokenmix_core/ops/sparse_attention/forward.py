@@ -6,12 +6,11 @@ import math
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision
+from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
@@ -115,25 +114,23 @@ def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, 
     if takes_gluon(impl, q, k, v, until):
         from tokenmix_core.ops.sparse_attention.hopper.forward import forward
 
-        forward(q, k, v, o, lse, ranks, lists, cu_seqlens, unit=unit, window=window, scale=scale)
+        forward(
+            q=q, k=k, v=v, o=o, lse=lse, ranks=ranks, lists=lists, cu_seqlens=cu_seqlens, unit=unit, window=window,
+            scale=scale,
+        )  # fmt: skip
         return
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
     tile = tuning.kept_attention("forward", max(K, V), q.dtype, unit)
     tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
     _kept_attention_forward[(tiles * HQ * B,)](
-        q, k, v, o, lse, ranks, lists, until, cu_seqlens, **strides(q=q, k=k, v=v, u=until),
-        **sizes(q, k, v, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale * math.log2(math.e),
+        q=q, k=k, v=v, o=o, lse=lse, ranks=ranks, lists=lists, until=until, cu_seqlens=cu_seqlens,
+        **strides(q=q, k=k, v=v, u=until),
+        **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale * math.log2(math.e),
         **constants(q, v, tile, unit, window, cu_seqlens),
     )  # fmt: skip
 
 
-def strides(**tensors: Tensor | None) -> dict[str, int]:
-    """Strides of rows, tokens and heads by the names that kernels give them; 0 for a tensor that is not there."""
-    steps = {name: (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
-    return {f"s_{name}{axis}": step for name in steps for axis, step in zip("bth", steps[name], strict=True)}
-
-
-def sizes(q, k, v, ranks, cu_seqlens) -> dict[str, int]:
+def sizes(q, k, ranks, cu_seqlens) -> dict[str, int]:
     """What kernels are told of a call's sizes."""
     (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, ranks.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1

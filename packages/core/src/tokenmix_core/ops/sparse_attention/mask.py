@@ -127,7 +127,7 @@ def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[T
     B, T = tokens.shape[:2]
     ranks, lists = (tokens.new_empty(shape, dtype=torch.int32) for shape in ((B, 1, T + 1), (B, 1, T)))
     _list_first[(num_sequences(tokens, cu_seqlens),)](
-        ranks, lists, cu_seqlens, T=T, count=count, PACKED=cu_seqlens is not None, BT=256
+        ranks=ranks, lists=lists, cu_seqlens=cu_seqlens, T=T, count=count, PACKED=cu_seqlens is not None, BT=256
     )
     return ranks, lists
 
@@ -142,5 +142,7 @@ def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
     blocks = cdiv(U, _BLOCK)
     counts = ranks.new_empty(B * HM * blocks)
     if blocks > 1:
-        _count_units[(B * HM * blocks,)](keep, counts, U=U, HM=HM, blocks=blocks, BU=_BLOCK)
-    _list_units[(B * HM * blocks,)](keep, counts, ranks, lists, U=U, HM=HM, blocks=blocks, BU=_BLOCK)
+        _count_units[(B * HM * blocks,)](keep=keep, counts=counts, U=U, HM=HM, blocks=blocks, BU=_BLOCK)
+    _list_units[(B * HM * blocks,)](
+        keep=keep, counts=counts, ranks=ranks, lists=lists, U=U, HM=HM, blocks=blocks, BU=_BLOCK
+    )

@@ -243,11 +243,13 @@ def cut_pieces(ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, wind
     # each is at most the tiles, or a share of the work
     piece_tiles, part_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
     _find_queries[(tiles,)](
-        facts, ranks, lists, until, cu_seqlens, **until_strides, B=B, TQ=TQ, TK=TK, U=U, H=H, HM=HM, N=N, slots=slots,
+        facts=facts, ranks=ranks, lists=lists, until=until, cu_seqlens=cu_seqlens, **until_strides,
+        B=B, TQ=TQ, TK=TK, U=U, H=H, HM=HM, N=N, slots=slots,
         window=window or 0, BM=BM, BN=BN, UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None,
         OTHERS=most is None, num_warps=1,
     )  # fmt: skip
     _share_out[(1,)](
-        facts, piece_tiles, part_tiles, totals, tiles=tiles, programs=programs, LEAST=_LEAST, BT=1024, num_warps=4
-    )
+        facts=facts, piece_tiles=piece_tiles, part_tiles=part_tiles, totals=totals, tiles=tiles, programs=programs,
+        LEAST=_LEAST, BT=1024, num_warps=4,
+    )  # fmt: skip
     return Pieces(facts, piece_tiles, part_tiles, totals, tiles)

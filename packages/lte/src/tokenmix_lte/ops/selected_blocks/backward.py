@@ -15,9 +15,8 @@ from torch import Tensor
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size as width
-from tokenmix_core.ops.softmax_attention.forward import dense_rows
+from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, store_tile
-from tokenmix_core.ops.sparse_attention.forward import strides
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, rows_of, sizes
 from tokenmix_lte.ops.selected_blocks.lists import block_of, masked_pairs, owner

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size as width
-from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision
+from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import load_tile
-from tokenmix_core.ops.sparse_attention.forward import strides
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, make_lists, masked_pairs, owner
 from tokenmix_lte.ops.selected_blocks.plan import RANKED, piece, slices, tile

@@ -31,6 +31,7 @@ from tokenmix_nha.ops.slot_window.steps import (
     Gradients,
     Inputs,
     Kept,
+    Layout,
     Results,
     empty_gradients,
     empty_results,
@@ -83,11 +84,12 @@ class BackwardInputs(NamedTuple):
 
 
 @retried
+@of_fields
 def _forward(x: Inputs) -> Outputs:
     """Slots at the borders of chunks, then what each chunk's queries see of them and of the window."""
     x = x.aligned()
     y = layout(x)
-    out = _empty_outputs(x)
+    out = _empty_outputs(x, y)
     results, kept = Results(*out[:3]), Kept(*parts_of(out.kept, kept_layouts(x, y)))
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, x.f, x.q_slots, x.k_slots).forward == "gluon"
     with compiled_together() as launch:
@@ -108,6 +110,7 @@ def _forward(x: Inputs) -> Outputs:
 
 
 @retried
+@of_fields
 def _backward(given: BackwardInputs) -> Gradients:
     """The queries' gradients, those of the slots back along time, then those of keys, values and gates."""
     x = given.inputs().aligned()
@@ -147,41 +150,45 @@ def _backward(given: BackwardInputs) -> Gradients:
     return grads
 
 
-def _empty_outputs(x: Inputs) -> Outputs:
-    y = layout(x)
-    return Outputs(*empty_results(x, y), x.q.new_empty(room_for(kept_layouts(x, y)), dtype=torch.uint8))
-
-
-def _empty_gradients(given: BackwardInputs) -> Gradients:
-    return empty_gradients(given.inputs())
-
-
 def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if gradient is None else gradient
 
 
-_run = of_fields(Inputs, _forward)
-slot_window_attention_op = recorded_op("tokenmix_nha::slot_window_attention", _run, mutates_args=())
-slot_window_attention_op.register_fake(of_fields(Inputs, _empty_outputs))
-
+slot_window_attention_op = recorded_op("tokenmix_nha::slot_window_attention", _forward, mutates_args=())
 slot_window_attention_backward_op = recorded_op(
-    "tokenmix_nha::slot_window_attention_backward", of_fields(BackwardInputs, _backward), mutates_args=()
+    "tokenmix_nha::slot_window_attention_backward", _backward, mutates_args=()
 )
-slot_window_attention_backward_op.register_fake(of_fields(BackwardInputs, _empty_gradients))
 
 
-def _wanted(given: BackwardInputs) -> tuple[Tensor | None, ...]:
+@slot_window_attention_op.register_fake
+@of_fields
+def _(x: Inputs) -> Outputs:
+    return _empty_outputs(x, layout(x))
+
+
+@slot_window_attention_backward_op.register_fake
+@of_fields
+def _(given: BackwardInputs) -> Gradients:
+    return empty_gradients(given.inputs())
+
+
+def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
+    return Outputs(*empty_results(x, y), x.q.new_empty(room_for(kept_layouts(x, y)), dtype=torch.uint8))
+
+
+@of_fields
+def _wanted(given: BackwardInputs) -> tuple:
     """`_backward` with None for gradients that nobody gets: fewer buffers to make."""
-    return _without_absent(_backward(given), given.q_slots is not None, given.initial)
+    return _without_absent(_backward(*given), given)
 
 
-def _without_absent(grads: tuple, own: bool, initial: bool) -> tuple[Tensor | None, ...]:
+def _without_absent(grads: tuple, given: BackwardInputs) -> tuple[Tensor | None, ...]:
     dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = grads
-    slots = (dq_slots, dk_slots) if own else (None, None)
-    return dq, dk, dv, df, *slots, *((dinitial_k, dinitial_v) if initial else (None, None))
+    slots = (None, None) if given.q_slots is None else (dq_slots, dk_slots)
+    return dq, dk, dv, df, *slots, *((dinitial_k, dinitial_v) if given.initial else (None, None))
 
 
-_backward_pass = direct_when_eager(slot_window_attention_backward_op, of_fields(BackwardInputs, _wanted))
+_backward_pass = direct_when_eager(slot_window_attention_backward_op, _wanted)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -198,9 +205,9 @@ def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
         q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, start=start, cu_seqlens=cu_seqlens, o=o, kept=kept, do=do,
         dfinal_k=dfinal_k, dfinal_v=dfinal_v, **ctx.options,
     )  # fmt: skip
-    grads = _backward_pass(*given)
-    return *_without_absent(grads, q_slots is not None, given.initial), *[None] * (len(Inputs._fields) - len(grads))
+    grads = _without_absent(_backward_pass(*given), given)
+    return *grads, *[None] * (len(Inputs._fields) - len(grads))
 
 
 # o and the final slots, by the kernels; keys are the window before the queries and theirs
-slot_window_attention_kernels = differentiable(slot_window_attention_op, _run, _save, _gradients, outputs=3)
+slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

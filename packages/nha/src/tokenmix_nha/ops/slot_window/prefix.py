@@ -9,14 +9,17 @@ their place it returns the gradients of the prefixed softmax: the prefix itself 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import AttentionOutput, differentiable, recorded_op
+from tokenmix_core.ops.common import AttentionOutput, differentiable, of_fields, recorded_op
+from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.api import attention
-from tokenmix_core.ops.softmax_attention.autograd import attention_backward, attention_forward
 from tokenmix_core.ops.softmax_attention.backends import Call, Mask, choose_impl
+
+_CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
@@ -41,44 +44,64 @@ def zero_prefix_attention(
         packed = cu_seqlens is not None
         heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-        chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, Mask(True, None, 0), packed, heads))
+        chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, _CAUSAL, packed, heads))
         # kernels of ours are those that were asked for
         impl = (None if impl == "gluon" else impl) if chosen == "triton" else chosen
-    return _attention(q, k, v, cu_seqlens, slots, scale, impl)[0]
+    return _attention(*Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, slots=slots, scale=scale, impl=impl))[0]
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
-) -> tuple[Tensor, Tensor]:
+class Inputs(NamedTuple):
+    """What attention after zero slots is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor | None
+    slots: int
+    scale: float
+    impl: str | None
+
+
+@of_fields
+def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, those of the prefix included."""
-    o, lse = attention_forward(q, k, v, cu_seqlens, True, None, 0, scale, impl)
     from tokenmix_nha.ops.slot_window.prefix_kernel import add_zeros
 
-    return o, add_zeros(o, lse, slots)
+    causal = autograd.Inputs(
+        q=x.q, k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, **_CAUSAL._asdict(), scale=x.scale, impl=x.impl
+    )
+    o, lse = autograd.attention_forward(*causal)
+    return o, add_zeros(o, lse, x.slots)
 
 
 _prefix_op = recorded_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
 
 
 @_prefix_op.register_fake
-def _(q, k, v, cu_seqlens, slots, scale, impl):
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, tokens, heads, _ = q.shape
-    return q.new_empty(batch, tokens, heads, v.shape[-1]), q.new_empty(batch, heads, tokens, dtype=wide)
+@of_fields
+def _(x: Inputs):
+    wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    batch, tokens, heads, _ = x.q.shape
+    return x.q.new_empty(batch, tokens, heads, x.v.shape[-1]), x.q.new_empty(batch, heads, tokens, dtype=wide)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu_seqlens, _, ctx.scale, ctx.impl = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    x = Inputs(*inputs)
+    ctx.save_for_backward(x.q, x.k, x.v, *output, x.cu_seqlens)
+    ctx.scale, ctx.impl = x.scale, x.impl
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, *_):
+    rest = [None] * (len(Inputs._fields) - 3)
     if do is None:
-        return (None,) * 7
+        return None, None, None, *rest
     q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
-    grads = attention_backward(q, k, v, o, lse, do, None, cu_seqlens, True, None, 0, ctx.scale, ctx.impl)
-    return *grads, None, None, None, None
+    causal = autograd.BackwardInputs(
+        q=q, k=k, v=v, o=o, lse=lse, do=do, dlse=None, cu_seqlens=cu_seqlens, **_CAUSAL._asdict(), scale=ctx.scale,
+        impl=ctx.impl,
+    )  # fmt: skip
+    return *autograd.attention_backward(*causal), *rest
 
 
 _attention = differentiable(_prefix_op, _forward, _save, _gradients, outputs=1)

@@ -7,14 +7,14 @@ which lets 64 queries meet 64 keys without spilling.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.softmax_attention.hopper import TILE, WARPS
+from tokenmix_core.ops.softmax_attention.forward import sizes, strides
+from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles
 from tokenmix_core.ops.softmax_attention.tiles import key_tiles, query_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
@@ -264,29 +264,22 @@ def _backward_keys(
 
 def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
     """Write dq, and delta for `backward_keys`."""
-    (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    B, TQ, HQ, _ = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _backward_queries[(tiles * HQ * B,)](
-        q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected, *_strides(q, k, v, do),
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
-        D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, dlse is not None, fill, num_warps=WARPS,
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, cu_seqlens=cu_seqlens, selected=selected,
+        **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
+        BT=TILE, **constants(q, cu_seqlens, mask), THROUGH_LSE=dlse is not None, FILL=fill,
     )  # fmt: skip
 
 
 def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected) -> None:
     """Write dk and dv."""
     ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, TILE)
-    (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    B, TK, H, _ = k.shape
     tiles = chunk_slots(1, TK, TILE, cu_seqlens)
     _backward_keys[(tiles * H * B,)](
-        q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order, *_strides(q, k, v, do),
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale, *(x.stride(1) for x in (q, k, v, do)),
-        D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None, num_warps=WARPS,
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, cu_seqlens=cu_seqlens, ranks=ranks, order=order,
+        **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
+        BT=TILE, **constants(q, cu_seqlens, mask),
     )  # fmt: skip
-
-
-def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Of batches and heads; those of rows are constants of the kernels, which saves registers."""
-    return [stride for x in tensors for stride in (x.stride(0), x.stride(2))]

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.softmax_attention.hopper import TILE, WARPS
+from tokenmix_core.ops.softmax_attention.forward import sizes, strides
+from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import await_copies, barrier, begin_copy, locate_chunk, product_layout, store_rows
 from tokenmix_core.tile.masks import visible
@@ -117,12 +118,9 @@ def _forward(
 
 def forward(q, k, v, o, lse, cu_seqlens, mask, scale) -> None:
     """Write o and the log-sum-exp."""
-    (B, TQ, HQ, D), (_, TK, H, _) = q.shape, k.shape
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    B, TQ, HQ, D = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _forward[(tiles * HQ * B,)](
-        q, k, v, o, lse, cu_seqlens, *(stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))),
-        TQ, TK, HQ, H, N, tiles, mask.window or 0, mask.sinks, scale * math.log2(math.e),
-        *(x.stride(1) for x in (q, k, v)), D, TILE, mask.causal, mask.window is not None, cu_seqlens is not None,
-        num_warps=WARPS, maxnreg=REGISTERS[D],
+        q=q, k=k, v=v, o=o, lse=lse, cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v), **sizes(q, k, cu_seqlens, mask),
+        tiles=tiles, scale=scale * math.log2(math.e), BT=TILE, **constants(q, cu_seqlens, mask), maxnreg=REGISTERS[D],
     )  # fmt: skip

@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.sparse_attention.forward import sizes, strides
+from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, listed_columns
 from tokenmix_core.ops.sparse_attention.mask import away_from
@@ -191,8 +192,9 @@ def backward_keys(
 ) -> None:  # fmt: skip
     """Write dk and dv, and the gradients of keys' factors `dm` unless that is None; of tiles in pieces their parts."""
     _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
-        q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists,
-        pieces.facts, pieces.piece_tiles, pieces.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
-        **sizes(q, k, v, ranks, cu_seqlens), tiles=pieces.tiles, window=window or 0, scale=scale,
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v,
+        parts_m=parts_m, ranks=ranks, lists=lists, facts=pieces.facts, piece_tiles=pieces.piece_tiles,
+        totals=pieces.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
+        **sizes(q, k, ranks, cu_seqlens), tiles=pieces.tiles, window=window or 0, scale=scale,
         **constants(q, v, unit, window, cu_seqlens),
     )  # fmt: skip

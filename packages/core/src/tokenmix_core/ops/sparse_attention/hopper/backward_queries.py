@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.sparse_attention.forward import sizes, strides
+from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns, seen
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
@@ -130,7 +131,8 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, cu_seql
     """Write dq, and delta for the kernel of keys."""
     tiles = chunk_slots(1, q.shape[1], TILE, cu_seqlens)
     _kept_attention_backward_queries[(tiles * q.shape[2] * q.shape[0],)](
-        q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, cu_seqlens, **strides(q=q, k=k, v=v, d=do),
-        **sizes(q, k, v, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists,
+        cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do),
+        **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
         **constants(q, v, unit, window, cu_seqlens),
     )  # fmt: skip

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.sparse_attention.forward import sizes, strides
+from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns, seen
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
@@ -139,7 +140,8 @@ def forward(q, k, v, o, lse, ranks, lists, cu_seqlens, *, unit, window, scale) -
     BM, BN, warps, _, registers = tuning.kept_attention_hopper(q.shape[3], v.shape[3])
     tiles = chunk_slots(1, q.shape[1], BM, cu_seqlens)
     _kept_attention_forward[(tiles * q.shape[2] * q.shape[0],)](
-        q, k, v, o, lse, ranks, lists, cu_seqlens, **strides(q=q, k=k, v=v), **sizes(q, k, v, ranks, cu_seqlens),
+        q=q, k=k, v=v, o=o, lse=lse, ranks=ranks, lists=lists, cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v),
+        **sizes(q, k, ranks, cu_seqlens),
         tiles=tiles, window=window or 0, scale=scale * math.log2(math.e), K=q.shape[3], V=v.shape[3], BM=BM, BN=BN,
         UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
