@@ -88,7 +88,10 @@ def of_fields(run: Callable) -> Callable:
     types = get_type_hints(run)
     returned = types.pop("return", inspect.Signature.empty)
     (step,) = types.values()
-    if hasattr(returned, "_fields"):
+    if returned is type(None):
+        # as torch spells it
+        returned = None
+    elif hasattr(returned, "_fields"):
         returned = tuple[tuple(get_type_hints(returned).values())]  # type: ignore[misc]
 
     def call(*inputs, **named):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,6 +14,7 @@ from tokenmix_core.ops.common import (
     bind_shapes,
     check_dtype,
     check_same_dtype,
+    of_fields,
     resolve_impl,
 )
 from tokenmix_lte.ops.eviction.reference import evict_step_reference
@@ -60,17 +63,36 @@ def evict_step(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or what is written is not contiguous.
     """
-    tensors = (k, v, raw, keys, values, lengths, scores, ages, raws, before)
-    chosen = _check(*tensors, window, sinks, impl)
-    if chosen == "reference":
-        evict_step_reference(*tensors, window, sinks, uniform)
+    x = _Inputs(
+        k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
+        before=before, window=window, sinks=sinks, uniform=uniform,
+    )  # fmt: skip
+    if _check(*x, impl) == "reference":
+        evict_step_reference(**x._asdict())
     else:
-        k, v, raw = (x.contiguous() for x in (k, v, raw))
-        _step(k, v, raw, *tensors[3:], window, sinks, uniform)
+        _step(x._replace(k=k.contiguous(), v=v.contiguous(), raw=raw.contiguous()))
+
+
+class _Inputs(NamedTuple):
+    """What the step is given."""
+
+    k: Tensor
+    v: Tensor
+    raw: Tensor
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    scores: Tensor
+    ages: Tensor
+    raws: Tensor
+    before: Tensor
+    window: int
+    sinks: int
+    uniform: bool
 
 
 @Checked
-def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, impl) -> str | None:
+def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform, impl) -> str | None:
     """Validate a call; return the implementation, as `resolve_impl` does."""
     op = "evict_step"
     dims = bind_shapes(
@@ -96,24 +118,22 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
     return impl
 
 
-def _step(*inputs) -> None:
+def _step(x: _Inputs) -> None:
     """The kernel: directly in eager mode, as a custom op where torch traces."""
-    if not is_plain(inputs[0]):
-        _evict_step_op(*inputs)
-        return
+    if is_plain(x.k):
+        _run(*x)
+    else:
+        _evict_step_op(*x)
+
+
+@of_fields
+def _run(x: _Inputs) -> None:
     from tokenmix_lte.ops.eviction.kernel import run
 
-    run(*inputs)
+    run(**x._asdict())
 
 
-@torch.library.custom_op("tokenmix_lte::evict_step", mutates_args=_WRITTEN)
-def _evict_step_op(
-    k: Tensor, v: Tensor, raw: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scores: Tensor, ages: Tensor,
-    raws: Tensor, before: Tensor, window: int, sinks: int, uniform: bool,
-) -> None:  # fmt: skip
-    from tokenmix_lte.ops.eviction.kernel import run
-
-    run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform)
+_evict_step_op = torch.library.custom_op("tokenmix_lte::evict_step", _run, mutates_args=_WRITTEN)
 
 
 @_evict_step_op.register_fake

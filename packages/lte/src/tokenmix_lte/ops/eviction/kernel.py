@@ -64,6 +64,7 @@ def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, si
     BC = next_power_of_2(cap)
     # a token's numbers are loaded and stored by the same threads, and all loads of far scores end in their reduction
     evict_step_kernel[(N * H,)](
-        k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, raws.shape[1], H, K,
-        BC, next_power_of_2(K), uniform, num_warps=1 if BC <= _OF_A_WARP else 4,
+        k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
+        before=before, window=window, sinks=sinks, cap=cap, reach=raws.shape[1], H=H, K=K,
+        BC=BC, BK=next_power_of_2(K), UNIFORM=uniform, num_warps=1 if BC <= _OF_A_WARP else 4,
     )  # fmt: skip

@@ -66,15 +66,14 @@ def retention_logits(
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
         # drawn on the device, which nobody waits for
         seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
-        threshold = round(dropout * LEVELS)
+        options = dict(
+            offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=round(dropout * LEVELS)
+        )
         if chosen == "reference":
-            return retention_logits_reference(
-                k, v, convs, weight, bias, offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed,
-                threshold=threshold,
-            )  # fmt: skip
+            return retention_logits_reference(k, v, convs, weight, bias, **options)
         from tokenmix_lte.ops.scorer.autograd import retention_logits_triton
 
-        return retention_logits_triton(k, v, convs, weight, bias, offsets, begin, cu_seqlens, seed, threshold)
+        return retention_logits_triton(k, v, convs, weight, bias, **options)
 
 
 def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl) -> str | None:

@@ -7,108 +7,82 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op
-from tokenmix_lte.ops.scorer.sizes import sizes
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
 
 # k, v, weights and biases of three convolutions, weight and bias of the linear map
 _DIFFERENTIABLE = 10
+_OPTIONS = ("threshold", "first", "middle", "last")
 
 
-def _prepared(k, v, tensors, offsets):
-    """k, v, all weights as kernels read them, and the sizes of the call."""
-    from tokenmix_lte.ops.scorer.forward import taps_first
-
-    *convs, weight, bias = tensors
-    chosen = sizes(k, [kernel.shape[1] for kernel in convs[::2]], offsets)
-    weights = [taps_first(x, k.dtype) if i % 2 == 0 else x.contiguous() for i, x in enumerate(convs)]
-    return k.contiguous(), v.contiguous(), [*weights, weight.contiguous(), bias.contiguous()], chosen
-
-
-def run_forward(
-    k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, threshold, first, middle, last
-) -> Tensor:
+@of_fields
+def _forward(x: Inputs) -> Tensor:
     """The logits."""
     from tokenmix_lte.ops.scorer.forward import scorer_forward
 
-    tensors = w1, bias1, w2, bias2, w3, bias3, weight, bias
-    k, v, weights, chosen = _prepared(k, v, tensors, (first, middle, last))
-    return scorer_forward(k, v, weights, begin, cu_seqlens, seed, threshold, chosen)
+    return scorer_forward(x.readable(), x.sizes())
 
 
-def run_backward(
-    k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, dlogits, threshold, first, middle,
-    last,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first ten tensors."""
+@of_fields
+def _backward(given: BackwardInputs) -> list[Tensor]:
+    """Gradients of the first ten tensors, layer by layer from the last."""
     from tokenmix_lte.ops.scorer.backward import scorer_layer_backward
     from tokenmix_lte.ops.scorer.forward import scorer_beginnings
 
-    tensors = w1, bias1, w2, bias2, w3, bias3, weight, bias
-    k, v, weights, chosen = _prepared(k, v, tensors, (first, middle, last))
-    rest = begin, cu_seqlens, seed, threshold
-    z1, z2, dz3, dweight, dbias = scorer_beginnings(k, v, weights, *rest, dlogits.contiguous(), chosen)
-    (dz2,), dw3, dbias3 = scorer_layer_backward(2, (z2,), dz3, weights[4], *rest, chosen)
-    (dz1,), dw2, dbias2 = scorer_layer_backward(1, (z1,), dz2, weights[2], *rest, chosen)
-    (dk, dv), dw1, dbias1 = scorer_layer_backward(0, (k, v), dz1, weights[0], *rest, chosen)
-    grads = dw1, dbias1, dw2, dbias2, dw3, dbias3, dweight.contiguous(), dbias.contiguous()
-    return [dk, dv, *(grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))]
+    cut, x = given.inputs().sizes(), given.inputs().readable()
+    z1, z2, dz3, dweight, dbias = scorer_beginnings(x, given.dlogits.contiguous(), cut)
+    (dz2,), dw3, dbias3 = scorer_layer_backward(x, cut, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
+    (dz1,), dw2, dbias2 = scorer_layer_backward(x, cut, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
+    (dk, dv), dw1, dbias1 = scorer_layer_backward(x, cut, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
+    grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, dweight.contiguous(), dbias.contiguous()
+    return [grad.to(t.dtype) for grad, t in zip(grads, given[:_DIFFERENTIABLE], strict=True)]
 
 
-@recorded_op("tokenmix_lte::scorer_forward", mutates_args=())
-def scorer_forward_op(
-    k: Tensor, v: Tensor, w1: Tensor, bias1: Tensor, w2: Tensor, bias2: Tensor, w3: Tensor, bias3: Tensor,
-    weight: Tensor, bias: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None,
-    threshold: int, first: int, middle: int, last: int,
-) -> Tensor:  # fmt: skip
-    """`run_forward` for torch to trace."""
-    return run_forward(
-        k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, threshold, first, middle, last
-    )
+scorer_forward_op = recorded_op("tokenmix_lte::scorer_forward", _forward, mutates_args=())
 
 
 @scorer_forward_op.register_fake
-def _(k, *_):
-    return k.new_empty(k.shape[:3], dtype=torch.float32)
+@of_fields
+def _(x: Inputs):
+    return x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
 
 
-@recorded_op("tokenmix_lte::scorer_backward", mutates_args=())
-def scorer_backward_op(
-    k: Tensor, v: Tensor, w1: Tensor, bias1: Tensor, w2: Tensor, bias2: Tensor, w3: Tensor, bias3: Tensor,
-    weight: Tensor, bias: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None,
-    dlogits: Tensor, threshold: int, first: int, middle: int, last: int,
-) -> list[Tensor]:  # fmt: skip
-    """`run_backward` for torch to trace."""
-    return run_backward(
-        k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, dlogits, threshold, first,
-        middle, last,
-    )  # fmt: skip
+scorer_backward_op = recorded_op("tokenmix_lte::scorer_backward", _backward, mutates_args=())
 
 
 @scorer_backward_op.register_fake
-def _(*inputs):
-    return [x.new_empty(x.shape) for x in inputs[:_DIFFERENTIABLE]]
+@of_fields
+def _(given: BackwardInputs):
+    return [x.new_empty(x.shape) for x in given[:_DIFFERENTIABLE]]
 
 
-backward = direct_when_eager(scorer_backward_op, run_backward)
+backward = direct_when_eager(scorer_backward_op, _backward)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:-4])
-    ctx.options = inputs[-4:]
+    x = Inputs(*inputs)
+    ctx.save_for_backward(*x[: -len(_OPTIONS)])
+    ctx.options = {name: getattr(x, name) for name in _OPTIONS}
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dlogits):
-    rest = (None,) * 7
+    rest = [None] * (len(Inputs._fields) - _DIFFERENTIABLE)
     if dlogits is None:
-        return (None,) * _DIFFERENTIABLE + rest
-    return *backward(*ctx.saved_tensors, dlogits, *ctx.options), *rest
+        return *[None] * _DIFFERENTIABLE, *rest
+    saved = dict(zip(Inputs._fields, ctx.saved_tensors, strict=False))
+    return *backward(*BackwardInputs(**saved, **ctx.options, dlogits=dlogits)), *rest
 
 
-scorer = differentiable(scorer_forward_op, run_forward, _save, _gradients)
+scorer = differentiable(scorer_forward_op, _forward, _save, _gradients)
 
 
-def retention_logits_triton(k, v, convs, weight, bias, offsets: Sequence[int], begin, cu_seqlens, seed, threshold):
+def retention_logits_triton(k, v, convs, weight, bias, *, offsets: Sequence[int], begin, cu_seqlens, seed, threshold):
     """`retention_logits` by Triton."""
-    flat = [x for conv in convs for x in conv]
-    return scorer(k, v, *flat, weight, bias, begin, cu_seqlens, seed, threshold, *offsets)
+    (w1, bias1), (w2, bias2), (w3, bias3) = convs
+    first, middle, last = offsets
+    x = Inputs(
+        k=k, v=v, w1=w1, bias1=bias1, w2=w2, bias2=bias2, w3=w3, bias3=bias3, weight=weight, bias=bias, begin=begin,
+        cu_seqlens=cu_seqlens, seed=seed, threshold=threshold, first=first, middle=middle, last=last,
+    )  # fmt: skip
+    return scorer(*x)

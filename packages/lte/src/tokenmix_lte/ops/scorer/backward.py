@@ -15,6 +15,7 @@ from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_lte.ops.scorer.forward import load_tap
 from tokenmix_lte.ops.scorer.sizes import Sizes
+from tokenmix_lte.ops.scorer.steps import Inputs
 from tokenmix_lte.ops.scorer.tokens import dropped, load_channels, locate_tokens, store_channels
 
 # programs a multiprocessor
@@ -30,16 +31,17 @@ def scorer_layer_backward_kernel(
 ):  # fmt: skip
     """The gradient of C input channels of a layer for `tiles` tiles of BT tokens, from that of its sums before SiLU.
 
-    Layer 0 reads keys, x, or values, `other`, by the program; others read the SiLU of x and give the gradient before
-    it. The sums of biases come from the programs of x.
+    Layer 0 reads keys, x, or values, `other`, by the program; others have no `other`, read the SiLU of x and give the
+    gradient before it. The sums of biases come from the programs of x.
     """
     i_run, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # its channels among the layer's
     i_in = i_part * C
     CI = tl.num_programs(2) * C
-    if i_part == 1:
-        x = other
-        dx = dother
+    if other is not None:  # noqa: SIM102
+        if i_part == 1:
+            x = other
+            dx = dother
     b_w = ()
     b_dw = ()
     for i in tl.static_range(TAPS):
@@ -85,24 +87,27 @@ def scorer_layer_backward_kernel(
 
 
 def scorer_layer_backward(
-    layer: int, inputs: tuple[Tensor, ...], dz, w, begin, cu_seqlens, seed, threshold: int, sizes: Sizes
+    x: Inputs, sizes: Sizes, *, layer: int, inputs: tuple[Tensor, ...], dz: Tensor, w: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Gradients of a layer's inputs, and in float32 of its weights `[H, out, in, taps]` and biases `[H, out]`.
 
     `inputs` are k and v, or the layer before without its SiLU; `dz` is the gradient of the layer before its own.
     """
     B, T, H, C = inputs[0].shape
-    CO = dz.shape[-1]
-    grads = tuple(torch.empty_like(x) for x in inputs)
-    slots = chunk_slots(B, T, sizes.layer.BT, cu_seqlens)
+    CO, tile = dz.shape[-1], sizes.layer
+    grads = tuple(torch.empty_like(t) for t in inputs)
+    # only the first layer has two inputs
+    (of, other), (dx, dother) = ((*tensors, None)[:2] for tensors in (inputs, grads))
+    slots = chunk_slots(B, T, tile.BT, x.cu_seqlens)
     tiles = cdiv(slots * H * len(inputs), _PROGRAMS * tuning.multiprocessors(dz.device))
-    runs = cdiv(slots, tiles)
-    dw = dz.new_empty(runs, sizes.taps[0], H, len(inputs) * C, CO, dtype=torch.float32)
+    runs, (TAPS, FIRST, STEP) = cdiv(slots, tiles), sizes.taps
+    dw = dz.new_empty(runs, TAPS, H, len(inputs) * C, CO, dtype=torch.float32)
     dbias = dz.new_empty(runs, H, CO, dtype=torch.float32)
     scorer_layer_backward_kernel[(runs, H, len(inputs))](
-        inputs[0], inputs[-1], dz, w, begin, cu_seqlens, seed, grads[0], grads[-1], dw, dbias,
-        T, num_sequences(dz, cu_seqlens), slots, tiles, H, threshold, C, CO,
-        sizes.layer.BT, sizes.blocks[layer], sizes.blocks[layer + 1], layer, *sizes.taps,
-        seed is not None, cu_seqlens is not None, num_warps=sizes.layer.num_warps, num_stages=sizes.layer.num_stages,
+        x=of, other=other, dz=dz, w=w, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, dx=dx, dother=dother, dw=dw,
+        dbias=dbias, T=T, N=num_sequences(dz, x.cu_seqlens), slots=slots, tiles=tiles, H=H, threshold=x.threshold, C=C,
+        CO=CO, BT=tile.BT, BC=sizes.blocks[layer], BO=sizes.blocks[layer + 1], LAYER=layer, TAPS=TAPS, FIRST=FIRST,
+        STEP=STEP, DROPOUT=x.seed is not None, PACKED=x.cu_seqlens is not None, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     return grads, dw.sum(0).permute(1, 3, 2, 0).contiguous(), dbias.sum(0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_lte.ops.scorer.sizes import Sizes
+from tokenmix_lte.ops.scorer.steps import Inputs
 from tokenmix_lte.ops.scorer.tokens import dropped, load_channels, locate_tokens, store_channels
 
 
@@ -111,41 +112,37 @@ def scorer_kernel(
         tl.store(logits + o_row, b_logits, mask=m_own)
 
 
-def taps_first(kernel: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights `[H, out, in, taps]` as kernels read them, `[taps, H, in, out]`."""
-    return kernel.permute(3, 0, 2, 1).to(dtype).contiguous()
-
-
-def scorer_forward(k, v, weights, begin, cu_seqlens, seed, threshold: int, sizes: Sizes) -> Tensor:
-    """Logits `[B, T, H]`, float32; `weights` are each convolution's, as `taps_first` makes them, and those after it."""
-    logits = k.new_empty(k.shape[:3], dtype=torch.float32)
-    slots = chunk_slots(*k.shape[:2], sizes.own, cu_seqlens)
-    results = logits, None, None, None, None, None
-    _launch(slots, k, v, weights, begin, cu_seqlens, seed, threshold, sizes, results)
+def scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
+    """Logits `[B, T, H]`, float32."""
+    logits = x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
+    _launch(x, sizes, logits=logits)
     return logits
 
 
-def scorer_beginnings(
-    k, v, weights, begin, cu_seqlens, seed, threshold: int, dlogits, sizes: Sizes
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def scorer_beginnings(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """From the gradient of logits: layers 1 and 2 before their SiLU, the gradient of layer 3 before it `[B, T, H, C]`,
     and the gradients of the linear map's weights `[H, C3]` and bias `[H]`, float32."""
-    B, T, H, _ = k.shape
+    B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels
-    z1, z2, dz3 = (k.new_empty(B, T, H, C) for C in sizes.channels[1:])
-    slots = chunk_slots(B, T, sizes.own, cu_seqlens)
-    dlast = k.new_empty(slots, H, C3 + 1, dtype=torch.float32)
-    results = None, dlogits, z1, z2, dz3, dlast
-    _launch(slots, k, v, weights, begin, cu_seqlens, seed, threshold, sizes, results)
+    z1, z2, dz3 = (x.k.new_empty(B, T, H, C) for C in sizes.channels[1:])
+    dlast = x.k.new_empty(chunk_slots(B, T, sizes.own, x.cu_seqlens), H, C3 + 1, dtype=torch.float32)
+    _launch(x, sizes, dlogits=dlogits, z1=z1, z2=z2, dz3=dz3, dlast=dlast)
     sums = dlast.sum(0)
     return z1, z2, dz3, sums[:, :C3], sums[:, C3]
 
 
-def _launch(slots: int, k, v, weights, begin, cu_seqlens, seed, threshold: int, sizes: Sizes, results: tuple) -> None:
-    _, T, H, _ = k.shape
-    tile = sizes.layers
+def _launch(
+    x: Inputs, sizes: Sizes, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
+) -> None:  # fmt: skip
+    """Write the logits, or from their gradient what the layers' gradients begin with."""
+    B, T, H, _ = x.k.shape
+    slots, tile = chunk_slots(B, T, sizes.own, x.cu_seqlens), sizes.layers
+    (K, C1, C2, C3), (BK, B1, B2, B3), (TAPS, FIRST, STEP) = sizes.channels, sizes.blocks, sizes.taps
     scorer_kernel[(slots, H)](
-        k, v, *weights, begin, cu_seqlens, seed, *results, T, num_sequences(k, cu_seqlens), slots, H, threshold,
-        *sizes.channels, tile.BT, *sizes.blocks, *sizes.taps, seed is not None, results[1] is not None,
-        cu_seqlens is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        k=x.k, v=x.v, w1=x.w1, bias1=x.bias1, w2=x.w2, bias2=x.bias2, w3=x.w3, bias3=x.bias3, weight=x.weight,
+        bias=x.bias, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, logits=logits, dlogits=dlogits, z1=z1, z2=z2,
+        dz3=dz3, dlast=dlast, T=T, N=num_sequences(x.k, x.cu_seqlens), slots=slots, H=H, threshold=x.threshold,
+        K=K, C1=C1, C2=C2, C3=C3, BT=tile.BT, BK=BK, B1=B1, B2=B2, B3=B3, TAPS=TAPS, FIRST=FIRST, STEP=STEP,
+        DROPOUT=x.seed is not None, GRADIENTS=dlogits is not None, PACKED=x.cu_seqlens is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

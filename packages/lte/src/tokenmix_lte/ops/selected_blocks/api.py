@@ -67,7 +67,8 @@ def block_attention(
     if impl == "reference":
         options = {"block_size": block_size, "scale": scale, "cu_seqlens": cu_seqlens}
         return block_attention_reference(q, k, v, blocks, **options)
-    o, lse = autograd.block_attention(q, k, v, blocks, cu_seqlens, block_size, scale)
+    x = autograd.Inputs(q=q, k=k, v=v, blocks=blocks, cu_seqlens=cu_seqlens, block_size=block_size, scale=scale)
+    o, lse = autograd.block_attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 
@@ -110,7 +111,10 @@ def select_blocks(
     if impl == "reference":
         options = {"block_size": block_size, "shift": shift, "scale": scale, "cu_seqlens": cu_seqlens}
         return select_blocks_reference(q, pooled, lse, count, **options)
-    return autograd.select_blocks(q, pooled, lse, cu_seqlens, count, block_size, shift, scale)
+    x = autograd.SelectInputs(
+        q=q, pooled=pooled, lse=lse, cu_seqlens=cu_seqlens, count=count, block_size=block_size, shift=shift, scale=scale
+    )
+    return autograd.select_blocks(*x)
 
 
 @Checked

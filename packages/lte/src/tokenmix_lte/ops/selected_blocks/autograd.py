@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, block_size: int, scale: float
-) -> tuple[Tensor, Tensor]:
+class Inputs(NamedTuple):
+    """What attention to listed blocks is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: Tensor
+    cu_seqlens: Tensor | None
+    block_size: int
+    scale: float
+
+
+class BackwardInputs(NamedTuple):
+    """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and their gradients; None is zero."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: Tensor
+    o: Tensor
+    lse: Tensor
+    do: Tensor | None
+    dlse: Tensor | None
+    cu_seqlens: Tensor | None
+    block_size: int
+    scale: float
+
+
+class SelectInputs(NamedTuple):
+    """What the choice of blocks is given."""
+
+    q: Tensor
+    pooled: Tensor
+    lse: Tensor
+    cu_seqlens: Tensor | None
+    count: int
+    block_size: int
+    shift: int
+    scale: float
+
+
+@of_fields
+def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
-    o, lse = _outputs(q, v)
-    if q.numel() == 0 or k.numel() == 0 or blocks.numel() == 0:
+    o, lse = _outputs(x.q, x.v)
+    if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
         return o.zero_(), lse.fill_(float("-inf"))
     from tokenmix_lte.ops.selected_blocks.forward import block_attention_forward
 
-    block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, block_size=block_size, scale=scale)
+    block_attention_forward(**x._asdict(), o=o, lse=lse)
     return o, lse
 
 
@@ -25,21 +67,19 @@ block_attention_op = recorded_op("tokenmix_lte::block_attention", _forward, muta
 
 
 @block_attention_op.register_fake
-def _(q, k, v, blocks, cu_seqlens, block_size, scale):
-    return _outputs(q, v)
+@of_fields
+def _(x: Inputs):
+    return _outputs(x.q, x.v)
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None,
-    cu_seqlens: Tensor | None, block_size: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: 0)."""
-    if q.numel() == 0 or k.numel() == 0 or blocks.numel() == 0:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+@of_fields
+def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
+        return x.q.new_zeros(x.q.shape), x.k.new_zeros(x.k.shape), x.v.new_zeros(x.v.shape)
     from tokenmix_lte.ops.selected_blocks.backward import block_attention_backward
 
-    do = torch.zeros_like(o) if do is None else do
-    return block_attention_backward(q, k, v, blocks, o, lse, do, dlse, cu_seqlens, block_size=block_size, scale=scale)
+    return block_attention_backward(**x._replace(do=torch.zeros_like(x.o) if x.do is None else x.do)._asdict())
 
 
 block_attention_backward_op = recorded_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
@@ -47,37 +87,44 @@ block_attention_backward = direct_when_eager(block_attention_backward_op, _backw
 
 
 @block_attention_backward_op.register_fake
-def _(q, k, v, blocks, o, lse, do, dlse, cu_seqlens, block_size, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+@of_fields
+def _(x: BackwardInputs):
+    return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, blocks, cu_seqlens, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, blocks, *output, cu_seqlens)
+    x = Inputs(*inputs)
+    ctx.save_for_backward(x.q, x.k, x.v, x.blocks, *output, x.cu_seqlens)
+    ctx.options = dict(block_size=x.block_size, scale=x.scale)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, dlse):
     q, k, v, blocks, o, lse, cu_seqlens = ctx.saved_tensors
+    rest = [None] * (len(Inputs._fields) - 3)
     if do is None and dlse is None:
-        return (None,) * 7
-    return *block_attention_backward(q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *ctx.options), *(None,) * 4
+        return None, None, None, *rest
+    x = BackwardInputs(
+        q=q, k=k, v=v, blocks=blocks, o=o, lse=lse, do=do, dlse=dlse, cu_seqlens=cu_seqlens, **ctx.options
+    )
+    return *block_attention_backward(*x), *rest
 
 
 block_attention = differentiable(block_attention_op, _forward, _save, _gradients)
 
 
-def _select(
-    q: Tensor, pooled: Tensor, lse: Tensor, cu_seqlens: Tensor | None, count: int, block_size: int, shift: int,
-    scale: float,
-) -> Tensor:  # fmt: skip
+@of_fields
+def _select(x: SelectInputs) -> Tensor:
     """Blocks `[B, TQ, H, count]`, int32."""
-    blocks = _blocks(q, pooled, count)
+    blocks = _blocks(x.q, x.pooled, x.count)
     if blocks.numel() == 0:
         return blocks
     from tokenmix_lte.ops.selected_blocks.select import select_blocks_kernel
 
-    select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, block_size=block_size, shift=shift, scale=scale)
+    select_blocks_kernel(
+        q=x.q, pooled=x.pooled, lse=x.lse, blocks=blocks, cu_seqlens=x.cu_seqlens, block_size=x.block_size,
+        shift=x.shift, scale=x.scale,
+    )  # fmt: skip
     return blocks
 
 
@@ -86,8 +133,9 @@ select_blocks = direct_when_eager(select_blocks_op, _select)
 
 
 @select_blocks_op.register_fake
-def _(q, pooled, lse, cu_seqlens, count, block_size, shift, scale):
-    return _blocks(q, pooled, count)
+@of_fields
+def _(x: SelectInputs):
+    return _blocks(x.q, x.pooled, x.count)
 
 
 def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

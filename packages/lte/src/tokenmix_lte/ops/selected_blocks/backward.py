@@ -186,8 +186,8 @@ def block_attention_backward(
     G, delta, dq = HQ // H, torch.empty_like(lse), q.new_empty(q.shape)
     tiles = triton.cdiv(TQ, 64)
     _sum_outputs[(B * HQ * tiles,)](
-        o, do, None if dlse is None else dlse.contiguous(), delta, **strides(d=do), T=TQ, HQ=HQ, tiles=tiles,
-        V=V, BM=64, BV=width(V),
+        o=o, do=do, dlse=None if dlse is None else dlse.contiguous(), delta=delta, **strides(d=do), T=TQ, HQ=HQ,
+        tiles=tiles, V=V, BM=64, BV=width(V),
     )  # fmt: skip
     runs = list(slices(q, V, S))
     # sums over several runs of queries are rounded once
@@ -200,19 +200,21 @@ def block_attention_backward(
         part_q = q.new_empty(lists.listed.numel() * G * K)
         part_k, part_v = (lse.new_empty(len(lists.owners), block_size, size) for size in (options["BK"], options["BV"]))
         _meet_blocks_backward[(len(lists.owners),)](
-            b_q, k, v, b_do, b_lse, b_delta, part_q, part_k, part_v, lists.listed, lists.ends, lists.owners,
-            cu_seqlens, **strides(q=b_q, k=k, v=v, d=b_do), s_lb=lse.stride(0), s_lh=lse.stride(1), **shape,
+            q=b_q, k=k, v=v, do=b_do, lse=b_lse, delta=b_delta, part_q=part_q, part_k=part_k, part_v=part_v,
+            listed=lists.listed, ends=lists.ends, owners=lists.owners, cu_seqlens=cu_seqlens,
+            **strides(q=b_q, k=k, v=v, d=b_do), s_lb=lse.stride(0), s_lh=lse.stride(1), **shape,
             runs=lists.runs, scale=scale * math.log2(math.e), **options,
         )  # fmt: skip
         _join_keys[(B * H * shape["U"],)](
-            part_k, part_v, dk, dv, lists.ends, cu_seqlens, TK=TK, H=H, U=shape["U"], N=shape["N"], runs=lists.runs,
-            scale=scale, **{name: options[name] for name in ("K", "V", "BLOCK", "BK", "BV", "P", "PACKED")}, ADD=i > 0,
+            part_k=part_k, part_v=part_v, dk=dk, dv=dv, ends=lists.ends, cu_seqlens=cu_seqlens, TK=TK, H=H,
+            U=shape["U"], N=shape["N"], runs=lists.runs, scale=scale,
+            **{name: options[name] for name in ("K", "V", "BLOCK", "BK", "BV", "P", "PACKED")}, ADD=i > 0,
             num_warps=8,
         )  # fmt: skip
         T, BM = shape["T"], 32
         tiles = triton.cdiv(T * G, BM)
         _join_queries[(B * H * tiles,)](
-            part_q, lists.slots, b_dq, *dq.stride()[:2], T=T, H=H, S=S, tiles=tiles, scale=scale, G=G, K=K, BM=BM,
-            BK=width(K), num_warps=4,
+            part_q=part_q, slots=lists.slots, dq=b_dq, s_b=dq.stride(0), s_t=dq.stride(1), T=T, H=H, S=S, tiles=tiles,
+            scale=scale, G=G, K=K, BM=BM, BK=width(K), num_warps=4,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -165,9 +165,10 @@ def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, 
         lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
         part_o, part_lse = (x.new_empty(lists.listed.numel() * G * size) for x, size in ((o, V), (lse, 1)))
         _meet_blocks[(len(lists.owners),)](
-            b_q, k, v, part_o, part_lse, lists.listed, lists.ends, lists.owners, cu_seqlens,
-            **strides(q=b_q, k=k, v=v), **sizes(q, k, blocks, run, cu_seqlens, block_size), runs=lists.runs,
-            scale=scale * math.log2(math.e), **constants("forward", q, v, lists, block_size, cu_seqlens),
+            q=b_q, k=k, v=v, part_o=part_o, part_lse=part_lse, listed=lists.listed, ends=lists.ends,
+            owners=lists.owners, cu_seqlens=cu_seqlens, **strides(q=b_q, k=k, v=v),
+            **sizes(q, k, blocks, run, cu_seqlens, block_size), runs=lists.runs, scale=scale * math.log2(math.e),
+            **constants("forward", q, v, lists, block_size, cu_seqlens),
         )  # fmt: skip
         join_outputs(part_o, part_lse, lists, b_o, b_lse, S=S, G=G)
 
@@ -177,8 +178,9 @@ def join_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: i
     (B, T, HQ, V), BM = o.shape, 32
     tiles = triton.cdiv(T * G, BM)
     _join_outputs[(B * HQ // G * tiles,)](
-        part_o, part_lse, lists.slots, o, lse, *o.stride()[:2], *lse.stride()[:2], T=T, H=HQ // G, S=S, tiles=tiles,
-        G=G, V=V, BM=BM, BV=width(V), num_warps=4,
+        part_o=part_o, part_lse=part_lse, slots=lists.slots, o=o, lse=lse, s_ob=o.stride(0), s_ot=o.stride(1),
+        s_lb=lse.stride(0), s_lh=lse.stride(1), T=T, H=HQ // G, S=S, tiles=tiles, G=G, V=V, BM=BM, BV=width(V),
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -186,14 +186,18 @@ def make_lists(
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     pieces = cdiv(pairs, _ELEMENTS)
     _find_slots[(B * H * pieces,)](
-        blocks, slots, cu_seqlens, *blocks.stride(), T=T, TQ=TQ, TK=TK, first=first, H=H, S=S, U=U, N=N,
+        blocks=blocks, slots=slots, cu_seqlens=cu_seqlens,
+        **dict(zip(("s_b", "s_t", "s_h", "s_s"), blocks.stride(), strict=True)),
+        T=T, TQ=TQ, TK=TK, first=first, H=H, S=S, U=U, N=N,
         BLOCK=block_size, PACKED=cu_seqlens is not None, BE=_ELEMENTS if N == 0 else 256, num_warps=8,
     )  # fmt: skip
     counts = blocks.new_zeros(B * H * U * runs, dtype=torch.int32)
-    _rank_pairs[(B * H * runs,)](slots, ranks, counts, pairs=pairs, U=U, runs=runs, RUN=RANKED, BJ=16, num_warps=8)
+    _rank_pairs[(B * H * runs,)](
+        slots=slots, ranks=ranks, counts=counts, pairs=pairs, U=U, runs=runs, RUN=RANKED, BJ=16, num_warps=8
+    )
     ends = counts.cumsum(0, dtype=torch.int32)
     _list_pairs[(B * H * pieces,)](
-        slots, ranks, ends, listed, pairs=pairs, U=U, runs=runs, RUN=RANKED, BE=_ELEMENTS
+        slots=slots, ranks=ranks, ends=ends, listed=listed, pairs=pairs, U=U, runs=runs, RUN=RANKED, BE=_ELEMENTS
     )  # fmt: skip
-    _own_pieces[(B * H * U,)](ends, owners, runs=runs, P=piece, BP=64)
+    _own_pieces[(B * H * U,)](ends=ends, owners=owners, runs=runs, P=piece, BP=64)
     return Lists(slots, listed, ends, owners, runs, piece)

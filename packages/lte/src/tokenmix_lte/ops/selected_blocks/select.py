@@ -10,7 +10,7 @@ import triton.language as tl
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size as width
-from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision
+from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import load_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.lists import sequence_of
@@ -93,8 +93,8 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     BQ = max(1, 64 // group)
     tiles = triton.cdiv(TQ, BQ)
     _select_blocks[(tiles * H * B,)](
-        q, pooled, lse, blocks, cu_seqlens, *q.stride()[:3], *pooled.stride()[:3], *lse.stride(), TQ=TQ, U=U, H=H,
-        N=0 if cu_seqlens is None else len(cu_seqlens) - 1, tiles=tiles, shift=shift, count=count,
+        q=q, pooled=pooled, lse=lse, blocks=blocks, cu_seqlens=cu_seqlens, **strides(q=q, k=pooled, l=lse), TQ=TQ, U=U,
+        H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1, tiles=tiles, shift=shift, count=count,
         scale=scale * math.log2(math.e), G=G, GROUP=group, K=K, BQ=BQ, BC=max(64, S), BK=width(K), S=S,
         BLOCK=block_size, PACKED=cu_seqlens is not None, PRECISION=precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip

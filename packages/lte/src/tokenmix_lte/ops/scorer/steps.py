@@ -1,0 +1,77 @@
+"""What the scorer is given, by the names that its kernels know it by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokenmix_lte.ops.scorer.sizes import Sizes, sizes
+
+
+class Inputs(NamedTuple):
+    """What the logits are made of.
+
+    Attributes:
+        k, v: `[B, T, H, K]`.
+        w1, bias1, w2, bias2, w3, bias3: convolutions `[H, out, in, taps]` and `[H, out]`.
+        weight, bias: the linear map after them, `[H, C3]` and `[H]`.
+        begin, cu_seqlens: each row's first token that exists, or the borders of packed sequences.
+        seed, threshold: of dropout.
+        first, middle, last: offsets of the taps.
+    """
+
+    k: Tensor
+    v: Tensor
+    w1: Tensor
+    bias1: Tensor
+    w2: Tensor
+    bias2: Tensor
+    w3: Tensor
+    bias3: Tensor
+    weight: Tensor
+    bias: Tensor
+    begin: Tensor | None
+    cu_seqlens: Tensor | None
+    seed: Tensor | None
+    threshold: int
+    first: int
+    middle: int
+    last: int
+
+    def sizes(self) -> Sizes:
+        """How the call is cut up."""
+        return sizes(self.k, [w.shape[1] for w in (self.w1, self.w2, self.w3)], (self.first, self.middle, self.last))
+
+    def readable(self) -> Inputs:
+        """The same as kernels read it: convolutions `[taps, H, in, out]` in the dtype of keys, and all contiguous."""
+        taps_first = {name: getattr(self, name).permute(3, 0, 2, 1).to(self.k.dtype) for name in ("w1", "w2", "w3")}
+        x = self._replace(**taps_first)
+        return Inputs(*(t.contiguous() for t in x[:10]), *x[10:])
+
+
+class BackwardInputs(NamedTuple):
+    """The same, and the gradient of the logits."""
+
+    k: Tensor
+    v: Tensor
+    w1: Tensor
+    bias1: Tensor
+    w2: Tensor
+    bias2: Tensor
+    w3: Tensor
+    bias3: Tensor
+    weight: Tensor
+    bias: Tensor
+    begin: Tensor | None
+    cu_seqlens: Tensor | None
+    seed: Tensor | None
+    threshold: int
+    first: int
+    middle: int
+    last: int
+    dlogits: Tensor
+
+    def inputs(self) -> Inputs:
+        """What the call was given."""
+        return Inputs(*self[:-1])
