@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.ops.common import AttentionOutput, interpreting
-from tokenmix_core.ops.sparse_attention import kept_attention_reference
+from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
 from tokenmix_core.ops.sparse_attention.reference import units_of_tokens
-from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 
 NEG_INF = float("-inf")
 NAMES = ("o", "lse", "dq", "dk", "dv", "dkeep")
@@ -89,31 +89,152 @@ def run(forward, tensors, options):
 
 
 HEADS = dict(HQ=4, H=2, HM=1)
-CASES = {
-    "tokens, a window": (dict(TQ=24, **HEADS), dict(window=5)),
-    "tokens, each its own unit": (dict(TQ=12), {}),
-    "a mark for each key head": (dict(TQ=18, B=2, HQ=4, H=2, HM=2), dict(window=4)),
-    "until": (dict(TQ=24, HQ=2, H=2, HM=1, until=True, kept=0.7), dict(window=3)),
-    "fewer queries": (dict(TQ=7, TK=20, **HEADS, until=True), dict(window=4)),
-    "fewer keys": (dict(TQ=20, TK=13), dict(window=4)),
-    "chunks": (dict(TQ=140, unit=64, kept=0.6), {}),
-    "chunks of 128, ragged, fewer queries": (dict(TQ=20, TK=270, unit=128, kept=0.9, HQ=2, H=2, HM=1), {}),
-    "chunks and a window": (dict(TQ=30, TK=200, unit=64, kept=0.7), dict(window=70)),
-    "packed": (dict(TQ=24, cu=[0, 3, 3, 14, 24], **HEADS), dict(window=4)),
-    "packed chunks": (dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6, K=4), {}),
-    "unequal heads and a scale": (dict(TQ=12, K=4, V=6), dict(window=3, scale=0.7)),
-    "a window that holds all": (dict(TQ=12), dict(window=99)),
-    "one token": (dict(TQ=1), dict(window=1)),
-}
+LOCAL = ("window", "scale")
 
 
-@pytest.mark.parametrize(("sizes", "mask"), CASES.values(), ids=CASES)
-def test_reference_is_the_definition_in_value_and_gradient(sizes, mask):
-    tensors, options = inputs(**sizes)
-    wanted = run(by_definition, tensors, options | mask)
-    for forward in (kept_attention_reference, kept_attention):
-        for name, got, want in zip(NAMES, run(forward, tensors, options | mask), wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+def in_small_tiles(monkeypatch):
+    """Tiles of 16 x 32 and few pieces a device: many tiles in a short sequence, whose sums are made in parts."""
+    monkeypatch.setattr(tuning, "kept_attention", lambda *call: tuning.KeptAttentionTile(16, 32, 4, 1))
+    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: 5)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    in_small_tiles(monkeypatch)
+
+
+def unequal(B, U, HM):
+    """All of one head, nothing of the next, the first units of the one after."""
+    keep = torch.zeros(B, U, HM, dtype=torch.bool)
+    keep[..., 0] = True
+    keep[:, : U // 3, 2:] = True
+    return keep
+
+
+def last_alone(B, U, HM):
+    return (torch.arange(U) == U - 1)[None, :, None].expand(B, U, HM)
+
+
+def z(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+class TestKeptAttention(OpContract):
+    covers = (kept_attention,)
+    absent: ClassVar = {"step": "a token is decoded by a call of one query", "malformed_steps": "no steps"}
+    forms: ClassVar = {"kept": kept_attention}
+    eager = (None, "reference")
+    tokens = ("q", "k", "v", "until")
+    grows = ("keep",)
+    past = ("k", "v", "until")
+    cases: ClassVar = {
+        "tokens, a window": dict(TQ=24, **HEADS, window=5),
+        "tokens, each its own unit": dict(TQ=12),
+        "a mark for each key head": dict(TQ=18, B=2, HQ=4, H=2, HM=2, window=4),
+        "until": dict(TQ=24, HQ=2, H=2, HM=1, until=True, kept=0.7, window=3),
+        "fewer queries": dict(TQ=7, TK=20, **HEADS, until=True, window=4),
+        "fewer keys": dict(TQ=20, TK=13, window=4),
+        "chunks": dict(TQ=140, unit=64, kept=0.6),
+        "chunks of 128, ragged, fewer queries": dict(TQ=20, TK=270, unit=128, kept=0.9, HQ=2, H=2, HM=1),
+        "chunks and a window": dict(TQ=30, TK=200, unit=64, kept=0.7, window=70),
+        "packed": dict(TQ=24, cu=[0, 3, 3, 14, 24], **HEADS, window=4),
+        "packed chunks": dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6, K=4),
+        "unequal heads and a scale": dict(TQ=12, K=4, V=6, window=3, scale=0.7),
+        "a window that holds all": dict(TQ=12, window=99),
+        "one token": dict(TQ=1, window=1),
+    }
+    lengths = (1, 2, 63, 64, 65)
+    kernels: ClassVar = {
+        name: KernelCase(sizes, patch=in_small_tiles)
+        for name, sizes in {
+            "tokens, a window": dict(TQ=70, HQ=4, H=2, HM=1, window=20),
+            "tokens, each its own unit": dict(TQ=40),
+            "lists of unequal length": dict(TQ=70, HQ=4, H=4, HM=4, kept=unequal, window=10),
+            "nothing kept": dict(TQ=70, kept=0.0, window=20),
+            "all kept": dict(TQ=70, kept=1.0, B=2, window=20),
+            "a window of one": dict(TQ=40, window=1),
+            "a window that holds all": dict(TQ=40, window=99),
+            "until": dict(TQ=70, HQ=2, H=2, HM=1, until=True, kept=0.7, window=10),
+            "fewer queries": dict(TQ=21, TK=97, HQ=4, H=2, HM=2, until=True, window=30),
+            "fewer keys": dict(TQ=70, TK=33, window=9),
+            "one query": dict(TQ=1, TK=70, B=2, window=9),
+            "chunks": dict(TQ=150, unit=64, HQ=2, H=2, HM=1, kept=0.6),
+            "chunks of 128, ragged, fewer queries": dict(TQ=40, TK=300, unit=128, kept=0.6),
+            "chunks of 256, the last alone kept": dict(TQ=300, unit=256, kept=last_alone),
+            "chunks and a window": dict(TQ=40, TK=200, unit=64, kept=0.7, window=70),
+            "K and V differ, neither a power of two": dict(TQ=40, K=24, V=40, window=9),
+            "packed": dict(TQ=70, cu=[0, 3, 3, 40, 70], HQ=4, H=2, HM=1, window=10),
+            "packed chunks": dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6),
+        }.items()
+    }
+    pieces: ClassVar = {
+        "tokens": dict(TQ=50, **HEADS, window=6),
+        "tokens until": dict(TQ=50, **HEADS, window=6, until=True),
+        "chunks": dict(TQ=200, **HEADS, unit=64),
+    }
+    packed: ClassVar = {
+        f"{name}, units of {unit}": dict(TQ=200, unit=unit, cu=[0, 1, 70, 70, 200], kept=0.5, window=9, until=until)
+        for name, unit, until in (("for good", 1, False), ("for good", 64, False), ("until", 1, True))
+    }
+    neighbours: ClassVar = dict(TQ=7, B=3, window=3)
+    traced: ClassVar = dict(B=2, window=3)
+    # a window that holds all is another graph
+    traced_lengths = (5, 9)
+    replayed: ClassVar = dict(TQ=7, K=16, window=3)
+    valid: ClassVar = dict(TQ=5, TK=7, B=2, HQ=4, H=4, HM=2)
+    malformed: ClassVar = {
+        "a list": ({"q": [1.0]}, "q must be a tensor of shape .*, got list"),
+        "marks of other heads": ({"keep": z(2, 7, 3)}, "H must be a multiple of HM, got H=4 and HM=3"),
+        "marks without heads": ({"keep": z(2, 7)}, r"keep must have shape \[.*got \[2, 7\]"),
+        "integer marks": ({"keep": z(2, 7, 2, dtype=torch.int64)}, "keep must be bool, .*got int64"),
+        "marks of fewer tokens": ({"keep": z(2, 6, 2)}, "= 7 units for TK=7 and unit=1, got 6"),
+        "marks of tokens for chunks": ({"unit": 64}, "= 1 units for TK=7 and unit=64, got 7"),
+        "units of half a chunk": ({"unit": 32}, "unit must be 1 or a multiple of 64, got 32"),
+        "a window of zero": ({"window": 0}, "window .*got 0"),
+        "ends of floats": ({"until": z(2, 7, 4)}, "until must be int32, int64, got float32"),
+        "ends of other heads": ({"until": z(2, 7, 2, dtype=torch.int32)}, r"until must have .*got \[2, 7, 2\]"),
+        "a negative scale": ({"scale": -1.0}, "scale must be positive, got -1.0"),
+        "borders in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "torch's kernel": ({"impl": "sdpa"}, "impl must be .*got 'sdpa'"),
+    }
+
+    @staticmethod
+    def results(output):
+        return {"o": output.o, "lse": output.lse.masked_fill(output.lse == NEG_INF, 0)}
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, T=20, **sizes) -> Call:
+        local = {name: sizes.pop(name) for name in LOCAL if name in sizes}
+        tensors, options = inputs(**{"TQ": T, **sizes}, dtype=dtype, device=device, seed=seed)
+        named = dict(zip(("q", "k", "v", "keep"), (x.detach() for x in tensors), strict=True))
+        return Call(named, options | local)
+
+    def definition(self, **arguments):
+        return by_definition(**arguments)
+
+    def piece(self, arguments, start, stop):
+        units = -(-stop // arguments["unit"])
+        return super().piece(arguments, start, stop) | {"keep": arguments["keep"][:, :units]}
+
+    def document(self, arguments, n, start, stop):
+        unit = arguments["unit"]
+        first = start if unit == 1 else start // unit + n
+        keep = arguments["keep"][:, first : first - (start - stop) // unit]
+        return super().document(arguments, n, start, stop) | {"keep": keep}
+
+    def floor(self, name, eps):
+        # the gradient of `keep` sums thousands of terms of either sign
+        return (16 if name == "dkeep" and eps < 1e-5 else 2) * eps
+
+    def operators(self, device):
+        tensors, _ = inputs(TQ=6, dtype=torch.float32, device=device)
+        until = torch.full((1, 6, 1), 5, device=device)
+        for impl in ("triton", "reference"):
+            options = (1, 2, 0.5, impl)
+            yield kept_attention_op, (*tensors, until, None, *options)
+            saved = [x.detach() for x in (*tensors, *kept_attention_op(*tensors, until, None, *options))]
+            for through_keep in (True, False):
+                args = (*saved, saved[4], None, until, None, through_keep, *options)
+                yield kept_attention_backward_op, args
 
 
 @pytest.mark.parametrize("unit", [1, 64])
@@ -136,30 +257,6 @@ def test_reference_takes_queries_in_pieces(monkeypatch):
     torch.testing.assert_close(run(kept_attention, tensors, options | {"window": 9}), whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mask", [dict(window=6), dict(unit=64)], ids=str)
-def test_later_pieces_of_a_sequence_need_the_keys_alone(mask):
-    (q, k, v, keep), _ = inputs(TQ=200, unit=mask.get("unit", 1), **HEADS)
-    whole = kept_attention(q, k, v, keep, **mask)
-    for first, stop in ((0, 70), (70, 130), (130, 200)):
-        marks = keep[:, : -(-stop // mask.get("unit", 1))]
-        piece = kept_attention(q[:, first:stop], k[:, :stop], v[:, :stop], marks, **mask)
-        torch.testing.assert_close(piece.o, whole.o[:, first:stop], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(piece.lse, whole.lse[:, first:stop], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("unit", [1, 64])
-def test_packed_documents_never_meet(unit):
-    cu = [0, 70, 70, 200]
-    tensors, options = inputs(TQ=200, unit=unit, cu=cu, kept=0.5)
-    *x, keep = tensors
-    whole = kept_attention(*tensors, window=9, **options)
-    for n, (start, stop) in enumerate(itertools.pairwise(cu)):
-        first = start if unit == 1 else start // unit + n
-        marks = keep[:, first : first + -(-(stop - start) // unit)]
-        alone = kept_attention(*(t[:, start:stop] for t in x), marks, unit=unit, window=9)
-        torch.testing.assert_close(whole.o[:, start:stop], alone.o, rtol=1e-12, atol=1e-12)
-
-
 def test_a_bool_keep_is_the_same_choice():
     (*x, keep), options = inputs(TQ=30, **HEADS)
     want, got = (kept_attention(*x, t, window=5, **options) for t in (keep, keep.detach() > 0.5))
@@ -178,62 +275,6 @@ def test_marks_between_packed_chunks_mean_nothing():
         for mark in (torch.tensor(0.0), torch.tensor(1.0))
     ]
     torch.testing.assert_close(*outs, rtol=0, atol=0)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 16 x 32 and few pieces a device: many tiles in a short sequence, whose sums are made in parts."""
-    monkeypatch.setattr(tuning, "kept_attention", lambda *call: tuning.KeptAttentionTile(16, 32, 4, 1))
-    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: 5)
-
-
-def unequal(B, U, HM):
-    """All of one head, nothing of the next, the first units of the one after."""
-    keep = torch.zeros(B, U, HM, dtype=torch.bool)
-    keep[..., 0] = True
-    keep[:, : U // 3, 2:] = True
-    return keep
-
-
-def last_alone(B, U, HM):
-    return (torch.arange(U) == U - 1)[None, :, None].expand(B, U, HM)
-
-
-KERNEL_CASES = {
-    "tokens, a window": (dict(TQ=70, HQ=4, H=2, HM=1), dict(window=20)),
-    "tokens, each its own unit": (dict(TQ=40), {}),
-    "lists of unequal length": (dict(TQ=70, HQ=4, H=4, HM=4, kept=unequal), dict(window=10)),
-    "nothing kept": (dict(TQ=70, kept=0.0), dict(window=20)),
-    "all kept": (dict(TQ=70, kept=1.0, B=2), dict(window=20)),
-    "a window of one": (dict(TQ=40), dict(window=1)),
-    "a window that holds all": (dict(TQ=40), dict(window=99)),
-    "until": (dict(TQ=70, HQ=2, H=2, HM=1, until=True, kept=0.7), dict(window=10)),
-    "fewer queries": (dict(TQ=21, TK=97, HQ=4, H=2, HM=2, until=True), dict(window=30)),
-    "fewer keys": (dict(TQ=70, TK=33), dict(window=9)),
-    "one query": (dict(TQ=1, TK=70, B=2), dict(window=9)),
-    "chunks": (dict(TQ=150, unit=64, HQ=2, H=2, HM=1, kept=0.6), {}),
-    "chunks of 128, ragged, fewer queries": (dict(TQ=40, TK=300, unit=128, kept=0.6), {}),
-    "chunks of 256, the last alone kept": (dict(TQ=300, unit=256, kept=last_alone), {}),
-    "chunks and a window": (dict(TQ=40, TK=200, unit=64, kept=0.7), dict(window=70)),
-    "K and V differ, neither a power of two": (dict(TQ=40, K=24, V=40), dict(window=9)),
-    "packed": (dict(TQ=70, cu=[0, 3, 3, 40, 70], HQ=4, H=2, HM=1), dict(window=10)),
-    "packed chunks": (dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6), {}),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("sizes", "mask"), KERNEL_CASES.values(), ids=KERNEL_CASES)
-def test_kernels_answer_to_the_reference(sizes, mask, dtype, device, small_tiles):
-    sizes = {"K": 16, **sizes}
-    tensors, options = inputs(**sizes, dtype=dtype, device=device)
-    options |= mask
-    wide = [x.detach().double().requires_grad_() for x in tensors]
-    exact, baseline = (run(kept_attention_reference, x, options) for x in (wide, tensors))
-    got = run(kept_attention, tensors, options | {"impl": "triton"})
-    for name, x, e, b in zip(NAMES, got, exact, baseline, strict=True):
-        # the gradient of `keep` sums thousands of terms of either sign
-        floor = 16 if name == "dkeep" and dtype == torch.float32 else 2
-        assert_within(name, x, e, b, floor=floor * torch.finfo(dtype).eps)
 
 
 def test_kernels_take_views_and_give_the_same_bits_each_time(device, small_tiles):
@@ -316,32 +357,3 @@ def test_no_keys_and_no_queries(impl, device):
         assert (out.lse == NEG_INF).all()
         grads = torch.autograd.grad(out.o.sum(), tensors)
         assert all((g == 0).all() for g in grads)
-
-
-def test_compiles_into_one_graph():
-    def loss(q, k, v, keep):
-        near, far = kept_attention(q, k, v, keep, window=5), kept_attention(q, k, v, keep > 0.5, window=2)
-        return near.o.square().sum() + near.lse.sum() + far.o.sum()
-
-    tensors, _ = inputs(TQ=20, **HEADS)
-    want = loss(*tensors)
-    got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
-    torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got, tensors), torch.autograd.grad(want, tensors), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_operators_keep_torchs_rules(impl, device, monkeypatch):
-    if impl == "triton" and device == "cpu" and not interpreting():
-        pytest.skip("kernels run on a GPU or in Triton's interpreter")
-    # torch would fill what nobody writes, in some calls and not in others
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    tensors, _ = inputs(TQ=6, dtype=torch.float32, device=device)
-    until = torch.full((1, 6, 1), 5, device=device)
-    options = (1, 2, 0.5, impl)
-    torch.library.opcheck(kept_attention_op, (*tensors, until, None, *options))
-    saved = [x.detach() for x in (*tensors, *kept_attention_op(*tensors, until, None, *options))]
-    for through_keep in (True, False):
-        args = (*saved, saved[4], None, until, None, through_keep, *options)
-        torch.library.opcheck(kept_attention_backward_op, args)

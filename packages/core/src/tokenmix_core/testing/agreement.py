@@ -37,7 +37,8 @@ def values_and_gradients(
     outputs = function(**leaves)._asdict()
     upstream = dict(upstream or upstream_like(outputs))
     into = [upstream[name].to(x.dtype) for name, x in outputs.items()]
-    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), into)
+    # an input that plays no part has a gradient of zeros
+    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), into, materialize_grads=True)
     return outputs | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}, upstream
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isfunction
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.launch import recording
+from tokenmix_core.ops.explanation import OPERATIONS
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.launches import no_launches, replays
@@ -87,7 +90,8 @@ class OpContract:
         differentiable: whether results have gradients.
         eager: implementations on any device that answer to the definition in float64.
         tokens: arguments with tokens along their second axis.
-        past: those of them of which a piece needs all that came before.
+        grows: others whose second axis follows from the number of tokens.
+        past: tokens of which a piece needs all that came before.
         state: the argument that a state enters by, and the result that it leaves by.
         shared: arguments that belong to no row.
         dtypes: names of those that kernels are run in.
@@ -117,6 +121,7 @@ class OpContract:
     differentiable: ClassVar[bool] = True
     eager: ClassVar[tuple[str | None, ...]] = ("reference",)
     tokens: ClassVar[tuple[str, ...]] = ()
+    grows: ClassVar[tuple[str, ...]] = ()
     past: ClassVar[tuple[str, ...]] = ()
     state: ClassVar[Any] = None
     shared: ClassVar[tuple[str, ...]] = ()
@@ -323,7 +328,7 @@ class OpContract:
             tensors, options = self.make(torch.float32, device, **self.traced, T=length)
 
             def run(made=compiled, options=options, **x):
-                for name in self.tokens:
+                for name in {*self.tokens, *self.grows} & {*x, *options}:
                     torch._dynamo.mark_dynamic((x | options)[name], 1)
                 return Results(made(**x, **options))
 
@@ -386,6 +391,14 @@ class Results(dict):
 
     def _asdict(self) -> dict[str, Tensor]:
         return dict(self)
+
+
+def operations_of(package: ModuleType) -> set[str]:
+    """Names of the public operations of a package's `ops`, and of those that `explain` knows there."""
+    home = package.__name__
+    public = {name for name in package.__all__ if isfunction(getattr(package, name))}
+    known = {name for name, x in OPERATIONS.items() if x.function.__module__.startswith(f"{home}.")}
+    return (public | known) - {"explain"}
 
 
 def described(tests: Path) -> set[str]:
