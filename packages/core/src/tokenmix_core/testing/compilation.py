@@ -1,4 +1,4 @@
-"""Gluon kernels compiled for Hopper on a machine without a GPU, with the arguments that calls of operations give them.
+"""Kernels compiled for Hopper on a machine without a GPU, with the arguments that calls of operations give them.
 
 Triton decides at its import whether it compiles or interprets, so that this needs a process of its own.
 """
@@ -30,8 +30,10 @@ def compiled_by(script: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str) -> None:
+def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, portable: bool = False) -> None:
     """Make the calls, whose tensors lie on the CPU, compile the Gluon kernels they would launch and print a line each.
+
+    With `portable` the others are compiled in their place.
 
     A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, and `error`, None where it compiled.
     `packages` hold the operations.
@@ -45,7 +47,7 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str) -> 
         with taken(launches.append):
             make()
         for kernel, grid, args, options in launches:
-            if not kernel.fn.is_gluon():
+            if kernel.fn.is_gluon() is portable:
                 continue
             name = f"{kernel.fn.fn.__module__}.{kernel.fn.fn.__name__}"
             kind = name, *(x.dtype if isinstance(x, torch.Tensor) else x for x in args), *options.values()

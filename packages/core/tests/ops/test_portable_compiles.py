@@ -1,0 +1,110 @@
+"""Portable kernels compile for Hopper, by the installed Triton and without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.testing.compilation import SHARED_MEMORY, compile_calls, compiled_by
+
+B, T, H, K, W = 8, 4096, 16, 64, 4
+
+half = partial(torch.empty, dtype=torch.bfloat16)
+long = partial(torch.empty, dtype=torch.float32)
+
+
+def both(op, *leaves, **options):
+    """A forward and a backward pass over tensors of which nothing is read."""
+    leaves = [None if x is None else x.requires_grad_() for x in leaves]
+    made = op(*leaves, impl="triton", **options)
+    outputs = [made] if isinstance(made, torch.Tensor) else [y for y in made if y is not None]
+    torch.autograd.grad(outputs, [x for x in leaves if x is not None], [torch.empty_like(y) for y in outputs])
+
+
+def norms():
+    from tokenmix_core.ops import gated_rms_norm, rms_norm
+
+    both(rms_norm, half(B, T, 1024), long(1024), half(B, T, 1024))
+    both(gated_rms_norm, half(B, T, 2048), half(B, T, 2048), long(256), size=256)
+
+
+def rotation():
+    from tokenmix_core.ops import rotate
+
+    angles = [long(1, T, K // 2) for _ in range(2)]
+    both(lambda x, weight, impl: rotate(x, *angles, weight, impl=impl), half(B, T, H, K), long(K))
+
+
+def products():
+    from tokenmix_core.ops import swiglu, swiglu_linear
+
+    both(swiglu, half(B, T, 2816), half(B, T, 2816))
+    both(swiglu_linear, half(B, T, 2816), half(B, T, 2816), half(1024, 2816))
+
+
+def gates():
+    from tokenmix_core.ops import delta_gates
+
+    both(delta_gates, half(B, T, H), half(B, T, H), long(H), long(H))
+
+
+def convolutions():
+    from tokenmix_core.ops import short_conv_steps, short_convs
+
+    widths = (1024, 1024, 2048)
+    weights = [long(D, W) for D in widths]
+
+    def convolve(*xs, impl):
+        return [o for o, _ in short_convs(xs, weights, activation="silu", impl=impl)]
+
+    both(convolve, *(half(B, T, D) for D in widths))
+    with torch.no_grad():
+        states = [half(B, D, W - 1) for D in widths]
+        short_conv_steps([half(B, D) for D in widths], weights, states, activation="silu", impl="triton")
+
+
+def layer_step():
+    from tokenmix_core.ops import delta_layer_step
+
+    weights = [long(H * 64, W), long(H * 64, W), long(H * 128, W)]
+    inputs = [half(B, len(x), W - 1) for x in weights]
+    tokens = half(B, H, 64), half(B, H, 64), half(B, H, 128), half(B, H), half(B, H), half(B, H, 128)
+    arrivals = torch.zeros(B, H, dtype=torch.int32)
+    parameters = long(H), long(H), long(128), long(B, H, 64, 128), arrivals
+    delta_layer_step(*tokens, weights, inputs, *parameters, impl="triton")
+
+
+def kept_keys():
+    from tokenmix_core.ops import kept_attention
+
+    # who is told to interpret refuses bfloat16
+    q, k, v = (torch.empty(B, T, heads, K, dtype=torch.float16) for heads in (H, 4, 4))
+    both(lambda *x, impl: kept_attention(*x, unit=64, impl=impl), q, k, v, long(B, T // 64, 4))
+
+
+def sinks():
+    from tokenmix_core.ops import attention
+
+    q, k, v = (torch.empty(1, T, heads, K, dtype=torch.float16) for heads in (H, 4, 4))
+    both(attention, q, k, v, window=256, sinks=4)
+
+
+CALLS = {
+    "norms": norms, "rotation": rotation, "products": products, "gates": gates, "convolutions": convolutions,
+    "layer's step": layer_step, "kept keys": kept_keys, "sinks": sinks,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+    kernels = compiled_by(__file__)
+    assert {x["call"] for x in kernels} == CALLS.keys()
+    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+
+
+if __name__ == "__main__":
+    compile_calls(CALLS, "tokenmix_core.ops", portable=True)

@@ -1,0 +1,62 @@
+"""The scorer's, the eviction's and selected blocks' kernels compile for Hopper, without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokenmix_core.testing.compilation import SHARED_MEMORY, compile_calls, compiled_by
+
+B, T, H, K = 8, 4096, 8, 64
+
+# who is told to interpret refuses bfloat16
+half = partial(torch.empty, dtype=torch.float16)
+whole = partial(torch.zeros, dtype=torch.int32)
+
+
+def scorer(causal=False):
+    from tokenmix_lte.scorers import ConvScorer
+
+    made = ConvScorer(H, 2 * K, dropout=0.1, causal=causal, impl="triton")
+    k, v = (half(B, T, H, K).requires_grad_() for _ in range(2))
+    logits = made(k, v)
+    torch.autograd.grad(logits, [k, v, *made.parameters()], torch.empty_like(logits))
+
+
+def eviction(window=768, far=512):
+    from tokenmix_lte.ops import evict_step
+
+    token, memory = (half(B, H, K) for _ in range(3)), (half(B, H, window + far, K) for _ in range(2))
+    scores, raws = torch.zeros(B, H, window + far), half(B, 70, H, K)
+    before = torch.zeros(B, dtype=torch.int64)
+    evict_step(
+        *token, *memory, whole(B, H), scores, whole(B, H, far), raws, before, window=window, sinks=4, impl="triton"
+    )
+
+
+def selected_blocks(count=16):
+    from tokenmix_lte.ops import block_attention, select_blocks
+
+    q, k, v = (half(B, T, heads, K).requires_grad_() for heads in (32, 2, 2))
+    o, lse = block_attention(q, k, v, whole(B, T, 2, count), impl="triton")
+    torch.autograd.grad((o, lse), (q, k, v), (torch.empty_like(o), torch.empty_like(lse)))
+    with torch.no_grad():
+        select_blocks(q, half(B, T // 64, 2, K), lse, count, impl="triton")
+
+
+CALLS = {"scorer": scorer, "eviction": eviction, "selected blocks": selected_blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+    kernels = compiled_by(__file__)
+    assert {x["call"] for x in kernels} == CALLS.keys()
+    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+
+
+if __name__ == "__main__":
+    compile_calls(CALLS, "tokenmix_core.ops", "tokenmix_lte.ops", portable=True)
