@@ -165,7 +165,7 @@ class TestSSD(OpContract):
             yield op, (q, k, v, g, 1.0, state, None)
             yield op, (q, k, v, g, 1.0, state, None, dt, D)
         q, k, v, g, dt, D, state = (value.detach() for value in x.values())
-        arguments = (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone())
+        arguments = (torch.ones_like(v), state.clone(), None, q, k, v, g, 1.0, state, None)
         yield ssd_backward_op, arguments
         yield ssd_backward_op, (*arguments, dt, D)
         yield ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0)
@@ -227,7 +227,7 @@ def test_gradients_flow_through_either_result_alone(used, device):
 
 
 def test_slices_of_a_wider_tensor_are_read_in_place(device):
-    from tokenmix_core.ops.ssd.autograd import token_rows
+    from tokenmix_core.ops.ssd.steps import token_rows
 
     wide = torch.randn(2, 66, 16 + 16 + 32, device=device)
     q, k, v = (part.unflatten(2, (-1, 16)) for part in wide.split([16, 16, 32], 2))

@@ -324,5 +324,5 @@ def test_custom_ops_pass_torchs_own_checks():
     q, k, v, g, state = (value.requires_grad_() for value in inputs(1, 70, 1, 2, 64, 64, N=1).values())
     torch.library.opcheck(ssd_forward_op, (q, k, v, g, 1.0, state, None))
     q, k, v, g, state = (value.detach() for value in (q, k, v, g, state))
-    torch.library.opcheck(ssd_backward_op, (q, k, v, g, 1.0, state, None, None, torch.ones_like(v), state.clone()))
+    torch.library.opcheck(ssd_backward_op, (torch.ones_like(v), state.clone(), None, q, k, v, g, 1.0, state, None))
     torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0))

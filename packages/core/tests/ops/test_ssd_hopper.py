@@ -50,10 +50,14 @@ def steps():
 def on_hopper(steps, monkeypatch):
     """Let these steps run in place of Triton's, and return the names of those that have run."""
     ran = set()
+
+    def note(name, run, *args, **options):
+        ran.add(name)
+        return run(*args, **options)
+
     for name, module in zip(STEPS, steps, strict=True):
         launcher = "walk_gradients" if name == "walk" else f"hopper_{name}"
-        run = getattr(module, launcher)
-        stand_in = SimpleNamespace(**{launcher: lambda *args, name=name, run=run: (ran.add(name), run(*args))[1]})
+        stand_in = SimpleNamespace(**{launcher: partial(note, name, getattr(module, launcher))})
         monkeypatch.setitem(sys.modules, module.__name__, stand_in)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran

@@ -19,9 +19,10 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Call
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP, step_limit
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
+from tokenmix_core.ops.gated_delta_rule.steps import Inputs
 
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,16 +81,19 @@ def chunk_gated_delta_rule(
     """
     op = "chunk_gated_delta_rule"
     impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl)
-    withheld = (writes, write_chunk)
     if impl == "reference":
-        return ScanOutput(*chunk_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm, *withheld))
+        found = chunk_reference(
+            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            qk_l2norm=qk_l2norm, writes=writes, write_chunk=write_chunk,
+        )  # fmt: skip
+        return ScanOutput(*found)
     from tokenmix_core.ops.gated_delta_rule.autograd import chunk
 
-    call = Call(
+    inputs = Inputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    return ScanOutput(*chunk(*call))
+    return ScanOutput(*chunk(*inputs))
 
 
 def recurrent_gated_delta_rule(
@@ -114,18 +118,19 @@ def recurrent_gated_delta_rule(
     """
     op = "recurrent_gated_delta_rule"
     impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl)
-    withheld = (writes, write_chunk)
     if impl == "reference":
-        return ScanOutput(
-            *recurrent_reference(q, k, v, g, beta, scale, initial_state, cu_seqlens, qk_l2norm, *withheld)
-        )
+        found = recurrent_reference(
+            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            qk_l2norm=qk_l2norm, writes=writes, write_chunk=write_chunk,
+        )  # fmt: skip
+        return ScanOutput(*found)
     from tokenmix_core.ops.gated_delta_rule.autograd import recurrent
 
-    call = Call(
+    inputs = Inputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    return ScanOutput(*recurrent(*call))
+    return ScanOutput(*recurrent(*inputs))
 
 
 def gated_delta_rule_step(

@@ -18,20 +18,12 @@ from tokenmix_core.ops.common import (
 )
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
-from tokenmix_core.ops.gated_delta_rule.layout import (
-    CHUNK,
-    Call,
-    Gradients,
-    Saved,
-    Terms,
-    read,
-    state_layouts,
-    term_layouts,
-)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan, forward_segment, plan, step_tile
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_states
+from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Saved, Terms
 
 
 @retried
@@ -44,22 +36,22 @@ def run_forward(
     How sequences are cut up would decide the shapes of what segments need, and a graph be made anew for every other
     cut: the backward pass makes it again.
     """
-    call = Call(
+    inputs = Inputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    x = read(call)
+    x = inputs.aligned()
     by = _forward_plan(x)
     terms = _chunk_terms(x, by)
     o, final_state = forward(x, terms, segment=by.segment, form=by.outputs)
     return o, final_state, terms.inverse, terms.gates
 
 
-def _forward_plan(x: Call) -> GDNPlan:
+def _forward_plan(x: Inputs) -> GDNPlan:
     return plan(k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, impl=x.impl, others=(x.q,), run=x.run)
 
 
-def _chunk_terms(x: Call, by: GDNPlan, into: Sequence[Tensor] | None = None) -> Terms:
+def _chunk_terms(x: Inputs, by: GDNPlan, into: Sequence[Tensor] | None = None) -> Terms:
     """What forward and backward pass share; Ã and the gates go `into` two tensors, if they are given."""
     inverse, gates = prepare(
         k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=into
@@ -67,7 +59,9 @@ def _chunk_terms(x: Call, by: GDNPlan, into: Sequence[Tensor] | None = None) -> 
     return Terms(inverse, gates, *segment_states(x, inverse=inverse, gates=gates, segment=by.segment))
 
 
-def _gradients(x: Call, terms: Terms, saved: Saved | None, do: Tensor | None, dfinal_state: Tensor | None) -> Gradients:
+def _gradients(
+    x: Inputs, terms: Terms, saved: Saved | None, do: Tensor | None, dfinal_state: Tensor | None
+) -> Gradients:
     """The gradients of a call; what is not `saved`, the forward pass makes again."""
     do, dfinal_state = aligned(do), aligned(dfinal_state)
     by = plan(
@@ -96,11 +90,11 @@ def run_whole_backward(
 
     Of the forward pass Ã and the gates alone are given: what segments need is made once more.
     """
-    call = Call(
+    inputs = Inputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    x = read(call)
+    x = inputs.aligned()
     segment = forward_segment(k=x.k, v=x.v, cu_seqlens=cu_seqlens, impl=impl, run=x.run)
     terms = Terms(inverse, gates, *segment_states(x, inverse=inverse, gates=gates, segment=segment))
     grads = _gradients(x, terms, None, do, dfinal_state)
@@ -110,16 +104,16 @@ def run_whole_backward(
     return *grads[:5], dinitial_state, gates.new_empty(0) if dwrites is None else dwrites
 
 
-def _results(*call):
+def _results(*inputs):
     """`run_forward` where nobody asks for gradients."""
-    return run_forward(*call)[:2]
+    return run_forward(*inputs)[:2]
 
 
 @retried
-def _keep(*call):
+def _keep(*inputs):
     """`run_forward`, with what `_kept` takes: Ã, the gates and, where that is little, R and S of all chunks in one
     buffer; what enters segments and their M, None where there are none."""
-    x = read(Call(*call))
+    x = Inputs(*inputs).aligned()
     by = _forward_plan(x)
     layouts = term_layouts(x.k, x.v.shape[2])
     if by.keeps:
@@ -132,20 +126,21 @@ def _keep(*call):
     return o, final_state, kept, terms.entering, terms.transitions
 
 
-def _kept(call: Call, kept: Tensor, entering: Tensor | None, transitions: Tensor | None) -> tuple[Terms, Saved | None]:
+def _kept(x: Inputs, kept: Tensor, entering: Tensor | None, transitions: Tensor | None) -> tuple[Terms, Saved | None]:
     """What `_keep` has kept."""
-    layouts = term_layouts(call.k, call.v.shape[2])
+    layouts = term_layouts(x.k, x.v.shape[2])
     if len(kept) > room_for(layouts):
-        layouts += state_layouts(call.k, call.v, call.cu_seqlens)
+        layouts += state_layouts(x.k, x.v, x.cu_seqlens)
     inverse, gates, *states = parts_of(kept, layouts)
     return Terms(inverse, gates, entering, transitions), Saved(*states) if states else None
 
 
-def _backward(do, dfinal_state, kept, entering, transitions, *call):
+def _backward(do, dfinal_state, kept, entering, transitions, *inputs):
     """The gradients after `_keep`."""
-    call = Call(*call)
-    grads = _gradients(read(call), *_kept(call, kept, entering, transitions), do, dfinal_state)
-    return grads._replace(writes=_of_writes(grads.writes, call.writes))
+    inputs = Inputs(*inputs)
+    terms, saved = _kept(inputs, kept, entering, transitions)
+    grads = _gradients(inputs.aligned(), terms, saved, do, dfinal_state)
+    return grads._replace(writes=_of_writes(grads.writes, inputs.writes))
 
 
 _replayed_backward = retried(Replayed(_backward))
@@ -184,45 +179,45 @@ step_op = recorded_op("tokenmix::gated_delta_rule_step", _step, mutates_args={"s
 
 
 def _save(ctx, inputs, output) -> None:
-    call = Call(*inputs)
-    ctx.options = call.scale, call.qk_l2norm, call.impl, call.write_chunk
+    x = Inputs(*inputs)
+    ctx.options = x.scale, x.qk_l2norm, x.impl, x.write_chunk
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*call[:7], call.writes, *output[2:])
+    ctx.save_for_backward(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.cu_seqlens, x.writes, *output[2:])
 
 
-def _saved(ctx) -> tuple[Call, list]:
-    """The call, and what its forward pass kept."""
+def _saved(ctx) -> tuple[Inputs, list]:
+    """The inputs, and what the forward pass kept."""
     q, k, v, g, beta, initial_state, cu_seqlens, writes, *kept = ctx.saved_tensors
     scale, qk_l2norm, impl, write_chunk = ctx.options
-    call = Call(
+    inputs = Inputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    return call, kept
+    return inputs, kept
 
 
 def _backward_of_chunk(ctx, do, dfinal_state, *_):
-    call, kept = _saved(ctx)
-    return _in_order(call, kept, do, dfinal_state)
+    inputs, kept = _saved(ctx)
+    return _in_order(inputs, kept, do, dfinal_state)
 
 
 def _backward_of_recurrent(ctx, do, dfinal_state):
-    call, _ = _saved(ctx)
-    _, _, *kept = (_keep if is_plain(call.q) else chunk_op)(*call)
-    return _in_order(call, kept, do, dfinal_state)
+    inputs, _ = _saved(ctx)
+    _, _, *kept = (_keep if is_plain(inputs.q) else chunk_op)(*inputs)
+    return _in_order(inputs, kept, do, dfinal_state)
 
 
-def _in_order(call: Call, kept: list, do: Tensor | None, dfinal_state: Tensor | None) -> tuple:
-    """Gradients in the order of the call's arguments, from what `_keep` or the op kept."""
-    if len(kept) == 3 and is_plain(call.q):
-        dq, dk, dv, dg, dbeta, dinitial_state, dwrites = _replayed_backward(do, dfinal_state, *kept, *call)
+def _in_order(inputs: Inputs, kept: list, do: Tensor | None, dfinal_state: Tensor | None) -> tuple:
+    """Gradients in the order of the inputs, from what `_keep` or the op kept."""
+    if len(kept) == 3 and is_plain(inputs.q):
+        dq, dk, dv, dg, dbeta, dinitial_state, dwrites = _replayed_backward(do, dfinal_state, *kept, *inputs)
     else:
-        inverse, gates = kept if len(kept) == 2 else _kept(call, *kept)[0][:2]
+        inverse, gates = kept if len(kept) == 2 else _kept(inputs, *kept)[0][:2]
         dq, dk, dv, dg, dbeta, dinitial_state, dwrites = backward_op(
-            do=do, dfinal_state=dfinal_state, inverse=inverse, gates=gates, **call._asdict()
+            do=do, dfinal_state=dfinal_state, inverse=inverse, gates=gates, **inputs._asdict()
         )
-    dinitial_state = None if call.initial_state is None else dinitial_state
-    dwrites = None if call.writes is None else dwrites
+    dinitial_state = None if inputs.initial_state is None else dinitial_state
+    dwrites = None if inputs.writes is None else dwrites
     return dq, dk, dv, dg, dbeta, dinitial_state, None, None, None, None, dwrites, None
 
 

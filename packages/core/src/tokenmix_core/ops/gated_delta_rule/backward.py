@@ -7,12 +7,13 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Call, Gradients, Reverse, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan
+from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Reverse, Saved, Terms
 
 
 def backward(
-    x: Call,
+    x: Inputs,
     terms: Terms,
     saved: Saved,
     *,

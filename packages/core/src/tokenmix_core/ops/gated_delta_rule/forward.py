@@ -13,17 +13,10 @@ import triton.language as tl
 from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import (
-    CHUNK,
-    SIZES,
-    Call,
-    Saved,
-    Terms,
-    dot_precision,
-    state_layouts,
-)
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, state_layouts
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.plan import Form
+from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
@@ -234,7 +227,7 @@ def forward_kernel(
 
 
 def forward(
-    x: Call,
+    x: Inputs,
     terms: Terms,
     *,
     segment: int,
@@ -278,7 +271,7 @@ def forward(
     return o, final_state
 
 
-def room_to_save(x: Call, remainders: bool) -> Saved:
+def room_to_save(x: Inputs, remainders: bool) -> Saved:
     """Room for R and the states of all chunks, with or without remainders."""
     residual, states = (x.v.new_empty(shape) for shape, _ in state_layouts(x.k, x.v, x.cu_seqlens))
     return Saved(residual, states, torch.empty_like(states) if remainders else None)

@@ -99,12 +99,15 @@ def plan(
     reverse_segment = tuning.gated_delta_rule_backward_segment(*shape, packed, parts) if qk_l2norm else 0
     programs = chunk_slots(B, T, reverse_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     segment = forward_segment(k, v, cu_seqlens, impl, run)
+    portable = GDNPlan(
+        segment=segment, reverse_segment=reverse_segment, prepare="triton", outputs="triton", keeps=False,
+        states="triton", remainders=half, at_once=False, reverse="triton", chunks="triton",
+    )  # fmt: skip
     if run and (impl != "gluon" or not through_outputs):
         # what a chunk's keys and gates decide knows nothing of writes; not yet measured, the rest waits to be asked for
-        prepare = "gluon" if gluon else "triton"
-        return GDNPlan(segment, 0, prepare, "triton", False, "triton", half, False, "triton", "triton")
+        return portable._replace(reverse_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
-        return GDNPlan(segment, reverse_segment, "triton", "triton", False, "triton", half, False, "triton", "triton")
+        return portable
 
     equal, wide = K == V, max(K, V) > 128
     # ⟨dS', S⟩ is then summed from what is stored in 16 bits alone

@@ -20,7 +20,8 @@ from tokenmix_core.ops.gated_delta_rule.forward import (
     next_state,
     residual_of,
 )
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Call, dot_precision
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
+from tokenmix_core.ops.gated_delta_rule.steps import Inputs
 from tokenmix_core.tile.memory import load_rows
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
 
@@ -236,7 +237,7 @@ def pass_back(
     )  # fmt: skip
 
 
-def segment_states(x: Call, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
+def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
     """The state that enters each segment and its M, float32 `[slots, HV, K, …]`, numbered as `tile.sequences` does.
 
     None where sequences are not split. A sequence's first segment has neither: it starts from the initial state. Nor

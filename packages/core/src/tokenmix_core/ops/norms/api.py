@@ -104,7 +104,7 @@ def gated_rms_norm(
     _check_weight(op, x, weight, size)
     dtype = x.dtype if dtype is None else dtype
     if row_impl(op, impl, x) == "reference" or not x.numel():
-        return gated_rms_norm_reference(x, z, weight, eps, gate, size, dtype)
+        return gated_rms_norm_reference(x=x, z=z, weight=weight, eps=eps, gate=gate, size=size, dtype=dtype)
     from tokenmix_core.ops.norms.autograd import gated
 
     return gated(x, z, weight, eps, gate == "before", size, dtype)

@@ -20,6 +20,7 @@ from tokenmix_core.ops.common import (
 )
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit, step_limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
+from tokenmix_core.ops.ssd.steps import Inputs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 32, 64, 128, 256)
@@ -69,7 +70,10 @@ def chunk_ssd(
     if impl != "reference":
         from tokenmix_core.ops.ssd.autograd import chunk_ssd_kernels
 
-        return chunk_ssd_kernels(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
+        inputs = Inputs(
+            q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+        )
+        return chunk_ssd_kernels(inputs)
     return chunk_ssd_reference(q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
@@ -95,7 +99,10 @@ def recurrent_ssd(
     if impl != "reference":
         from tokenmix_core.ops.ssd.autograd import recurrent_ssd_kernels
 
-        return recurrent_ssd_kernels(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
+        inputs = Inputs(
+            q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+        )
+        return recurrent_ssd_kernels(inputs)
     return recurrent_ssd_reference(
         q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -136,7 +143,7 @@ def ssd_step(
     if impl != "reference":
         from tokenmix_core.ops.ssd.autograd import ssd_step_kernels
 
-        return ssd_step_kernels(q, k, v, g, dt, D, state, scale, impl)
+        return ssd_step_kernels(q=q, k=k, v=v, g=g, dt=dt, D=D, state=state, scale=scale, impl=impl)
     return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
 
 

@@ -9,107 +9,127 @@ from torch import Tensor
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, recorded_op, retried
 from tokenmix_core.ops.ssd.plan import plan, step_tile
-
-
-def token_rows(x: Tensor) -> Tensor:
-    """x `[B, T, H, D]` itself where its tokens lie at one stride in rows of H · D, as in a slice of a wider tensor."""
-    B, T, H, D = x.shape
-    stride = x.stride()
-    rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
-    # at strides that are no multiples of 16 Triton reads element by element, and 3.6 compiled states wrong beside that
-    if rows and stride[1] % 16 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    # one token may lie at any stride in what is contiguous
-    return x.clone(memory_format=torch.contiguous_format)
+from tokenmix_core.ops.ssd.steps import Gradients, Inputs, token_rows
+from tokenmix_core.tuning import SSDStates
 
 
 @retried
 def run_forward(
     q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final states, and the states before each segment (empty where sequences are not cut up)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o, the final states, and the states before each segment (None where sequences are not cut up)."""
     from tokenmix_core.ops.ssd.forward import ssd_forward
+
+    x = Inputs(
+        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+    ).aligned()
+    by = plan(q, v, cu_seqlens, impl)
+    if not by.segment:
+        o, final_state = ssd_forward(x, before=x.initial_state, segment=0, config=by.forward)
+        assert final_state is not None, "whole sequences end in a state"
+        return o, final_state, None
+    before, final_state = _states_before(x, by.segment, by.states)
+    o, _ = ssd_forward(x, before=before, segment=by.segment, config=by.forward)
+    return o, final_state, before
+
+
+def _states_before(x: Inputs, segment: int, config: SSDStates) -> tuple[Tensor, Tensor]:
+    """The states before each segment, and the final ones."""
     from tokenmix_core.ops.ssd.states import segment_states
 
-    by = plan(q, v, cu_seqlens, impl)
-    q, k, v, g = token_rows(q), token_rows(k), token_rows(v), aligned(g)
-    initial_state, dt, D = map(aligned, (initial_state, dt, D))
-    if not by.segment:
-        o, final_state = ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, 0, by.forward)
-        assert final_state is not None, "whole sequences end in a state"
-        return o, final_state, final_state.new_empty(0)
-    before, final_state = segment_states(k, v, g, dt, scale, initial_state, cu_seqlens, by.segment, False, by.states)
-    o, _ = ssd_forward(q, k, v, g, dt, D, scale, before, cu_seqlens, by.segment, by.forward)
-    return o, final_state, before
+    return segment_states(
+        x=x.k, y=x.v, g=x.g, dt=x.dt, scale=x.scale, initial=x.initial_state, cu_seqlens=x.cu_seqlens, segment=segment,
+        reverse=False, config=config,
+    )  # fmt: skip
+
+
+def _gradients_after(
+    x: Inputs, do: Tensor, final_gradient: Tensor | None, segment: int, config: SSDStates
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the states after each segment, and those of the initial states."""
+    from tokenmix_core.ops.ssd.states import segment_states
+
+    return segment_states(
+        x=x.q, y=do, g=x.g, dt=None, scale=x.scale, initial=final_gradient, cu_seqlens=x.cu_seqlens, segment=segment,
+        reverse=True, config=config,
+    )  # fmt: skip
 
 
 @retried
 def run_backward(
-    q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt=None, D=None, impl=None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, dg, the gradient of the initial state, dΔ and dD; `before` is the third result of `run_forward`."""
+    do, final_gradient, before, q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None
+) -> Gradients:
+    """All gradients; `before` is the third result of `run_forward`, or None to be made again."""
     from tokenmix_core.ops.ssd.gradients import ssd_gradients, ssd_walk
-    from tokenmix_core.ops.ssd.states import border_states, segment_states
+    from tokenmix_core.ops.ssd.states import border_states
 
+    inputs = Inputs(
+        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+    )
     by = plan(q, v, cu_seqlens, impl)
     fused = by.gradients.hopper is not None
     walks = fused and by.gradients.walks
     if not fused and not (dt is None and D is None):
-        return _composed_backward(q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt, D, impl)
-    q, k, v, do, g = token_rows(q), token_rows(k), token_rows(v), token_rows(do), aligned(g)
-    initial_state, final_gradient, dt, D = map(aligned, (initial_state, final_gradient, dt, D))
-    initial_gradient, after = None, final_gradient
-    if by.segment:
-        if before is None or not len(before):
-            before, _ = segment_states(k, v, g, dt, scale, initial_state, cu_seqlens, by.segment, False, by.states)
-        after, initial_gradient = segment_states(
-            q, do, g, None, scale, final_gradient, cu_seqlens, by.segment, True, by.states
-        )
+        return _composed_backward(inputs, before, do, final_gradient)
+    x, do, after, initial_gradient = inputs.aligned(), token_rows(do), aligned(final_gradient), None
+    if not by.segment:
+        before = x.initial_state
     else:
-        before = initial_state
+        if before is None:
+            before, _ = _states_before(x, by.segment, by.states)
+        after, initial_gradient = _gradients_after(x, do, after, by.segment, by.states)
     states, gradients, whole = border_states(
-        q, k, v, do, g, dt, scale, before, after, cu_seqlens, by.segment, by.states, gradients=not walks
+        x, do=do, before=before, after=after, segment=by.segment, config=by.states, gradients=not walks
     )
     if walks:
-        dq, dk, dv, dg, whole, ddt, dD = ssd_walk(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, by.segment)
+        grads = ssd_walk(x, do=do, states=states, after=after, segment=by.segment)
+        whole = grads.initial_state
     else:
-        dq, dk, dv, dg, ddt, dD = ssd_gradients(
-            q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, by.gradients
-        )
-    initial_gradient = initial_gradient if by.segment else whole
-    assert initial_gradient is not None, "one of the passes reaches the first token"
-    return dq, dk, dv, dg, initial_gradient, ddt, dD
+        grads = ssd_gradients(x, do=do, states=states, gradients=gradients, config=by.gradients)
+    # one of the passes reaches the first token
+    return grads._replace(initial_state=initial_gradient if by.segment else whole)
 
 
-def _composed_backward(q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt, D, impl):
+def _composed_backward(inputs: Inputs, before: Tensor | None, do: Tensor, final_gradient: Tensor | None) -> Gradients:
     """`run_backward` where the kernels know neither Δ nor D."""
-    x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
-    dq, dk, dx, dg, initial_gradient, ddt, dD = run_backward(
-        q, k, x, g, scale, initial_state, cu_seqlens, before, do, final_gradient, impl=impl
-    )
-    dv = dx.float()
+    v, dt, D = inputs.v, inputs.dt, inputs.D
+    scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
+    alone = inputs._replace(v=scaled, dt=None, D=None)
+    grads = run_backward(do, final_gradient, before, **alone._asdict())
+    dv, ddt, dD = grads.v.float(), None, None
     if dt is not None:
         ddt = (dv * v).sum(-1).to(dt.dtype)
         dv = dv * dt.unsqueeze(-1)
     if D is not None:
         dD = (do.float() * v).sum((0, 1, 3)).to(D.dtype)
         dv = dv + do * D.unsqueeze(-1)
-    return dq, dk, dv.to(v.dtype), dg, initial_gradient, ddt, dD
+    return grads._replace(v=dv.to(v.dtype), dt=ddt, D=dD)
 
 
-def run_recurrent(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, _impl=None) -> tuple[Tensor, Tensor]:
+def run_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    dt: Tensor | None = None, D: Tensor | None = None, impl: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and the final states, token by token; what is asked for matters to the backward pass alone."""
     from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
 
-    q, k, v, g = token_rows(q), token_rows(k), token_rows(v), aligned(g)
-    initial_state, dt, D = map(aligned, (initial_state, dt, D))
+    x = Inputs(
+        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+    ).aligned()
     shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
     final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
-    return ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens), final_state
+    o = ssd_recurrent(
+        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, scale=scale, initial_state=x.initial_state,
+        final_state=final_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return o, final_state
 
 
 @retried
-def run_step(q, k, v, g, state, scale, dt=None, D=None, impl=None) -> Tensor:
+def run_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float, dt: Tensor | None = None,
+    D: Tensor | None = None, impl: str | None = None,
+) -> Tensor:  # fmt: skip
     """o of one token; `state` is overwritten."""
     from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
 
@@ -117,7 +137,10 @@ def run_step(q, k, v, g, state, scale, dt=None, D=None, impl=None) -> Tensor:
     q, k, v = (token_rows(x.unsqueeze(1)) for x in (q, k, v))
     g, dt, D = map(aligned, (g, dt, D))
     g, dt = (x if x is None else x.unsqueeze(1) for x in (g, dt))
-    return ssd_recurrent(q, k, v, g, dt, D, scale, state, state, None, tile).squeeze(1)
+    o = ssd_recurrent(
+        q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=state, final_state=state, cu_seqlens=None, tile=tile
+    )
+    return o.squeeze(1)
 
 
 @recorded_op("tokenmix_core::ssd_forward", mutates_args=())
@@ -130,7 +153,10 @@ def ssd_forward_op(
     How sequences are cut up would decide the shape of the states before segments, and a graph be made anew for every
     other cut: the backward pass makes them again.
     """
-    return run_forward(q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl)[:2]
+    o, final_state, _ = run_forward(
+        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
+    )
+    return o, final_state
 
 
 @ssd_forward_op.register_fake
@@ -139,13 +165,7 @@ def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
     return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
 
 
-@recorded_op("tokenmix_core::ssd_recurrent", mutates_args=())
-def ssd_recurrent_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    dt: Tensor | None = None, D: Tensor | None = None, impl: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`run_recurrent` for torch to trace."""
-    return run_recurrent(q, k, v, g, scale, initial_state, cu_seqlens, dt, D)
+ssd_recurrent_op = recorded_op("tokenmix_core::ssd_recurrent", run_recurrent, mutates_args=())
 
 
 @ssd_recurrent_op.register_fake
@@ -156,33 +176,29 @@ def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
 
 @recorded_op("tokenmix_core::ssd_backward", mutates_args=())
 def ssd_backward_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    before: Tensor | None, do: Tensor, final_gradient: Tensor | None, dt: Tensor | None = None, D: Tensor | None = None,
-    impl: str | None = None,
+    do: Tensor, final_gradient: Tensor | None, before: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt: Tensor | None = None,
+    D: Tensor | None = None, impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`run_backward` for torch to trace; what does not exist is empty."""
     dq, dk, dv, dg, initial_gradient, ddt, dD = run_backward(
-        q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt, D, impl
-    )
+        do=do, final_gradient=final_gradient, before=before, q=q, k=k, v=v, g=g, scale=scale,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl,
+    )  # fmt: skip
+    assert initial_gradient is not None, "one of the passes reaches the first token"
     ddt, dD = (g.new_empty(0) if x is None else x for x in (ddt, dD))
     return dq, dk, dv, dg, initial_gradient, ddt, dD
 
 
 @ssd_backward_op.register_fake
-def _(q, k, v, g, scale, initial_state, cu_seqlens, before, do, final_gradient, dt=None, D=None, impl=None):
+def _(do, final_gradient, before, q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
     shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g))
     of_steps = (g.new_empty(0) if x is None else x.new_empty(x.shape) for x in (dt, D))
     return *grads, v.new_empty(shape, dtype=torch.float32), *of_steps
 
 
-@recorded_op("tokenmix_core::ssd_step", mutates_args={"state"})
-def ssd_step_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float, dt: Tensor | None = None,
-    D: Tensor | None = None, impl: str | None = None,
-) -> Tensor:  # fmt: skip
-    """`run_step` for torch to trace."""
-    return run_step(q, k, v, g, state, scale, dt, D, impl)
+ssd_step_op = recorded_op("tokenmix_core::ssd_step", run_step, mutates_args={"state"})
 
 
 @ssd_step_op.register_fake
@@ -195,31 +211,27 @@ backward = direct_when_eager(ssd_backward_op, run_backward)
 
 def _save(ctx, inputs, output) -> None:
     """Keep what backward needs; where there is no third result it makes the segments' states anew."""
-    q, k, v, g, scale, initial_state, cu_seqlens, dt, D, ctx.impl = inputs
+    x = Inputs(*inputs)
     before = output[2] if len(output) > 2 else None
-    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, before, dt, D)
-    ctx.scale = scale
+    ctx.save_for_backward(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, x.dt, x.D, before)
+    ctx.scale, ctx.impl = x.scale, x.impl
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, final_gradient, _before=None):
-    q, k, v, g, initial_state, cu_seqlens, before, dt, D = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros_like(v)
-    *grads, initial_gradient, ddt, dD = backward(
-        q, k, v, g, ctx.scale, initial_state, cu_seqlens, before, do, final_gradient, dt, D, ctx.impl
-    )
-    initial_gradient = None if initial_state is None else initial_gradient
-    return (*grads, None, initial_gradient, None, None if dt is None else ddt, None if D is None else dD, None)
+    q, k, v, g, initial_state, cu_seqlens, dt, D, before = ctx.saved_tensors
+    inputs = Inputs(
+        q=q, k=k, v=v, g=g, scale=ctx.scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D,
+        impl=ctx.impl,
+    )  # fmt: skip
+    do = torch.zeros_like(v) if do is None else do
+    grads = Gradients(*backward(do, final_gradient, before, *inputs))
+    initial_gradient = None if initial_state is None else grads.initial_state
+    ddt, dD = None if dt is None else grads.dt, None if D is None else grads.D
+    return grads.q, grads.k, grads.v, grads.g, None, initial_gradient, None, ddt, dD, None
 
 
-def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`run_forward`, with None for what it leaves empty: a buffer less to make and to keep."""
-    o, final_state, before = run_forward(*inputs)
-    return o, final_state, before if len(before) else None
-
-
-chunk = differentiable(ssd_forward_op, _forward, _save, _gradients, outputs=2)
+chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
 recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
 step = direct_when_eager(ssd_step_op, run_step, writes=4)
 
@@ -232,27 +244,26 @@ def needs_widening(x: Tensor, *sizes: int) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and min(sizes) < 64
 
 
-def _widened(form, q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl) -> ScanOutput:
+def _widened(form, x: Inputs) -> ScanOutput:
     """`form`, of heads widened by zeros, which add nothing to any product, where its gradients might be wrong."""
-    K, V = q.shape[3], v.shape[3]
-    if not needs_widening(v, K, V):
-        return ScanOutput(*form(q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl))
+    K, V = x.q.shape[3], x.v.shape[3]
+    if not needs_widening(x.v, K, V):
+        return ScanOutput(*form(*x))
     keys, values = max(64 - K, 0), max(64 - V, 0)
-    q, k, v = F.pad(q, (0, keys)), F.pad(k, (0, keys)), F.pad(v, (0, values))
-    if initial_state is not None:
-        initial_state = F.pad(initial_state, (0, values, 0, keys))
-    o, final_state = form(q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl)
+    q, k, v = F.pad(x.q, (0, keys)), F.pad(x.k, (0, keys)), F.pad(x.v, (0, values))
+    state = None if x.initial_state is None else F.pad(x.initial_state, (0, values, 0, keys))
+    o, final_state = form(*x._replace(q=q, k=k, v=v, initial_state=state))
     return ScanOutput(o[..., :V].contiguous(), final_state[..., :K, :V].contiguous())
 
 
-def chunk_ssd_kernels(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> ScanOutput:
+def chunk_ssd_kernels(x: Inputs) -> ScanOutput:
     """`chunk_ssd` by kernels."""
-    return _widened(chunk, q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl)
+    return _widened(chunk, x)
 
 
-def recurrent_ssd_kernels(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> ScanOutput:
+def recurrent_ssd_kernels(x: Inputs) -> ScanOutput:
     """`recurrent_ssd` by kernels."""
-    return _widened(recurrent, q, k, v, g, scale, initial_state, cu_seqlens, dt, D, impl)
+    return _widened(recurrent, x)
 
 
 def ssd_step_kernels(q, k, v, g, dt, D, state, scale, impl) -> Tensor:

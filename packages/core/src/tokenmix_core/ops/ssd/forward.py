@@ -3,9 +3,11 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.ssd.steps import Inputs
 from tokenmix_core.tile.decay import causal_decay_transposed, load_decay
 from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import locate_chunk, sequence_span
@@ -89,31 +91,33 @@ def ssd_forward_kernel(
         tl.store(final_state + o_state, b_s)
 
 
-def ssd_forward(q, k, v, g, dt, D, scale, initial_state, cu_seqlens, segment, config: SSDForward):
+def ssd_forward(
+    x: Inputs, *, before: Tensor | None, segment: int, config: SSDForward
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Outputs, and the final states unless the sequences are cut into segments.
 
-    With `segment` tokens a program, `initial_state [slots, HV, K, V]` holds the state before each segment; with
-    `segment = 0` a program takes a whole sequence and `initial_state [N, HV, K, V]` may be None.
+    With `segment` tokens a program, `before [slots, HV, K, V]` holds the state before each segment; with `segment = 0`
+    a program takes a whole sequence and `before [N, HV, K, V]` may be None.
     """
-    _, T, G, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
-    spans = len(initial_state) if segment else N
+    _, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.q, x.cu_seqlens)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    spans = N if before is None or not segment else len(before)
     if config.hopper:
         from tokenmix_core.ops.ssd.hopper.forward import hopper_forward
 
         if not segment and config.lookback:
             segment, spans = config.lookback, N * cdiv(T, config.lookback)
         hopper_forward(
-            q, k, v, g, dt, D, o, scale, initial_state, final_state, cu_seqlens, segment, spans, config.hopper
+            x, before=before, o=o, final_state=final_state, segment=segment, spans=spans, columns=config.hopper
         )
         return o, final_state
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
-        q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-        q.stride(1), k.stride(1), v.stride(1), scale, T, N, G, HV, segment,
-        K, V, config.BT, config.BV, segment > 0, cu_seqlens is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, o=o, initial_state=before, final_state=final_state,
+        cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1), stride_v=x.v.stride(1), scale=x.scale,
+        T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V, BT=config.BT, BV=config.BV, SEGMENTED=segment > 0,
+        PACKED=x.cu_seqlens is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return o, final_state

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.ssd.steps import Gradients, Inputs
 from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
 from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import locate_chunk
@@ -116,44 +118,42 @@ def ssd_gradients_kernel(
     tl.store(dk + o_dqk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])
 
 
-def ssd_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, config: SSDGradients):
-    """dq, dk, dv, dg, dΔ and dD. Heads of a group are summed over a buffer, in a fixed order.
+def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, gradients: Tensor, config: SSDGradients) -> Gradients:
+    """All but the initial state's. Heads of a group are summed over a buffer, in a fixed order.
 
     Only the kernels in Gluon know Δ and D, which are None for the others.
     """
-    B, T, G, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-    dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     if config.hopper is not None:
         from tokenmix_core.ops.ssd.hopper.gradients import hopper_gradients
 
-        dq, dk, ddt, dD = hopper_gradients(
-            q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, dv, dg, config.hopper
-        )
-    else:
-        ddt = dD = None
-        dq = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
-        dk = torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device)
-        ssd_gradients_kernel[(chunk_slots(B, T, config.BT, cu_seqlens) * HV,)](
-            q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
-            q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV,
-            K, V, config.BT, config.BV, cu_seqlens is not None,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-    return *sum_heads(dq, dk, G), dv, *like((dg, g), (ddt, dt), (dD, D))
+        return of_inputs(x, hopper_gradients(x, do=do, states=states, gradients=gradients, config=config.hopper))
+    B, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    dq, dk = (torch.empty((B, T, HV, K), dtype=x.q.dtype, device=x.q.device) for _ in range(2))
+    dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
+    ssd_gradients_kernel[(chunk_slots(B, T, config.BT, x.cu_seqlens) * HV,)](
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, states=states, gradients=gradients, dq=dq, dk=dk, dv=dv, dg=dg,
+        cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1), stride_v=x.v.stride(1),
+        stride_do=do.stride(1), scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, K=K, V=V,
+        BT=config.BT, BV=config.BV, PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+    return of_inputs(x, Gradients(q=dq, k=dk, v=dv, g=dg))
 
 
-def ssd_walk(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment):
-    """dq, dk, dv, dg, the gradient of the initial state, dΔ and dD, on Hopper: D is carried along, not read."""
+def ssd_walk(x: Inputs, *, do: Tensor, states: Tensor, after: Tensor | None, segment: int) -> Gradients:
+    """All gradients, on Hopper: that of the states is carried along, not read."""
     from tokenmix_core.ops.ssd.hopper.walk import walk_gradients
 
-    dq, dk, dv, dg, initial_gradient, ddt, dD = walk_gradients(
-        q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment
-    )
-    dg, ddt, dD = like((dg, g), (ddt, dt), (dD, D))
-    return *sum_heads(dq, dk, q.shape[2]), dv, dg, initial_gradient, ddt, dD
+    return of_inputs(x, walk_gradients(x, do=do, states=states, after=after, segment=segment))
+
+
+def of_inputs(x: Inputs, grads: Gradients) -> Gradients:
+    """Gradients in the dtypes of what they are the gradients of; dq and dk of groups, in a fixed order."""
+    dg, ddt, dD = like((grads.g, x.g), (grads.dt, x.dt), (grads.D, x.D))
+    dq, dk = sum_heads(grads.q, grads.k, x.q.shape[2])
+    return grads._replace(q=dq, k=dk, g=dg, dt=ddt, D=dD)
 
 
 def like(*pairs) -> tuple[Any, ...]:

@@ -76,14 +76,14 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
         from tokenmix_core.ops.ssd.hopper.step import hopper_step_kernel
 
         hopper_step_kernel[(N * HV * (V // tile.BV),)](
-            q, k, v, g, dt, D, o, final_state, q.stride(1), k.stride(1), v.stride(1), scale, G, HV,
-            K, V, tile.BV, tile.BK, num_warps=tile.num_warps,
+            q=q, k=k, v=v, g=g, dt=dt, D=D, o=o, state=final_state, stride_q=q.stride(1), stride_k=k.stride(1),
+            stride_v=v.stride(1), scale=scale, G=G, HV=HV, K=K, V=V, BV=tile.BV, BK=tile.BK, num_warps=tile.num_warps,
         )  # fmt: skip
         return o
     config = tuning.ssd_step(N * HV, K, V) if step else tuning.ssd_recurrent(N * HV, K, V)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
-        q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-        q.stride(1), k.stride(1), v.stride(1), scale, T, G, HV,
-        K, V, config.BV, cu_seqlens is not None, step, num_warps=config.num_warps,
+        q=q, k=k, v=v, g=g, dt=dt, D=D, o=o, initial_state=initial_state, final_state=final_state,
+        cu_seqlens=cu_seqlens, stride_q=q.stride(1), stride_k=k.stride(1), stride_v=v.stride(1), scale=scale, T=T, G=G,
+        HV=HV, K=K, V=V, BV=config.BV, PACKED=cu_seqlens is not None, STEP=step, num_warps=config.num_warps,
     )  # fmt: skip
     return o

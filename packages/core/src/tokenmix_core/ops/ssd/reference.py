@@ -27,7 +27,9 @@ def recurrent_ssd_reference(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
     """Read the definition aloud: one token after the other, in float32 or, for float64 inputs, in float64."""
-    return _with_steps(_recurrent, q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+    return _with_steps(
+        _recurrent, q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
 
 
 def chunk_ssd_reference(
@@ -43,13 +45,17 @@ def chunk_ssd_reference(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
     """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (float64 if inputs are)."""
-    return _with_steps(_chunkwise, q, k, v, g, dt, D, scale, initial_state, cu_seqlens)
+    return _with_steps(
+        _chunkwise, q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
 
 
 def _with_steps(form, q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
     """Let Δ v enter the state and D v skip it."""
     x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
-    o, state = _by_sequence(form, q, k, x, g, scale, initial_state, cu_seqlens)
+    o, state = _by_sequence(
+        form, q=q, k=k, v=x, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )  # fmt: skip
     return ScanOutput(o if D is None else (o + v * D.unsqueeze(-1)).to(v.dtype), state)
 
 

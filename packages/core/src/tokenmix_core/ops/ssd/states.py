@@ -3,9 +3,11 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.ssd.steps import Inputs
 from tokenmix_core.tile.decay import load_decay
 from tokenmix_core.tile.memory import last_of
 from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
@@ -166,7 +168,19 @@ def scan_segments_kernel(
     tl.store(final + o_sequence + o_e, b_s)
 
 
-def segment_states(x, y, g, dt, scale, initial, cu_seqlens, segment, reverse, config: SSDStates):
+def segment_states(
+    *,
+    x: Tensor,
+    y: Tensor,
+    g: Tensor,
+    dt: Tensor | None,
+    scale: float,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segment: int,
+    reverse: bool,
+    config: SSDStates,
+) -> tuple[Tensor, Tensor]:
     """The state before each segment and at the end: `[slots, HV, K, V]` and `[N, HV, K, V]`, float32.
 
     Forward: x = k, y = v. Reverse, for gradients of states: x = q, y = do, no Δ, `initial` that of the final state;
@@ -181,19 +195,28 @@ def segment_states(x, y, g, dt, scale, initial, cu_seqlens, segment, reverse, co
     final = torch.empty(N, HV, K, V, dtype=torch.float32, device=y.device)
     BK, BV = config.BK, config.BV
     segment_states_kernel[(spans * HV * (K // BK) * (V // BV),)](
-        x, y, g, dt, states, totals, cu_seqlens, x.stride(1), y.stride(1), scale, T, N, G, HV, segment,
-        K, V, config.BT, BK, BV, reverse, cu_seqlens is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        x=x, y=y, g=g, dt=dt, states=states, totals=totals, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
+        stride_y=y.stride(1), scale=scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V, BT=config.BT, BK=BK, BV=BV,
+        REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     BE = min(K * V, 1024)
     scan_segments_kernel[(N * HV * (K * V // BE),)](
-        states, totals, initial, final, cu_seqlens, T, HV, segment,
-        K * V, BE, reverse, cu_seqlens is not None, num_warps=4,
+        segment_states=states, totals=totals, initial=initial, final=final, cu_seqlens=cu_seqlens, T=T, HV=HV,
+        segment=segment, KV=K * V, BE=BE, REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4,
     )  # fmt: skip
     return states, final
 
 
-def border_states(q, k, v, do, g, dt, scale, before, after, cu_seqlens, segment, config: SSDStates, gradients=True):
+def border_states(
+    x: Inputs,
+    *,
+    do: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    segment: int,
+    config: SSDStates,
+    gradients: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """States before each chunk and gradients of the states after it, in the inputs' dtype: `[slots, HV, K, V]` each.
 
     Without `gradients` the states alone are made.
@@ -202,20 +225,21 @@ def border_states(q, k, v, do, g, dt, scale, before, after, cu_seqlens, segment,
     zero), or each segment where `segment` is positive. Also returns the gradient of the initial state, which is None
     for segments: their scan knows it.
     """
-    B, T, G, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    chunks = chunk_slots(B, T, config.BT, cu_seqlens)
-    states = torch.empty(1 + gradients, chunks, HV, K, V, dtype=v.dtype, device=v.device)
+    B, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.q, x.cu_seqlens)
+    chunks = chunk_slots(B, T, config.BT, x.cu_seqlens)
+    states = torch.empty(1 + gradients, chunks, HV, K, V, dtype=x.v.dtype, device=x.v.device)
     initial_gradient = None
     if gradients and not segment:
-        initial_gradient = torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
-    spans = len(before) if segment else N
+        initial_gradient = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    spans = N if before is None or not segment else len(before)
     BK, BV = config.BK, config.BV
     border_states_kernel[(spans * HV * (K // BK) * (V // BV), len(states))](
-        q, k, v, do, g, dt, before, after, states[0], states[-1], initial_gradient, cu_seqlens,
-        q.stride(1), k.stride(1), v.stride(1), do.stride(1), scale, T, N, G, HV, segment,
-        K, V, config.BT, BK, BV, segment > 0, cu_seqlens is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, before=before, after=after, states=states[0], gradients=states[-1],
+        initial_gradient=initial_gradient, cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1),
+        stride_v=x.v.stride(1), stride_do=do.stride(1), scale=x.scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V,
+        BT=config.BT, BK=BK, BV=BV, SEGMENTED=segment > 0, PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
     return states[0], states[-1], initial_gradient

@@ -42,8 +42,9 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import between_segments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import room
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Gradients, Reverse
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Reverse
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,

@@ -22,7 +22,8 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, Call, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
 from tokenmix_core.tile.hopper import (
     await_kernels_before,
     causal_decay,
@@ -345,7 +346,7 @@ def forward_kernel(
 
 
 def forward(
-    x: Call,
+    x: Inputs,
     terms: Terms,
     *,
     order: Tensor | None,

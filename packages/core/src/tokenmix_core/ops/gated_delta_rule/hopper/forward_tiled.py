@@ -10,7 +10,8 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, Call, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -182,7 +183,7 @@ def forward_kernel(
 
 
 def forward_tiled(
-    x: Call,
+    x: Inputs,
     terms: Terms,
     *,
     order: Tensor | None,

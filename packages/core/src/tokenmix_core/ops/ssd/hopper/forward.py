@@ -3,6 +3,7 @@
 # Triton knows no stars in tuples
 # ruff: noqa: RUF005
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.vectors import allocate_vectors, as_matrix, load_numbers, store_decays
+from tokenmix_core.ops.ssd.steps import Inputs
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -265,17 +267,27 @@ def hopper_forward_kernel(
         store_state(final_state + o_state, b_s, KP * V)
 
 
-def hopper_forward(q, k, v, g, dt, D, o, scale, initial_state, final_state, cu_seqlens, segment, spans, BV) -> None:
+def hopper_forward(
+    x: Inputs,
+    *,
+    before: Tensor | None,
+    o: Tensor,
+    final_state: Tensor | None,
+    segment: int,
+    spans: int,
+    columns: int,
+) -> None:
     """Write o and, unless it is None, the final states of `spans` sequences or segments of `segment` tokens.
 
-    Segments with final states look back to the beginnings of their sequences.
+    Segments with final states look back to the beginnings of their sequences. A program takes so many columns of V.
     """
-    _, T, G, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    hopper_forward_kernel[(spans * HV * (V // BV),)](
-        q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-        *(x.stride(1) // 8 for x in (q, k, v)), scale, T, N, G, HV, segment,
-        K, V, BV, initial_state is not None, segment > 0, segment > 0 and final_state is not None,
-        cu_seqlens is not None, num_warps=BV // 16,
+    _, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    stride_q, stride_k, stride_v = (y.stride(1) // 8 for y in (x.q, x.k, x.v))
+    hopper_forward_kernel[(spans * HV * (V // columns),)](
+        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, skip=x.D, o=o, initial_state=before, final_state=final_state,
+        cu_seqlens=x.cu_seqlens, stride_q=stride_q, stride_k=stride_k, stride_v=stride_v, scale=x.scale, T=T,
+        N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, segment=segment, K=K, V=V, BV=columns,
+        INITIAL=before is not None, SEGMENTED=segment > 0, LOOKBACK=segment > 0 and final_state is not None,
+        PACKED=x.cu_seqlens is not None, num_warps=columns // 16,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """`gradients` on Hopper: a chunk and a value head a program, or some value heads of one group (`group`)."""
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,6 +16,7 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
 from tokenmix_core.ops.ssd.hopper.group import group_gradients_kernel
 from tokenmix_core.ops.ssd.hopper.products import multiply
+from tokenmix_core.ops.ssd.steps import Gradients, Inputs
 from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
@@ -187,25 +189,29 @@ def hopper_gradients_kernel(
     store_rows(dk + o_out, s_k, HV * K, rows, W)
 
 
-def hopper_gradients(q, k, v, do, g, dt, D, scale, states, gradients, cu_seqlens, dv, dg, config: SSDHopper):
-    """Write dv and dg; return dq and dk as sums of `config.heads` value heads each, `[B, T, HV / heads, K]`, dΔ, dD."""
-    B, T, G, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    parts = HV // config.heads
-    dq = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
-    dk = torch.empty((B, T, parts, K), dtype=q.dtype, device=q.device)
-    slots = chunk_slots(B, T, 64, cu_seqlens)
-    ddt = None if dt is None else torch.empty_like(dg)
+def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, gradients: Tensor, config: SSDHopper) -> Gradients:
+    """All gradients but the initial state's; dq and dk are sums of `config.heads` value heads, `[B, T, HV / heads, K]`.
+
+    Those of the decays, Δ and D are in float32.
+    """
+    B, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    parts, slots = HV // config.heads, chunk_slots(B, T, 64, x.cu_seqlens)
+    dq, dk = (torch.empty((B, T, parts, K), dtype=x.q.dtype, device=x.q.device) for _ in range(2))
+    dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
+    ddt = None if x.dt is None else torch.empty_like(dg)
     # not every slot of packed sequences is a chunk
-    dskip = None if D is None else torch.zeros(slots, HV, dtype=torch.float32, device=q.device)
-    grid = (slots * parts,)
-    arguments = (
-        q, k, v, do, g, dt, D, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
-        *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV, K, V,
+    dskip = None if x.D is None else torch.zeros(slots, HV, dtype=torch.float32, device=x.q.device)
+    stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
+    arguments = dict(
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, skip=x.D, states=states, gradients=gradients, dq=dq, dk=dk, dv=dv,
+        dg=dg, ddt=ddt, dskip=dskip, cu_seqlens=x.cu_seqlens, stride_q=stride_q, stride_k=stride_k, stride_v=stride_v,
+        stride_do=stride_do, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, K=K, V=V,
+        PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
     )  # fmt: skip
     if config.heads == 1:
-        hopper_gradients_kernel[grid](*arguments, cu_seqlens is not None, num_warps=config.num_warps)
+        hopper_gradients_kernel[(slots * parts,)](**arguments)
     else:
-        group_gradients_kernel[grid](*arguments, config.heads, cu_seqlens is not None, num_warps=config.num_warps)
-    return dq, dk, ddt, None if dskip is None else dskip.sum(0)
+        group_gradients_kernel[(slots * parts,)](R=config.heads, **arguments)
+    return Gradients(q=dq, k=dk, v=dv, g=dg, dt=ddt, D=None if dskip is None else dskip.sum(0))

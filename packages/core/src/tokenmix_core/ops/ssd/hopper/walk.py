@@ -5,6 +5,7 @@ taken apart where their products are at hand.
 """
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,6 +32,7 @@ from tokenmix_core.ops.ssd.hopper.vectors import (
     store_decays,
     store_row_sums,
 )
+from tokenmix_core.ops.ssd.steps import Gradients, Inputs
 from tokenmix_core.tile.hopper import anew, await_copies, barrier, fetch_rows, group_layout, store_rows
 
 
@@ -224,25 +226,30 @@ def walk_gradients_kernel(
         gl.store(dskip + i_s * HV + i_h, gl.sum(gl.sum(skipped, 1), 0))
 
 
-def walk_gradients(q, k, v, do, g, dt, D, scale, states, after, cu_seqlens, segment):
-    """dq and dk of each value head, dv, dg, the gradients of the states before each sequence, dΔ and dD.
+def walk_gradients(x: Inputs, *, do: Tensor, states: Tensor, after: Tensor | None, segment: int) -> Gradients:
+    """All gradients, dq and dk of each value head, those of the decays, Δ and D in float32.
 
-    `after` holds the gradients of the states after each sequence (None for zero), or each segment of `segment` tokens.
+    `after` holds the gradients of the states after each sequence (None for zero), or each segment of `segment` tokens;
+    for segments there is no gradient of the states before sequences.
     """
-    B, T, G, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    spans = len(after) if segment else N
-    dq, dk = (torch.empty((B, T, HV, K), dtype=q.dtype, device=q.device) for _ in range(2))
-    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-    dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    ddt = None if dt is None else torch.empty_like(dg)
+    B, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.q, x.cu_seqlens)
+    spans = N if after is None or not segment else len(after)
+    dq, dk = (torch.empty((B, T, HV, K), dtype=x.q.dtype, device=x.q.device) for _ in range(2))
+    dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
+    ddt = None if x.dt is None else torch.empty_like(dg)
     # not every slot of packed segments is one
-    dskip = None if D is None else torch.zeros(spans, HV, dtype=torch.float32, device=g.device)
-    initial_gradient = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
+    dskip = None if x.D is None else torch.zeros(spans, HV, dtype=torch.float32, device=x.g.device)
+    initial_gradient = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
     walk_gradients_kernel[(spans * HV,)](
-        q, k, v, do, g, dt, D, states, after, dq, dk, dv, dg, ddt, dskip, initial_gradient, cu_seqlens,
-        *(x.stride(1) // 8 for x in (q, k, v, do)), scale, T, N, G, HV, segment,
-        K, V, segment > 0, cu_seqlens is not None, num_warps=8,
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, skip=x.D, states=states, after=after, dq=dq, dk=dk, dv=dv, dg=dg,
+        ddt=ddt, dskip=dskip, initial_gradient=initial_gradient, cu_seqlens=x.cu_seqlens, stride_q=stride_q,
+        stride_k=stride_k, stride_v=stride_v, stride_do=stride_do, scale=x.scale, T=T, N=N, G=G, HV=HV,
+        segment=segment, K=K, V=V, SEGMENTED=segment > 0, PACKED=x.cu_seqlens is not None, num_warps=8,
     )  # fmt: skip
-    return dq, dk, dv, dg, initial_gradient, ddt, None if dskip is None else dskip.sum(0)
+    return Gradients(
+        q=dq, k=dk, v=dv, g=dg, initial_state=initial_gradient, dt=ddt, D=None if dskip is None else dskip.sum(0)
+    )
