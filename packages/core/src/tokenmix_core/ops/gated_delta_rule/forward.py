@@ -150,14 +150,16 @@ def forward_kernel(
     p_q, p_k = q + (row * H + i_hv // group) * K, k + (row * H + i_hv // group) * K
     o_vo = (row * HV + i_hv) * V + i_v * BV
     p_v = v + o_vo
+    if OUTPUT:
+        p_o = o + o_vo
+    if SAVE:
+        p_r = residual + o_vo
     p_a = inverse + (row * HV + i_hv) * BT
     p_gates = gates + (i_hv.to(tl.int64) * tokens + row) * 4
     slot = first_chunk(i_n, begin, T, BT, PACKED) + begun // BT
     o_s = (slot.to(tl.int64) * HV + i_hv) * K * V
-    if OUTPUT:
-        p_o = o + o_vo
     if SAVE:
-        p_r, p_s = residual + o_vo, states + o_s + p_tile
+        p_s = states + o_s + p_tile
     if REMAINDERS:
         p_m = remainders + o_s + p_tile
 
