@@ -91,9 +91,7 @@ def ssd_forward_kernel(
         tl.store(final_state + o_state, b_s)
 
 
-def ssd_forward(
-    x: Inputs, *, before: Tensor | None, segment: int, config: SSDForward
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def ssd_forward(x: Inputs, *, before: Tensor | None, segment: int, config: SSDForward) -> tuple[Tensor, Tensor | None]:
     """Outputs, and the final states unless the sequences are cut into segments.
 
     With `segment` tokens a program, `before [slots, HV, K, V]` holds the state before each segment; with `segment = 0`

@@ -53,9 +53,7 @@ def chunk_ssd_reference(
 def _with_steps(form, q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
     """Let Δ v enter the state and D v skip it."""
     x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
-    o, state = _by_sequence(
-        form, q=q, k=k, v=x, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
-    )  # fmt: skip
+    o, state = _by_sequence(form, q=q, k=k, v=x, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return ScanOutput(o if D is None else (o + v * D.unsqueeze(-1)).to(v.dtype), state)
 
 
