@@ -56,9 +56,13 @@ def merge_operations(
     chosen = _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl)
     if chosen == "reference":
         return merge_reference(linear, softmax, gate, linear_norm, softmax_norm, logits, eps)
-    from tokenmix_nats_l.ops.merge.autograd import merge_triton
+    from tokenmix_nats_l.ops.merge.autograd import Inputs, merge_triton
 
-    return merge_triton(linear, softmax, gate, linear_norm, softmax_norm, logits, eps)
+    x = Inputs(
+        linear=linear, softmax=softmax, gate=gate, linear_norm=linear_norm, softmax_norm=softmax_norm, logits=logits,
+        eps=eps,
+    )  # fmt: skip
+    return merge_triton(*x)
 
 
 @Checked

@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
 
 
-def _contiguous(*tensors: Tensor | None) -> list:
-    return [x if x is None else x.contiguous() for x in tensors]
+class Inputs(NamedTuple):
+    """What the merge is given, its tensors first."""
+
+    linear: Tensor
+    softmax: Tensor
+    gate: Tensor
+    linear_norm: Tensor
+    softmax_norm: Tensor | None
+    logits: Tensor | None
+    eps: float
 
 
-def run_forward(linear, softmax, gate, linear_norm, softmax_norm, logits, eps) -> Tensor:
+class BackwardInputs(NamedTuple):
+    """The same, and the gradient of its result."""
+
+    linear: Tensor
+    softmax: Tensor
+    gate: Tensor
+    linear_norm: Tensor
+    softmax_norm: Tensor | None
+    logits: Tensor | None
+    dy: Tensor
+    eps: float
+
+
+def _contiguous(x: Inputs | BackwardInputs) -> dict:
+    return {name: t.contiguous() if isinstance(t, Tensor) else t for name, t in x._asdict().items()}
+
+
+@of_fields
+def _forward(x: Inputs) -> Tensor:
     """y."""
     from tokenmix_nats_l.ops.merge.forward import merge_forward
 
-    return merge_forward(*_contiguous(linear, softmax, gate, linear_norm, softmax_norm, logits), eps)
+    return merge_forward(**_contiguous(x))
 
 
-def run_backward(
-    linear, softmax, gate, linear_norm, softmax_norm, logits, dy, eps
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the tensors, in their order."""
+@of_fields
+def _all_gradients(x: BackwardInputs) -> tuple:
+    """Gradients of the tensors, in their order, None where there is none."""
     from tokenmix_nats_l.ops.merge.backward import merge_backward
 
-    return merge_backward(*_contiguous(linear, softmax, gate, linear_norm, softmax_norm, logits, dy), eps)
+    return merge_backward(**_contiguous(x))
 
 
-@recorded_op("tokenmix_nats_l::merge_forward", mutates_args=())
-def merge_forward_op(
-    linear: Tensor, softmax: Tensor, gate: Tensor, linear_norm: Tensor, softmax_norm: Tensor | None,
-    logits: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
-    """`run_forward` for torch to trace."""
-    return run_forward(linear, softmax, gate, linear_norm, softmax_norm, logits, eps)
+@of_fields
+def _backward(x: BackwardInputs) -> list[Tensor]:
+    """Gradients of the tensors, in their order, without what does not exist."""
+    return [grad for grad in _all_gradients(*x) if grad is not None]
+
+
+merge_forward_op = recorded_op("tokenmix_nats_l::merge_forward", _forward, mutates_args=())
 
 
 @merge_forward_op.register_fake
-def _(linear, softmax, gate, linear_norm, softmax_norm, logits, eps):
-    return gate.new_empty(gate.shape)
+@of_fields
+def _(x: Inputs):
+    return x.gate.new_empty(x.gate.shape)
 
 
-@recorded_op("tokenmix_nats_l::merge_backward", mutates_args=())
-def merge_backward_op(
-    linear: Tensor, softmax: Tensor, gate: Tensor, linear_norm: Tensor, softmax_norm: Tensor | None,
-    logits: Tensor | None, dy: Tensor, eps: float,
-) -> list[Tensor]:  # fmt: skip
-    """`run_backward` for torch to trace, without what does not exist."""
-    grads = run_backward(linear, softmax, gate, linear_norm, softmax_norm, logits, dy, eps)
-    return [x for x in grads if x is not None]
+merge_backward_op = recorded_op("tokenmix_nats_l::merge_backward", _backward, mutates_args=())
 
 
 @merge_backward_op.register_fake
-def _(*inputs):
-    return [x.new_empty(x.shape) for x in inputs[:6] if x is not None]
+@of_fields
+def _(x: BackwardInputs):
+    return [t.new_empty(t.shape) for t in x[:6] if t is not None]
 
 
-backward = direct_when_eager(merge_backward_op, run_backward)
+backward = direct_when_eager(merge_backward_op, _all_gradients)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -66,11 +88,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dy):
-    saved = ctx.saved_tensors
+    saved = dict(zip(Inputs._fields, ctx.saved_tensors, strict=False))
     if dy is None:
-        return (None,) * 7
-    grads = (x for x in backward(*saved, dy, ctx.eps) if x is not None)
-    return *(None if x is None else next(grads) for x in saved), None
+        return (None,) * len(Inputs._fields)
+    grads = (x for x in backward(*BackwardInputs(**saved, dy=dy, eps=ctx.eps)) if x is not None)
+    return *(None if x is None else next(grads) for x in saved.values()), None
 
 
-merge_triton = differentiable(merge_forward_op, run_forward, _save, _gradients)
+merge_triton = differentiable(merge_forward_op, _forward, _save, _gradients)

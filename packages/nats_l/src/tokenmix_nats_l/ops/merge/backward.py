@@ -96,8 +96,9 @@ def merge_backward(
     programs = cdiv(rows, tiles * BR)
     dnorms = linear.new_empty(programs, 1 + each, V, dtype=torch.float32)
     merge_backward_kernel[(programs,)](
-        linear, softmax, gate, linear_norm, softmax_norm, logits, dy, dlinear, dsoftmax, dgate, dlogits, dnorms,
-        rows, tiles, H, V, eps, BR, BV, each, logits is not None, num_warps=4,
+        linear=linear, softmax=softmax, gate=gate, linear_norm=linear_norm, softmax_norm=softmax_norm, logits=logits,
+        dy=dy, dlinear=dlinear, dsoftmax=dsoftmax, dgate=dgate, dlogits=dlogits, dnorms=dnorms, R=rows, tiles=tiles,
+        H=H, V=V, eps=eps, BR=BR, BV=BV, EACH=each, WEIGHED=logits is not None, num_warps=4,
     )  # fmt: skip
     dlinear_norm, *dsoftmax_norm = (dnorms[:, i].sum(0).to(linear_norm.dtype) for i in range(1 + each))
     return dlinear, dsoftmax, dgate, dlinear_norm, dsoftmax_norm[0] if each else None, dlogits

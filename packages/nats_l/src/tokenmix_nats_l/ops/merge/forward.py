@@ -70,7 +70,8 @@ def merge_forward(linear, softmax, gate, linear_norm, softmax_norm, logits, eps:
     y = linear.new_empty(B, T, H * V)
     BR, BV = tile(V, _NUMBERS)
     merge_forward_kernel[(cdiv(B * T * H, BR),)](
-        linear, softmax, gate, linear_norm, softmax_norm, logits, y, B * T * H, H, V, eps,
-        BR, BV, softmax_norm is not None, logits is not None, num_warps=4,
+        linear=linear, softmax=softmax, gate=gate, linear_norm=linear_norm, softmax_norm=softmax_norm, logits=logits,
+        y=y, R=B * T * H, H=H, V=V, eps=eps, BR=BR, BV=BV, EACH=softmax_norm is not None, WEIGHED=logits is not None,
+        num_warps=4,
     )  # fmt: skip
     return y
