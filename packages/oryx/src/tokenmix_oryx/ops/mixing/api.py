@@ -122,9 +122,12 @@ def mix(
     check_dtype(op, (torch.bool,), attends=attends)
     check_multiple(op, "E", E, "groups", options.groups)
     check_cu_seqlens(op, cu_seqlens, B, T)
-    tensors = (rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, places, attends)
+    given = dict(
+        rows=rows, shared=shared, A_log=A_log, dt_bias=dt_bias, D=D, k_weight=k_weight, v_weight=v_weight,
+        norm_weight=norm_weight, places=places, attends=attends, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     if chosen == "reference":
-        return mix_reference(*tensors, rotation, cu_seqlens, options)
+        return mix_reference(**given, rotation=rotation, options=options)
     sizes = DELTA_RULE_SIZES if D is None else SSD_SIZES
     if E // H not in sizes:
         raise ValueError(
@@ -137,4 +140,5 @@ def mix(
 
     # angles that all sequences have in common are kept once
     cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
-    return autograd.mix(*tensors, cos, sin, cu_seqlens, *options[1:], chosen)[0]
+    kind = {name: x for name, x in options._asdict().items() if name != "heads"}
+    return autograd.mix(*autograd.Inputs(**given, cos=cos, sin=sin, **kind, impl=chosen))[0]

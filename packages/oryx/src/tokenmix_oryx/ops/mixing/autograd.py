@@ -2,17 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op, retried
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_core.ops.convolution.autograd import token_rows
 from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule
 from tokenmix_core.ops.ssd import autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
+
+# inputs that have gradients, the first ones
+_DIFFERENTIABLE = 8
+_OPTIONS = (
+    "silu_shared", "silu_attention_query", "silu_linear_query", "turn_linear", "gate_before", "groups", "eps", "impl",
+)  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """What a mixed call is given, as `mix` explains it; angles `[BR · T, K / 2]`, those of all rows where BR is 1."""
+
+    rows: Tensor
+    shared: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor | None
+    k_weight: Tensor
+    v_weight: Tensor
+    norm_weight: Tensor
+    places: Tensor | None
+    attends: Tensor
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor | None
+    silu_shared: bool
+    silu_attention_query: bool
+    silu_linear_query: bool
+    turn_linear: bool
+    gate_before: bool
+    groups: int
+    eps: float
+    impl: str | None = None
+
+
+class Outputs(NamedTuple):
+    """y, and what the backward pass needs; what there is not is empty.
+
+    Attributes:
+        y: `[B, T, E]`.
+        q, k_turned, k_plain, values: what the mixers read, `[N, E]`; keys before they are turned where linear does.
+        o, lse: attention's, of its tokens.
+        o_linear, g, dt, beta: the linear mixer's outputs and its rates, and two more tensors of its own.
+    """
+
+    y: Tensor
+    q: Tensor
+    k_turned: Tensor
+    k_plain: Tensor
+    values: Tensor
+    o: Tensor
+    lse: Tensor
+    o_linear: Tensor
+    g: Tensor
+    dt: Tensor
+    beta: Tensor
+    saved_0: Tensor
+    saved_1: Tensor
+
+
+class BackwardInputs(NamedTuple):
+    """What was given, what it left, and the gradient of y."""
+
+    rows: Tensor
+    shared: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor | None
+    k_weight: Tensor
+    v_weight: Tensor
+    norm_weight: Tensor
+    places: Tensor | None
+    attends: Tensor
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor | None
+    q: Tensor
+    k_turned: Tensor
+    k_plain: Tensor
+    values: Tensor
+    o: Tensor
+    lse: Tensor
+    o_linear: Tensor
+    g: Tensor
+    dt: Tensor
+    beta: Tensor
+    saved_0: Tensor
+    saved_1: Tensor
+    dy: Tensor
+    silu_shared: bool
+    silu_attention_query: bool
+    silu_linear_query: bool
+    turn_linear: bool
+    gate_before: bool
+    groups: int
+    eps: float
+    impl: str | None = None
 
 
 def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
@@ -21,25 +117,27 @@ def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, 64 - K)) for x in heads) if ssd.needs_widening(heads[0], K) else heads
 
 
-def _linear_forward(q, k, v, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs of the linear mixer for all tokens, and what its backward pass needs."""
+    K = q.shape[-1]
     if beta is None:
-        K, (q, k, v) = q.shape[-1], _widened(q, k, v)
+        q, k, v = _widened(q, k, v)
         o, *_ = ssd.run_forward(
             q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
         )
         return o[..., :K].contiguous(), ()
     o, _, *terms = delta_rule.run_forward(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=None, cu_seqlens=cu_seqlens, scale=q.shape[-1] ** -0.5,
-        qk_l2norm=True, impl=impl,
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=None, cu_seqlens=cu_seqlens, scale=K**-0.5, qk_l2norm=True,
+        impl=impl,
     )  # fmt: skip
     return o, tuple(terms)
 
 
-def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
+def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dg, dΔ, dD and dβ, of the last three those that there are."""
+    K = q.shape[-1]
     if beta is None:
-        K, (q, k, v, do) = q.shape[-1], _widened(q, k, v, do)
+        q, k, v, do = _widened(q, k, v, do)
         *grads, dg, _, ddt, dD = ssd.run_backward(
             q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, before=None, do=do,
             final_gradient=None, dt=dt, D=D, impl=impl,
@@ -49,13 +147,15 @@ def _linear_backward(q, k, v, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tu
     inverse, gates = saved
     dq, dk, dv, dg, dbeta, *_ = delta_rule.run_whole_backward(
         do=do, dfinal_state=None, q=q, k=k, v=v, g=g, beta=beta, inverse=inverse, gates=gates, initial_state=None,
-        cu_seqlens=cu_seqlens, scale=q.shape[-1] ** -0.5, qk_l2norm=True, impl=impl,
+        cu_seqlens=cu_seqlens, scale=K**-0.5, qk_l2norm=True, impl=impl,
     )  # fmt: skip
     return dq, dk, dv, dg, None, None, dbeta
 
 
-def _contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(x if x is None else x.contiguous() for x in tensors)
+def _readable(x: Any) -> Any:
+    """The inputs as kernels read them: the products of projections are read by columns, all else is contiguous."""
+    names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "places", "attends"
+    return x._replace(**{name: t.contiguous() for name in names if (t := getattr(x, name)) is not None})
 
 
 def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
@@ -65,118 +165,121 @@ def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
 
 
 @retried
-def _forward(
-    rows: Tensor, shared: Tensor, A_log: Tensor, dt_bias: Tensor, D: Tensor | None, k_weight: Tensor, v_weight: Tensor,
-    norm_weight: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
-    silu_shared: bool, silu_attention: bool, silu_linear: bool, turn_linear: bool, gate_before: bool, groups: int,
-    eps: float, impl: str | None = None,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """y `[B, T, E]`, and what the backward pass needs: q, k as either mixer reads it and v; attention's outputs and
-    log-sum-exp; the linear mixer's outputs, g, Δ, β and two tensors of its own. What there is not is empty."""
+@of_fields
+def _forward(x: Inputs) -> Outputs:
+    """Rates, queries, keys and values; both mixers; and of each token the output of its mode, gated and normalised."""
     from tokenmix_core.ops.softmax_attention.forward import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
     from tokenmix_oryx.ops.mixing.rates import rates_forward
     from tokenmix_oryx.ops.mixing.shared import shared_forward
 
-    (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
-    rows, attends, places = _contiguous(rows, attends, places)
-    A_log, dt_bias, k_weight, v_weight, norm_weight = _contiguous(A_log, dt_bias, k_weight, v_weight, norm_weight)
-    k, v, gate, rates = _parts(shared, E)
-    g, dt, beta = rates_forward(rates, A_log, dt_bias, D is None)
-    q = queries_forward(rows, places, attends, cos, sin, H, (silu_attention, silu_linear, turn_linear))
-    none = rows.new_empty(0)
-    k_plain, k_turned, values = none, torch.empty_like(q), torch.empty_like(q)
-    if not turn_linear:
-        k_plain = torch.empty_like(q)
-    shared_forward(k, k_weight, H, cu_seqlens, silu_shared, None if turn_linear else k_plain, k_turned, (cos, sin))
-    shared_forward(v, v_weight, H, cu_seqlens, silu_shared, values)
-    read = q, k_turned, k_turned if turn_linear else k_plain, values
-    q4, k4, kl4, v4 = (x.view(B, T, H, -1) for x in read)
-    o, lse = attention_forward(q4, k4, v4, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False, impl=impl)
-    o_linear, saved = _linear_forward(q4, kl4, v4, g, dt, D, beta, cu_seqlens, impl)
+    (B, T), E, H = x.attends.shape, x.rows.shape[1], len(x.A_log)
+    x = _readable(x)
+    k, v, gate, rates = _parts(x.shared, E)
+    g, dt, beta = rates_forward(rates, x.A_log, x.dt_bias, with_beta=x.D is None)
+    q = queries_forward(
+        rows=x.rows, places=x.places, attends=x.attends, cos=x.cos, sin=x.sin, H=H,
+        silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, turn_linear=x.turn_linear,
+    )  # fmt: skip
+    k_turned, values = torch.empty_like(q), torch.empty_like(q)
+    k_plain = None if x.turn_linear else torch.empty_like(q)
+    options = dict(H=H, cu_seqlens=x.cu_seqlens, silu=x.silu_shared)
+    shared_forward(k, x.k_weight, y=k_plain, turned=k_turned, angles=(x.cos, x.sin), **options)
+    shared_forward(v, x.v_weight, y=values, **options)
+    k_linear = k_turned if k_plain is None else k_plain
+    q4, k4, kl4, v4 = (t.view(B, T, H, -1) for t in (q, k_turned, k_linear, values))
+    o, lse = attention_forward(
+        q=q4, k=k4, v=v4, cu_seqlens=x.cu_seqlens, mask=CAUSAL, scale=(E // H) ** -0.5, selected=x.attends, fill=False,
+        impl=x.impl,
+    )  # fmt: skip
+    o_linear, saved = _linear_forward(
+        q4, kl4, v4, g=g, dt=dt, D=x.D, beta=beta, cu_seqlens=x.cu_seqlens, impl=x.impl
+    )  # fmt: skip
     y = output_forward(
-        o.view(-1, E), o_linear.view(-1, E), gate.view(-1, E), norm_weight, attends, groups, eps, gate_before
+        o_attention=o.view(-1, E), o_linear=o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
+        attends=x.attends, groups=x.groups, eps=x.eps, before=x.gate_before,
+    )  # fmt: skip
+    # an op returns tensors only, each its own
+    k_plain, beta, saved_0, saved_1 = (
+        x.rows.new_empty(0) if t is None else t for t in (k_plain, beta, *(saved or (None, None)))
     )
-    beta = rows.new_empty(0) if beta is None else beta
-    s0, s1 = saved or (rows.new_empty(0), rows.new_empty(0))
-    return y.view(B, T, E), q, k_turned, k_plain, values, o, lse, o_linear, g, dt, beta, s0, s1
+    return Outputs(
+        y=y.view(B, T, E), q=q, k_turned=k_turned, k_plain=k_plain, values=values, o=o, lse=lse, o_linear=o_linear, g=g,
+        dt=dt, beta=beta, saved_0=saved_0, saved_1=saved_1,
+    )  # fmt: skip
 
 
 mix_op = recorded_op("tokenmix_oryx::mix", _forward, mutates_args=())
 
 
 @mix_op.register_fake
-def _(
-    rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, places, attends, cos, sin, cu_seqlens,
-    silu_shared, silu_attention, silu_linear, turn_linear, gate_before, groups, eps,
-    impl=None,
-):  # fmt: skip
-    (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
-    heads = rows.new_empty(B, T, H, E // H)
-    g = rows.new_empty(B, T, H, dtype=torch.float32)
-    saved = rows.new_empty(0), rows.new_empty(0)
-    if D is None:
+@of_fields
+def _(x: Inputs) -> Outputs:
+    (B, T), E, H = x.attends.shape, x.rows.shape[1], len(x.A_log)
+    heads, like_rows = (B, T, H, E // H), x.rows.shape
+    g = x.rows.new_empty(B, T, H, dtype=torch.float32)
+    saved = x.rows.new_empty(0), x.rows.new_empty(0)
+    if x.D is None:
+        q = x.rows.new_empty(heads)
         _, _, *saved = delta_rule.chunk_op(
-            q=heads, k=heads, v=heads, g=g, beta=g, initial_state=None, cu_seqlens=cu_seqlens, scale=1.0,
-            qk_l2norm=True, impl=impl,
+            q=q, k=q, v=q, g=g, beta=g, initial_state=None, cu_seqlens=x.cu_seqlens, scale=1.0, qk_l2norm=True,
+            impl=x.impl,
         )  # fmt: skip
-    plain = rows.new_empty(0 if turn_linear else rows.shape)
-    o, lse = rows.new_empty(B, T, H, E // H), rows.new_empty(B, H, T, dtype=torch.float32)
-    beta = rows.new_empty(0) if D is not None else torch.empty_like(g)
-    return (
-        rows.new_empty(B, T, E), rows.new_empty(rows.shape), rows.new_empty(rows.shape), plain,
-        rows.new_empty(rows.shape), o, lse, torch.empty_like(o), g, torch.empty_like(g), beta, *saved,
+    return Outputs(
+        y=x.rows.new_empty(B, T, E), q=x.rows.new_empty(like_rows), k_turned=x.rows.new_empty(like_rows),
+        k_plain=x.rows.new_empty(0 if x.turn_linear else like_rows), values=x.rows.new_empty(like_rows),
+        o=x.rows.new_empty(heads), lse=x.rows.new_empty(B, H, T, dtype=torch.float32), o_linear=x.rows.new_empty(heads),
+        g=g, dt=torch.empty_like(g), beta=x.rows.new_empty(0) if x.D is not None else torch.empty_like(g),
+        saved_0=saved[0], saved_1=saved[1],
     )  # fmt: skip
 
 
 @retried
-def _backward(
-    rows: Tensor, shared: Tensor, A_log: Tensor, dt_bias: Tensor, D: Tensor | None, k_weight: Tensor, v_weight: Tensor,
-    norm_weight: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
-    q: Tensor, k_turned: Tensor, k_plain: Tensor, values: Tensor, o: Tensor, lse: Tensor, o_linear: Tensor,
-    g: Tensor, dt: Tensor, beta: Tensor, saved_0: Tensor, saved_1: Tensor, dy: Tensor,
-    silu_shared: bool, silu_attention: bool, silu_linear: bool, turn_linear: bool, gate_before: bool, groups: int,
-    eps: float, impl: str | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first eight arguments, those that there are."""
+@of_fields
+def _backward(x: BackwardInputs) -> list[Tensor]:
+    """Gradients of the first eight inputs, those that there are: back through the steps of the forward pass."""
     from tokenmix_core.ops.softmax_attention.backward import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward
     from tokenmix_oryx.ops.mixing.rates import rates_backward
     from tokenmix_oryx.ops.mixing.shared import shared_backward
 
-    (B, T), E, H = attends.shape, rows.shape[1], len(A_log)
-    rows, attends, places = _contiguous(rows, attends, places)
-    A_log, dt_bias, k_weight, v_weight, norm_weight = _contiguous(A_log, dt_bias, k_weight, v_weight, norm_weight)
-    k, v, gate, rates = _parts(shared, E)
-    dshared = shared.new_empty(shared.shape)
+    (B, T), E, H = x.attends.shape, x.rows.shape[1], len(x.A_log)
+    x = _readable(x)
+    k, v, gate, rates = _parts(x.shared, E)
+    dshared = x.shared.new_empty(x.shared.shape)
     dk, dv, dgate, drates = _parts(dshared, E)
     do, do_linear, dnorm = output_backward(
-        o.view(-1, E), o_linear.view(-1, E), gate.view(-1, E), norm_weight, attends, token_rows(dy).view(-1, E),
-        dgate.view(-1, E), groups, eps, gate_before,
+        o_attention=x.o.view(-1, E), o_linear=x.o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
+        attends=x.attends, dy=token_rows(x.dy).view(-1, E), dgate=dgate.view(-1, E), groups=x.groups, eps=x.eps,
+        before=x.gate_before,
     )  # fmt: skip
-    read = q, k_turned, k_turned if turn_linear else k_plain, values, do, do_linear
-    q4, k4, kl4, v4, do4, dol4 = (x.view(B, T, H, -1) for x in read)
-    dq, *grads = attention_backward(
-        q4, k4, v4, o, lse, do4, None, cu_seqlens, CAUSAL, (E // H) ** -0.5, attends, fill=False, impl=impl
-    )
-    beta = None if D is not None else beta
-    saved = saved_0, saved_1
+    read = x.q, x.k_turned, x.k_turned if x.turn_linear else x.k_plain, x.values, do, do_linear
+    q4, k4, kl4, v4, do4, dol4 = (t.view(B, T, H, -1) for t in read)
+    dq, dk_attention, dv_attention = attention_backward(
+        q=q4, k=k4, v=v4, o=x.o, lse=x.lse, do=do4, dlse=None, cu_seqlens=x.cu_seqlens, mask=CAUSAL,
+        scale=(E // H) ** -0.5, selected=x.attends, fill=False, impl=x.impl,
+    )  # fmt: skip
     dq_linear, dk_linear, dv_linear, dg, ddt, dD, dbeta = _linear_backward(
-        q4, kl4, v4, g, dt, D, beta, cu_seqlens, saved, dol4, impl
-    )
-    flags = (silu_attention, silu_linear, turn_linear)
-    drows = queries_backward(rows, places, attends, cos, sin, dq, dq_linear, H, flags)
+        q4, kl4, v4, g=x.g, dt=x.dt, D=x.D, beta=None if x.D is not None else x.beta, cu_seqlens=x.cu_seqlens,
+        saved=(x.saved_0, x.saved_1), do=dol4, impl=x.impl,
+    )  # fmt: skip
+    drows = queries_backward(
+        rows=x.rows, places=x.places, attends=x.attends, cos=x.cos, sin=x.sin, dq_attention=dq, dq_linear=dq_linear,
+        H=H, silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, turn_linear=x.turn_linear,
+    )  # fmt: skip
+    options = dict(H=H, cu_seqlens=x.cu_seqlens, silu=x.silu_shared)
     dk_weight = shared_backward(
-        k, k_weight, H, cu_seqlens, silu_shared, grads[0], dk_linear, dk, (cos, sin), turn_linear
-    )
-    dv_weight = shared_backward(v, v_weight, H, cu_seqlens, silu_shared, grads[1], dv_linear, dv)
-    dA_log, ddt_bias = rates_backward(rates, A_log, dt_bias, dg, ddt, dbeta, drates)
+        k, x.k_weight, dattention=dk_attention, dlinear=dk_linear, dx=dk, angles=(x.cos, x.sin),
+        turn_linear=x.turn_linear, **options,
+    )  # fmt: skip
+    dv_weight = shared_backward(v, x.v_weight, dattention=dv_attention, dlinear=dv_linear, dx=dv, **options)
+    dA_log, ddt_bias = rates_backward(
+        x=rates, A_log=x.A_log, bias=x.dt_bias, dg=dg, ddt=ddt, dbeta=dbeta, dx=drates
+    )  # fmt: skip
     found = (drows, dshared, dA_log, ddt_bias, dD, dk_weight, dv_weight, dnorm)
-    return [x for x in found if x is not None]
+    return [grad for grad in found if grad is not None]
 
 
 mix_backward_op = recorded_op("tokenmix_oryx::mix_backward", _backward, mutates_args=())
@@ -184,23 +287,27 @@ mix_backward = direct_when_eager(mix_backward_op, _backward)
 
 
 @mix_backward_op.register_fake
-def _(*inputs):
-    return [x.new_empty(x.shape) for x in inputs[:8] if x is not None]
+@of_fields
+def _(x: BackwardInputs):
+    return [t.new_empty(t.shape) for t in x[:_DIFFERENTIABLE] if t is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    tensors, ctx.options = inputs[:13], inputs[13:]
-    ctx.save_for_backward(*tensors, *output[1:])
+    x, out = Inputs(*inputs)._asdict(), Outputs(*output)
+    ctx.options = {name: x.pop(name) for name in _OPTIONS}
+    ctx.save_for_backward(*x.values(), *out[1:])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dy, *_):
     if dy is None:
-        return (None,) * 21
+        return (None,) * len(Inputs._fields)
     # asked for once: activations that are recomputed are there only once
-    saved = ctx.saved_tensors
-    grads = iter(mix_backward(*saved, dy, *ctx.options))
-    return *(None if x is None else next(grads) for x in saved[:8]), *(None,) * 13
+    saved = dict(zip(BackwardInputs._fields, ctx.saved_tensors, strict=False))
+    x = BackwardInputs(**saved, dy=dy, **ctx.options)
+    grads = iter(mix_backward(*x))
+    found = (None if t is None else next(grads) for t in x[:_DIFFERENTIABLE])
+    return *found, *[None] * (len(Inputs._fields) - _DIFFERENTIABLE)
 
 
 mix = differentiable(mix_op, _forward, _save, _gradients, outputs=1)

@@ -104,7 +104,7 @@ def _output_backward(
     tl.store(dweights + tl.program_id(0).to(tl.int64) * (G * S) + o_d, b_dw, mask=m_d)
 
 
-def output_forward(o_attention, o_linear, gate, weight, attends, groups: int, eps: float, before: bool) -> Tensor:
+def output_forward(*, o_attention, o_linear, gate, weight, attends, groups: int, eps: float, before: bool) -> Tensor:
     """y `[N, E]` of tokens whose rows are `o_attention`'s or `o_linear`'s.
 
     `gate [N, E]` is that before its SiLU, which acts `before` the norm over E / groups channels or after it.
@@ -112,14 +112,15 @@ def output_forward(o_attention, o_linear, gate, weight, attends, groups: int, ep
     N, E = gate.shape
     y = gate.new_empty(N, E)
     _output_forward[(cdiv(N, TOKENS),)](
-        o_attention, o_linear, gate, weight, attends, y, gate.stride(0), N, groups, E // groups,
-        eps, *_tile(E, groups), TOKENS, before, num_warps=8,
+        o_attention=o_attention, o_linear=o_linear, gate=gate, weight=weight, attends=attends, y=y,
+        stride_gate=gate.stride(0), N=N, G=groups, S=E // groups, eps=eps, **_tile(E, groups), TOKENS=TOKENS,
+        BEFORE=before, num_warps=8,
     )  # fmt: skip
     return y
 
 
 def output_backward(
-    o_attention, o_linear, gate, weight, attends, dy, dgate, groups: int, eps: float, before: bool
+    *, o_attention, o_linear, gate, weight, attends, dy, dgate, groups: int, eps: float, before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention's outputs (in its tokens' rows alone), of linear's (0 in the others), and of weight.
 
@@ -131,12 +132,13 @@ def output_backward(
     programs = cdiv(N, tokens)
     dweights = gate.new_empty(programs, E, dtype=torch.float32)
     _output_backward[(programs,)](
-        o_attention, o_linear, gate, weight, attends, dy, do_attention, do_linear, dgate, dweights,
-        gate.stride(0), dy.stride(0), dgate.stride(0), N, tokens, groups, E // groups, eps,
-        *_tile(E, groups), next_power_of_2(tokens + 2 * REACH), REACH, before, num_warps=8,
+        o_attention=o_attention, o_linear=o_linear, gate=gate, weight=weight, attends=attends, dy=dy,
+        do_attention=do_attention, do_linear=do_linear, dgate=dgate, dweights=dweights, stride_gate=gate.stride(0),
+        stride_dy=dy.stride(0), stride_dgate=dgate.stride(0), N=N, tokens=tokens, G=groups, S=E // groups, eps=eps,
+        **_tile(E, groups), BN=next_power_of_2(tokens + 2 * REACH), REACH=REACH, BEFORE=before, num_warps=8,
     )  # fmt: skip
     return do_attention, do_linear, dweights.sum(0).to(weight.dtype)
 
 
-def _tile(E: int, groups: int) -> tuple[int, int]:
-    return next_power_of_2(groups), next_power_of_2(E // groups)
+def _tile(E: int, groups: int) -> dict[str, int]:
+    return {"BG": next_power_of_2(groups), "BS": next_power_of_2(E // groups)}

@@ -111,25 +111,35 @@ def _queries_backward(
         tl.store(drows + o_x + HALF, b_hi.to(drows.dtype.element_ty), mask=m_x)
 
 
-def queries_forward(rows: Tensor, places: Tensor | None, attends: Tensor, cos, sin, H: int, flags) -> Tensor:
+def queries_forward(
+    *, rows: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, H: int, **modes: bool
+) -> Tensor:
     """q `[N, H, K]` from `rows [N, H K]`, that of token t at `places[t]` (None: at t).
 
-    `flags`: whether SiLU acts in attention mode, in linear mode, and whether queries in linear mode are turned too.
+    `modes`, all of them: whether SiLU acts in attention mode (`silu_attention`), in linear mode (`silu_linear`), and
+    whether queries in linear mode are turned too (`turn_linear`).
     """
     N, E = rows.shape
     q = torch.empty_like(rows)
     _queries_forward[(cdiv(N, BT) * cdiv(H, HEADS),)](
-        rows, places, attends, cos, sin, q, N, H, cos.shape[0], E // H, BT, HEADS, *flags, num_warps=4
-    )
+        rows=rows, places=places, attends=attends, cos=cos, sin=sin, q=q, N=N, H=H, angles=cos.shape[0],
+        K=E // H, BT=BT, HEADS=HEADS, **_flags(**modes), num_warps=4,
+    )  # fmt: skip
     return q
 
 
-def queries_backward(rows, places, attends, cos, sin, dq_attention, dq_linear, H: int, flags) -> Tensor:
+def queries_backward(
+    *, rows, places, attends, cos, sin, dq_attention, dq_linear, H: int, **modes: bool
+) -> Tensor:  # fmt: skip
     """The gradient of `rows`, from gradients of q that count in the rows of their mode alone."""
     N, E = rows.shape
     drows = torch.empty_like(rows)
     _queries_backward[(cdiv(N, BT) * cdiv(H, HEADS),)](
-        rows, places, attends, cos, sin, dq_attention, dq_linear, drows, N, H, cos.shape[0],
-        E // H, BT, HEADS, *flags, num_warps=4,
+        rows=rows, places=places, attends=attends, cos=cos, sin=sin, dq_attention=dq_attention, dq_linear=dq_linear,
+        drows=drows, N=N, H=H, angles=cos.shape[0], K=E // H, BT=BT, HEADS=HEADS, **_flags(**modes), num_warps=4,
     )  # fmt: skip
     return drows
+
+
+def _flags(*, silu_attention: bool, silu_linear: bool, turn_linear: bool) -> dict[str, bool]:
+    return {"SILU_ATTENTION": silu_attention, "SILU_LINEAR": silu_linear, "TURN_LINEAR": turn_linear}

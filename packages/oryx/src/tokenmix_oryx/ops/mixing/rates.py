@@ -82,8 +82,9 @@ def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tu
     g, dt = (x.new_empty(B, T, H, dtype=torch.float32) for _ in range(2))
     beta = torch.empty_like(g) if with_beta else None
     _rates_forward[(cdiv(B * T, BT),)](
-        x, A_log, bias, g, dt, beta, x.stride(1), B * T, H, BT, next_power_of_2(H), num_warps=4
-    )
+        x=x, A_log=A_log, bias=bias, g=g, dt=dt, beta=beta, stride_x=x.stride(1), N=B * T, H=H, BT=BT,
+        BH=next_power_of_2(H), num_warps=4,
+    )  # fmt: skip
     return g, dt, beta
 
 
@@ -93,7 +94,7 @@ def rates_backward(x: Tensor, A_log: Tensor, bias: Tensor, dg, ddt, dbeta, dx: T
     programs = cdiv(B * T, BT)
     dsums = x.new_empty(programs, 2, H, dtype=torch.float32)
     _rates_backward[(programs,)](
-        x, A_log, bias, dg, ddt, dbeta, dx, dsums, x.stride(1), dx.stride(1), B * T, H, R, BT, next_power_of_2(H),
-        next_power_of_2(R), num_warps=4,
+        x=x, A_log=A_log, bias=bias, dg=dg, ddt=ddt, dbeta=dbeta, dx=dx, dsums=dsums, stride_x=x.stride(1),
+        stride_dx=dx.stride(1), N=B * T, H=H, R=R, BT=BT, BH=next_power_of_2(H), BR=next_power_of_2(R), num_warps=4,
     )  # fmt: skip
     return dsums[:, 0].sum(0).to(A_log.dtype), dsums[:, 1].sum(0).to(bias.dtype)

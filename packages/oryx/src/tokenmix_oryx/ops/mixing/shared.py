@@ -171,7 +171,7 @@ def _shared_backward(
 
 
 def shared_forward(
-    x: Tensor, weight: Tensor, H: int, cu_seqlens, silu: bool, y: Tensor | None, turned: Tensor | None = None,
+    x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, turned: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:  # fmt: skip
     """Write conv(x) to `y`, and turned by `angles` to `turned`, those that are given."""
@@ -179,13 +179,14 @@ def shared_forward(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
     _shared_forward[(chunk_slots(B, T, BT, cu_seqlens) * H,)](
-        x, weight, cos, sin, y, turned, cu_seqlens, x.stride(1), 1 if cos is None else cos.shape[0],
-        T, N, H, E // H, weight.shape[1], BT, BU, silu, cu_seqlens is not None, num_warps=1,
+        x=x, weight=weight, cos=cos, sin=sin, y=y, turned=turned, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
+        angles=1 if cos is None else cos.shape[0], T=T, N=N, H=H, K=E // H, W=weight.shape[1], BT=BT, BU=BU, SILU=silu,
+        PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
 
 
 def shared_backward(
-    x: Tensor, weight: Tensor, H: int, cu_seqlens, silu: bool, dattention: Tensor, dlinear: Tensor, dx: Tensor,
+    x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, dattention: Tensor, dlinear: Tensor, dx: Tensor,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), turn_linear: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gradient of weight; that of x goes to `dx`.
@@ -202,11 +203,14 @@ def shared_backward(
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dsums = x.new_empty(runs, W + 1, E, dtype=torch.float32)
     _shared_backward[(runs * H,)](
-        x, weight, cos, sin, dattention, dlinear, dx, dsums, cu_seqlens,
-        x.stride(1), dx.stride(1), 1 if cos is None else cos.shape[0], T, N, config.BT, H,
-        E // H, W, config.BU, silu, turn_linear, cu_seqlens is not None, num_warps=1 if cos is None else 2,
+        x=x, weight=weight, cos=cos, sin=sin, dattention=dattention, dlinear=dlinear, dx=dx, dsums=dsums,
+        cu_seqlens=cu_seqlens, stride_x=x.stride(1), stride_dx=dx.stride(1), angles=1 if cos is None else cos.shape[0],
+        T=T, N=N, BT=config.BT, H=H, K=E // H, W=W, BU=config.BU, SILU=silu, TURN_LINEAR=turn_linear,
+        PACKED=cu_seqlens is not None, num_warps=1 if cos is None else 2,
     )  # fmt: skip
     dweight = torch.empty_like(weight)
     # it has room for the gradient of a bias, which is not asked for
-    short_conv_sums_kernel[(cdiv(E, 32), W)](dsums, dweight, None, runs, E, W, 128, 32, num_warps=4)
+    short_conv_sums_kernel[(cdiv(E, 32), W)](
+        dsums=dsums, dweight=dweight, dbias=None, runs=runs, D=E, W=W, BR=128, BD=32, num_warps=4
+    )
     return dweight

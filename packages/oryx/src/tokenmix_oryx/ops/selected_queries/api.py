@@ -84,5 +84,6 @@ def selected_attention(
     if chosen != "reference":
         from tokenmix_oryx.ops.selected_queries import autograd
 
-        return autograd.selected_attention(q, k, v, selected, cu_seqlens, scale, chosen)[0]
+        x = autograd.Inputs(q=q, k=k, v=v, selected=selected, cu_seqlens=cu_seqlens, scale=scale, impl=chosen)
+        return autograd.selected_attention(*x)[0]
     return selected_attention_by_runs(q, k, v, selected, scale=scale, cu_seqlens=cu_seqlens, impl=impl)

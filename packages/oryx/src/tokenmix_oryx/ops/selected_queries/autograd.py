@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op, retried
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_core.ops.softmax_attention.backends import Mask
 
 CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
+class Inputs(NamedTuple):
+    """What attention for chosen queries is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selected: Tensor
+    cu_seqlens: Tensor | None
+    scale: float
+    impl: str | None = None
+
+
+class BackwardInputs(NamedTuple):
+    """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selected: Tensor
+    o: Tensor
+    lse: Tensor
+    do: Tensor
+    cu_seqlens: Tensor | None
+    scale: float
+    impl: str | None = None
+
+
 @retried
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, cu_seqlens: Tensor | None, scale: float, impl: str | None = None
-) -> tuple[Tensor, Tensor]:
+@of_fields
+def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
     from tokenmix_core.ops.softmax_attention.forward import attention_forward
 
-    return attention_forward(q, k, v, cu_seqlens, CAUSAL, scale, selected.contiguous(), impl=impl)
+    return attention_forward(**x._replace(selected=x.selected.contiguous())._asdict(), mask=CAUSAL)
 
 
 selected_attention_op = recorded_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
 
 
 @selected_attention_op.register_fake
-def _(q, k, v, selected, cu_seqlens, scale, impl=None):
-    B, TQ, HQ, _ = q.shape
-    return q.new_empty(B, TQ, HQ, v.shape[-1]), q.new_empty(B, HQ, TQ, dtype=torch.float32)
+@of_fields
+def _(x: Inputs):
+    B, TQ, HQ, _ = x.q.shape
+    return x.q.new_empty(B, TQ, HQ, x.v.shape[-1]), x.q.new_empty(B, HQ, TQ, dtype=torch.float32)
 
 
 @retried
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    cu_seqlens: Tensor | None, scale: float, impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+@of_fields
+def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     from tokenmix_core.ops.softmax_attention.backward import attention_backward
 
-    selected = selected.contiguous()
-    return attention_backward(q, k, v, o, lse, do, None, cu_seqlens, CAUSAL, scale, selected, impl=impl)
+    return attention_backward(**x._replace(selected=x.selected.contiguous())._asdict(), dlse=None, mask=CAUSAL)
 
 
 selected_attention_backward_op = recorded_op("tokenmix_oryx::selected_attention_backward", _backward, mutates_args=())
@@ -47,19 +73,23 @@ selected_attention_backward = direct_when_eager(selected_attention_backward_op, 
 
 
 @selected_attention_backward_op.register_fake
-def _(q, k, v, selected, o, lse, do, cu_seqlens, scale, impl=None):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+@of_fields
+def _(x: BackwardInputs):
+    return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, selected, cu_seqlens, ctx.scale, ctx.impl = inputs
-    ctx.save_for_backward(q, k, v, selected, *output, cu_seqlens)
+    x, (o, lse) = Inputs(*inputs), output
+    ctx.save_for_backward(x.q, x.k, x.v, x.selected, o, lse, x.cu_seqlens)
+    ctx.scale, ctx.impl = x.scale, x.impl
 
 
 def _gradients(ctx, do, dlse):
     q, k, v, selected, o, lse, cu_seqlens = ctx.saved_tensors
-    grads = selected_attention_backward(q, k, v, selected, o, lse, do, cu_seqlens, ctx.scale, ctx.impl)
-    return *grads, None, None, None, None
+    x = BackwardInputs(
+        q=q, k=k, v=v, selected=selected, o=o, lse=lse, do=do, cu_seqlens=cu_seqlens, scale=ctx.scale, impl=ctx.impl
+    )
+    return *selected_attention_backward(*x), *[None] * (len(Inputs._fields) - 3)
 
 
 selected_attention = differentiable(selected_attention_op, _forward, _save, _gradients)
