@@ -1,12 +1,15 @@
 """Operators that torch compiles are recorded and replayed as calls in eager mode are."""
 
+import inspect
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from tokenmix_core.launch import recording
 from tokenmix_core.ops import common
-from tokenmix_core.ops.common import differentiable, direct_when_eager, recorded_op
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
 from tokenmix_core.testing.agreement import watched
 
 RUNS = {"forward": 0, "backward": 0, "step": 0}
@@ -124,3 +127,43 @@ def test_recorded_operators_pass_torchs_own_checks(operators):
         torch.library.opcheck(sum_op, tuple(torch.randn(6, requires_grad=True) for _ in "ab"))
         torch.library.opcheck(double_op, (None, torch.randn(6)))
         torch.library.opcheck(step_op, (torch.randn(6), torch.randn(6)))
+
+
+class Step(NamedTuple):
+    """What a step is given."""
+
+    x: Tensor
+    weight: Tensor | None
+    scale: float = 2.0
+
+
+class Result(NamedTuple):
+    """What it leaves."""
+
+    twice: Tensor
+    rest: Tensor
+
+
+@of_fields
+def _scaled(step: Step) -> Result:
+    """x scaled, and what is left of it."""
+    weight = 1.0 if step.weight is None else step.weight
+    return Result(step.x * step.scale * weight, step.x - weight)
+
+
+def test_a_step_of_fields_is_an_operator_of_tensors():
+    assert list(inspect.signature(_scaled).parameters) == list(Step._fields)
+    op = torch.library.custom_op("tokenmix_tests::scaled", _scaled, mutates_args=())
+    op.register_fake(of_fields(_fake))
+    schema = str(op._opoverload._schema)
+    assert schema.endswith("(Tensor x, Tensor? weight, float scale=2.) -> (Tensor, Tensor)")
+    x, weight = torch.randn(3), torch.randn(3)
+    torch.library.opcheck(op, (x, None))
+    for given in (Step(x, None), Step(x, weight, scale=3.0)):
+        output = _scaled(*given)
+        assert type(output) is tuple
+        assert all(map(torch.equal, output, op(**given._asdict())))
+
+
+def _fake(step: Step) -> Result:
+    return Result(torch.empty_like(step.x), torch.empty_like(step.x))

@@ -117,8 +117,8 @@ def _backward(given: BackwardInputs) -> Gradients:
     y = layout(x)
     kept = Kept(*parts_of(given.kept, kept_layouts(x, y)))
     do, dfinal_k, dfinal_v = map(aligned, (_or_zeros(given.do, given.o), given.dfinal_k, given.dfinal_v))
-    grads = empty_gradients(x)
-    b = Backward(x, y, kept, given.o, do, dfinal_k, dfinal_v, given.initial, grads)
+    grads = empty_gradients(x, given.initial)
+    b = Backward(x, y, kept, given.o, do, dfinal_k, dfinal_v, grads)
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, do, x.q_slots, x.k_slots).backward == "gluon"
     # strong chunks are always portable kernels'
     kinds = (True,) if gluon else (False, True)
@@ -155,9 +155,6 @@ def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
 
 
 slot_window_attention_op = recorded_op("tokenmix_nha::slot_window_attention", _forward, mutates_args=())
-slot_window_attention_backward_op = recorded_op(
-    "tokenmix_nha::slot_window_attention_backward", _backward, mutates_args=()
-)
 
 
 @slot_window_attention_op.register_fake
@@ -166,29 +163,26 @@ def _(x: Inputs) -> Outputs:
     return _empty_outputs(x, layout(x))
 
 
-@slot_window_attention_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs) -> Gradients:
-    return empty_gradients(given.inputs())
-
-
 def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
     return Outputs(*empty_results(x, y), x.q.new_empty(room_for(kept_layouts(x, y)), dtype=torch.uint8))
 
 
 @of_fields
-def _wanted(given: BackwardInputs) -> tuple:
-    """`_backward` with None for gradients that nobody gets: fewer buffers to make."""
-    return _without_absent(_backward(*given), given)
+def _present(given: BackwardInputs) -> list[Tensor]:
+    """`_backward` without gradients that there are not: an op returns tensors only."""
+    return [grad for grad in _backward(*given) if grad is not None]
 
 
-def _without_absent(grads: tuple, given: BackwardInputs) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, df, dq_slots, dk_slots, dinitial_k, dinitial_v = grads
-    slots = (None, None) if given.q_slots is None else (dq_slots, dk_slots)
-    return dq, dk, dv, df, *slots, *((dinitial_k, dinitial_v) if given.initial else (None, None))
+slot_window_attention_backward_op = recorded_op(
+    "tokenmix_nha::slot_window_attention_backward", _present, mutates_args=()
+)
+_backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
 
 
-_backward_pass = direct_when_eager(slot_window_attention_backward_op, _wanted)
+@slot_window_attention_backward_op.register_fake
+@of_fields
+def _(given: BackwardInputs) -> list[Tensor]:
+    return [grad for grad in empty_gradients(given.inputs(), given.initial) if grad is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -205,8 +199,10 @@ def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
         q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, start=start, cu_seqlens=cu_seqlens, o=o, kept=kept, do=do,
         dfinal_k=dfinal_k, dfinal_v=dfinal_v, **ctx.options,
     )  # fmt: skip
-    grads = _without_absent(_backward_pass(*given), given)
-    return *grads, *[None] * (len(Inputs._fields) - len(grads))
+    dq, dk, dv, df, *grads = _backward_pass(*given)
+    own = (None, None) if q_slots is None else (grads.pop(0), grads.pop(0))
+    initial = grads if given.initial else (None, None)
+    return dq, dk, dv, df, *own, *initial, *[None] * (len(Inputs._fields) - len(Gradients._fields))
 
 
 # o and the final slots, by the kernels; keys are the window before the queries and theirs

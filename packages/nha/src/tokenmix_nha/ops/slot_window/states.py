@@ -304,9 +304,10 @@ def slot_gradients_kernel(
         store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
         if i_d == 0:
             tl.store(local_g + index * M + o_m, b_total, mask=o_m < M)
-    elif i_s == 0:
-        _store_slots(dinitial_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
-        _store_slots(dinitial_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
+    elif dinitial_k is not None:  # noqa: SIM102
+        if i_s == 0:
+            _store_slots(dinitial_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
+            _store_slots(dinitial_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
 
 class Local(NamedTuple):
@@ -352,7 +353,7 @@ def slot_gradients(launch, b: Backward, softmax: Softmax) -> SlotGradients:
         launch, slot_gradients_kernel, walk, x, y, outer=(b.dfinal_k, b.dfinal_v), backward=True,
         q=x.q if x.q_slots is None else x.q_slots, do=b.do, p=softmax.p, dz=softmax.dz, f=x.f, end=kept.end,
         splits=kept.splits, dfinal_k=b.dfinal_k, dfinal_v=b.dfinal_v, cu_seqlens=x.cu_seqlens, **slots._asdict(),
-        dinitial_k=b.grads.dinitial_k, dinitial_v=b.grads.dinitial_v, lead=y.lead if b.initial else 0,
+        dinitial_k=b.grads.dinitial_k, dinitial_v=b.grads.dinitial_v, lead=0 if b.grads.dinitial_k is None else y.lead,
         BM=y.BM, BT=y.BT, ND=walk.ND, GROUP=y.GROUP, DOT=y.DOT, num_stages=walk.num_stages,
     )  # fmt: skip
     return slots

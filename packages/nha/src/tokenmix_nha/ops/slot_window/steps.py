@@ -177,16 +177,16 @@ class SlotGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the tensors of `Inputs`, in their order; those that nobody gets are empty, or only room to write."""
+    """Gradients of the tensors of `Inputs`, in their order; None for what was not given."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     df: Tensor
-    dq_slots: Tensor
-    dk_slots: Tensor
-    dinitial_k: Tensor
-    dinitial_v: Tensor
+    dq_slots: Tensor | None
+    dk_slots: Tensor | None
+    dinitial_k: Tensor | None
+    dinitial_v: Tensor | None
 
 
 class Backward(NamedTuple):
@@ -195,7 +195,6 @@ class Backward(NamedTuple):
     Attributes:
         x, y, kept: the call, and what its forward pass kept.
         o, do, dfinal_k, dfinal_v: outputs, and gradients of all results; None is zero.
-        initial: whether there were slots to begin with.
         grads: room for all gradients.
     """
 
@@ -206,7 +205,6 @@ class Backward(NamedTuple):
     do: Tensor
     dfinal_k: Tensor | None
     dfinal_v: Tensor | None
-    initial: bool
     grads: Gradients
 
 
@@ -264,12 +262,12 @@ def empty_softmax(x: Inputs, y: Layout) -> Softmax:
     )
 
 
-def empty_gradients(x: Inputs) -> Gradients:
-    """Room for all gradients: an op returns tensors only."""
-    none = x.q.new_empty(0)
-    own = (none, x.q.new_empty(0))
-    if x.q_slots is not None:
-        own = torch.empty_like(x.q_slots), torch.empty_like(x.k_slots)
-    slots = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, x.k.shape[2], x.f.shape[3]
-    initial = (x.q.new_empty(*slots, t.shape[3], dtype=torch.float32) for t in (x.k, x.v))
-    return Gradients(*map(torch.empty_like, x[:4]), *own, *initial)
+def empty_gradients(x: Inputs, initial: bool) -> Gradients:
+    """Room for all gradients, those of `initial` slots among them."""
+    own = (None if t is None else torch.empty_like(t) for t in (x.q_slots, x.k_slots))
+    slots = (None, None)
+    if initial:
+        N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        shape, wide = (N, *x.f.shape[2:]), torch.float32
+        slots = empty(x.q, [((*shape, t.shape[3]), wide) for t in (x.k, x.v)])
+    return Gradients(*map(torch.empty_like, x[:4]), *own, *slots)
