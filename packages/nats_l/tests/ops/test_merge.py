@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.testing.agreement import assert_agrees
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_nats_l.ops import merge_operations
 
 KINDS = ["each", "sum", "each, no weights", "sum, no weights"]
@@ -24,37 +25,66 @@ def merge(linear, softmax, gate, linear_norm, softmax_norm=None, logits=None, **
     return Merged(merge_operations(linear, softmax, gate, linear_norm, softmax_norm, logits, **options))
 
 
-def inputs(kind, B=2, T=13, H=3, V=24, dtype=torch.float64, device="cpu"):
-    generator = torch.Generator(device).manual_seed(0)
+def inputs(kind, B=2, T=13, H=3, V=24, dtype=torch.float64, device="cpu", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
     shapes = {"linear": (B, T, H, V), "softmax": (B, T, H, V), "gate": (B, T, H * V), "linear_norm": (V,)}
     shapes |= {"softmax_norm": (V,)} if kind.startswith("each") else {}
     shapes |= {} if kind.endswith("no weights") else {"logits": (B, T, 2, H)}
     return {name: torch.randn(s, generator=generator, device=device).to(dtype) for name, s in shapes.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_reference_is_the_definition(kind):
-    x = inputs(kind)
+class TestMerge(OpContract):
+    covers = (merge_operations,)
+    absent: ClassVar = {
+        "pieces": "a token stands alone, without a state",
+        "packed": "a token stands alone, in any document",
+        "step": "a token stands alone, without a state",
+        "malformed_steps": "no steps",
+    }
+    forms: ClassVar = {"rows": merge}
+    tokens = ("linear", "softmax", "gate", "logits")
+    shared = ("linear_norm", "softmax_norm")
+    cases: ClassVar = {kind: dict(kind=kind) for kind in KINDS}
+    lengths = (1, 2, 3)
+    kernels: ClassVar = {
+        f"{kind}, {name}": KernelCase(dict(kind=kind, **sizes))
+        for kind in KINDS
+        for name, sizes in (
+            ("ragged", {}), ("one token", dict(B=1, T=1, H=2, V=64)), ("one head", dict(B=1, T=90, H=1, V=40))
+        )
+    }  # fmt: skip
+    neighbours: ClassVar = dict(B=3, T=2)
+    traced: ClassVar = {"H": 2}
+    replayed: ClassVar = dict(T=2)
+    malformed: ClassVar = {
+        "a gate of other channels": ({"gate": torch.zeros(2, 13, 71)}, "H · V = 72 channels"),
+        "mixed dtypes": ({"softmax": torch.zeros(2, 13, 3, 24, dtype=torch.float64)}, "must share one dtype"),
+        "logits by head": ({"logits": torch.zeros(2, 13, 3, 2)}, "logits must have shape"),
+        "a negative eps": ({"eps": -1.0}, "eps must be a finite number"),
+        "a list": ({"linear": [1.0]}, "linear must be a tensor of shape .*, got list"),
+        "an unknown implementation": ({"impl": "cuda"}, "impl must be"),
+    }
 
-    def rms(x):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    def make(self, dtype=torch.float64, device="cpu", seed=0, kind="each", **sizes) -> Call:
+        return Call(inputs(kind, **sizes, dtype=dtype, device=device, seed=seed), {"eps": 1e-3})
 
-    linear, softmax = x["linear"], x["softmax"]
-    weights = x["logits"].exp() / x["logits"].exp().sum(2, keepdim=True) if "logits" in x else torch.ones(2, 13, 2, 3)
-    if "softmax_norm" in x:
-        linear, softmax = rms(linear) * x["linear_norm"], rms(softmax) * x["softmax_norm"]
-    m = weights[:, :, 0, :, None] * linear + weights[:, :, 1, :, None] * softmax
-    if "softmax_norm" not in x:
-        m = rms(m) * x["linear_norm"]
-    torch.testing.assert_close(merge(**x, eps=1e-3).y, m.flatten(2) * x["gate"] * x["gate"].sigmoid())
+    def definition(self, linear, softmax, gate, linear_norm, softmax_norm=None, logits=None, *, eps):
+        def rms(x):
+            return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
+        B, T, H, _ = linear.shape
+        weights = torch.ones(B, T, 2, H) if logits is None else logits.exp() / logits.exp().sum(2, keepdim=True)
+        if softmax_norm is not None:
+            linear, softmax = rms(linear) * linear_norm, rms(softmax) * softmax_norm
+        m = weights[:, :, 0, :, None] * linear + weights[:, :, 1, :, None] * softmax
+        if softmax_norm is None:
+            m = rms(m) * linear_norm
+        return Merged(m.flatten(2) * gate * gate.sigmoid())
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("shape", [{}, {"B": 1, "T": 1, "H": 2, "V": 64}, {"B": 1, "T": 90, "H": 1, "V": 40}])
-def test_kernels_agree_with_the_reference_in_value_and_gradient(kind, dtype, shape, device):
-    x = inputs(kind, **shape, dtype=dtype, device=device)
-    assert_agrees(partial(merge, impl="triton"), partial(merge, impl="reference"), x)
+    def operators(self, device):
+        from tokenmix_nats_l.ops.merge.autograd import merge_forward_op
+
+        yield merge_forward_op, (*inputs("each", T=2, dtype=torch.float32, device=device).values(), 1e-6)
 
 
 @pytest.mark.gpu
@@ -88,17 +118,3 @@ def test_extreme_logits_choose_one_operation_and_stay_finite(device):
     y = merge(**leaves, impl="triton").y
     torch.testing.assert_close(y, expected)
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), list(leaves.values())))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gate": torch.zeros(2, 13, 71, dtype=torch.float64)}, "H · V = 72 channels"),
-        ({"softmax": torch.zeros(2, 13, 3, 24)}, "must share one dtype"),
-        ({"logits": torch.zeros(2, 13, 3, 2, dtype=torch.float64)}, "logits must have shape"),
-        ({"eps": -1.0}, "eps must be a finite number"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        merge(**inputs("each") | change)

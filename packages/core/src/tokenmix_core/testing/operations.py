@@ -93,6 +93,7 @@ class OpContract:
         grows: others whose second axis follows from the number of tokens.
         past: tokens of which a piece needs all that came before.
         state: the argument that a state enters by, and the result that it leaves by.
+        final: results that are one for a sequence, where the state is not itself such a result.
         shared: arguments that belong to no row.
         dtypes: names of those that kernels are run in.
         cases: by name, sizes of calls that the definition is asked for.
@@ -124,6 +125,7 @@ class OpContract:
     grows: ClassVar[tuple[str, ...]] = ()
     past: ClassVar[tuple[str, ...]] = ()
     state: ClassVar[Any] = None
+    final: ClassVar[tuple[str, ...]] = ()
     shared: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "half")
     cases: ClassVar[Mapping[str, Sizes]] = {}
@@ -277,26 +279,30 @@ class OpContract:
         assert 1 in lengths
 
         def apart(**given):
-            outputs, states = [], []
+            outputs, ends = [], {name: [] for name in self._ends()}
             for n, (start, stop) in enumerate(pairwise(borders)):
                 alone = self.document(given | options, n, start, stop)
                 if start < stop:
                     outputs.append(self.forms[form](**alone, impl=eager_impl))
-                if self.state is not None:
-                    states.append(getattr(outputs[-1], self.state[1]) if start < stop else alone.get(self.state[0]))
+                for name, found in ends.items():
+                    # an empty document leaves the state that it was given, or none
+                    found.append(self.results(outputs[-1])[name] if start < stop else alone.get(self.state[0]))
             joined = self._joined(outputs)
-            if self.state is not None:
-                # an empty document leaves the state that it was given, or none
-                nothing = torch.zeros_like(joined[self.state[1]])
-                joined[self.state[1]] = torch.cat([nothing if x is None else x for x in states])
+            for name, found in ends.items():
+                nothing = torch.zeros_like(joined[name])
+                joined[name] = torch.cat([nothing if x is None else x for x in found])
             return joined
 
         self._assert_equal(self._function(form, options, eager_impl), apart, tensors)
 
+    def _ends(self) -> tuple[str, ...]:
+        """Results that are one for a sequence, not for a token."""
+        return self.final or (() if self.state is None else (self.state[1],))
+
     def _joined(self, outputs: Sequence[Any]) -> Results:
         """The results of parts of the tokens as those of all."""
         parts = [self.results(x) for x in outputs]
-        ends = () if self.state is None else (self.state[1],)
+        ends = self._ends()
         return Results({n: x if n in ends else torch.cat([p[n] for p in parts], 1) for n, x in parts[-1].items()})
 
     def test_a_row_does_not_depend_on_its_neighbours(self, form, impl, device):
