@@ -13,6 +13,7 @@ from tokenmix_core.ops.common import (
     check_dtype,
     check_multiple,
     check_same_dtype,
+    check_scale,
     resolve_impl,
 )
 from tokenmix_core.ops.softmax_attention.plan import GLUON, limit
@@ -73,14 +74,14 @@ def selected_attention(
     if dims["TQ"] > dims["TK"] or (cu_seqlens is not None and dims["TQ"] != dims["TK"]):
         wanted = "as many queries as keys with cu_seqlens" if cu_seqlens is not None else "at most as many as keys"
         raise ValueError(f"{op}: expected {wanted}, got TQ={dims['TQ']} and TK={dims['TK']}")
-    if scale is not None and not scale > 0:
+    scale = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    if not scale > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
     if chosen != "reference" and max(dims["K"], dims["V"]) > MAX_HEAD_SIZE:
         raise ValueError(
             f"{op}: impl={chosen or 'triton'!r} takes head sizes up to {MAX_HEAD_SIZE}, got K={dims['K']} and "
             f"V={dims['V']}; pass impl='reference'"
         )
-    scale = float(dims["K"] ** -0.5 if scale is None else scale)
     if chosen != "reference":
         from tokenmix_oryx.ops.selected_queries import autograd
 
