@@ -1,6 +1,6 @@
 """Attention for chosen queries: full attention where it is asked for, nothing elsewhere; kernels against float64."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
-from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_oryx.ops import selected_attention
 
 
@@ -33,7 +33,6 @@ def chosen(kind, B, T, device="cpu"):
 
 
 KINDS = ["random tokens", "runs", "none", "all"]
-BORDERS = [0, 3, 3, 20, 37]
 
 
 def function(mask, impl, **options):
@@ -45,28 +44,86 @@ def full(mask, **options):
     return lambda q, k, v: Output(attention(q, k, v, impl="reference", **options).o * mask[..., None, None])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("impl", ["reference", None])
-@pytest.mark.parametrize("form", ["whole", "fewer queries", "packed"])
-def test_selected_rows_are_those_of_full_attention_and_others_zero(kind, impl, form):
-    TQ, TK = (21, 37) if form == "fewer queries" else (37, 37)
-    options = {"cu_seqlens": torch.tensor(BORDERS)} if form == "packed" else {}
-    B = 1 if form == "packed" else 2
-    x, mask = made(B, TQ, TK, 4, 2, 16, 16), chosen(kind, B, TQ)
-    got, upstream = values_and_gradients(function(mask, impl, **options), x)
-    exact, _ = values_and_gradients(full(mask, **options), x, upstream)
-    for name in exact:
-        assert relative_error(got[name], exact[name]) < 1e-12, name
+def z(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["whole", "fewer queries", "packed"])
-def test_kernels_agree_with_float64_in_value_and_gradient(kind, form, device):
-    TQ, TK = (21, 50) if form == "fewer queries" else (70, 70)
-    options = {"cu_seqlens": torch.tensor([0, 5, 5, 40, 70], device=device)} if form == "packed" else {}
-    B = 1 if form == "packed" else 2
-    x, mask = made(B, TQ, TK, 2, 1, 16, 32, torch.float32, device), chosen(kind, B, TQ, device)
-    assert_agrees(function(mask, "triton", **options), full(mask, **options), x)
+class TestSelectedAttention(OpContract):
+    covers = (selected_attention,)
+    absent: ClassVar = {"step": "a token in attention mode is decoded by core", "malformed_steps": "no steps"}
+    forms: ClassVar = {"attention": selected_attention}
+    eager = (None, "reference")
+    tokens = ("q", "k", "v", "selected")
+    past = ("k", "v")
+    cases: ClassVar = {
+        f"{kind}, {name}": dict(kind=kind, HQ=4, H=2, **sizes)
+        for kind in KINDS
+        for name, sizes in (("whole", dict(T=37)), ("fewer queries", dict(TQ=21, T=37)))
+    }
+    lengths = (1, 2, 63, 64, 65)
+    kernels: ClassVar = {
+        f"{kind}, {name}": KernelCase(dict(kind=kind, V=32, **sizes), dtypes=("float32",))
+        for kind in KINDS
+        for name, sizes in (
+            ("whole", dict(T=70)),
+            ("fewer queries", dict(TQ=21, T=50)),
+            ("packed", dict(borders=[0, 5, 5, 40, 70])),
+        )
+    }
+    pieces: ClassVar = {kind: dict(T=30, kind=kind) for kind in KINDS}
+    packed: ClassVar = {kind: dict(kind=kind, borders=[0, 3, 3, 4, 20, 37]) for kind in KINDS}
+    neighbours: ClassVar = dict(B=3, T=5)
+    traced: ClassVar = dict(B=2)
+    replayed: ClassVar = dict(T=5, kind="runs")
+    valid: ClassVar = dict(B=1, T=8)
+    malformed: ClassVar = {
+        "marks that are numbers": ({"selected": torch.ones(1, 8)}, "selected must be bool"),
+        "marks of fewer queries": (
+            {"selected": torch.ones(1, 7, dtype=torch.bool)}, r"selected must have shape \[B, TQ\]"
+        ),
+        "keys of another length": ({"k": z(1, 6, 1, 16)}, "v must have shape"),
+        "fewer keys": (dict.fromkeys("kv", z(1, 6, 1, 16)), "at most as many as keys"),
+        "a negative scale": ({"scale": -1.0}, "scale must be positive"),
+        "an infinite scale": ({"scale": float("inf")}, "scale must be a finite number, got inf"),
+        "a scale in words": ({"scale": "half"}, "scale must be a finite number, got 'half'"),
+        "torch's kernel": ({"impl": "sdpa"}, "impl must be None or one of"),
+        "heads that do not divide": (
+            {"q": z(1, 8, 3, 16)} | dict.fromkeys("kv", z(1, 8, 2, 16)), "HQ must be a multiple of H"
+        ),
+        "borders beside fewer queries": (
+            {"q": z(1, 7, 2, 16), "selected": torch.ones(1, 7).bool(), "cu_seqlens": torch.tensor([0, 7])},
+            "as many queries as keys",
+        ),
+        "a list": ({"q": [1.0]}, "q must be a tensor of shape .*, got list"),
+    }  # fmt: skip
+
+    def make(
+        self, dtype=torch.float64, device="cpu", seed=0, B=2, T=20, TQ=None, kind="random tokens", borders=None, HQ=2,
+        H=1, V=16,
+    ) -> Call:  # fmt: skip
+        options = {}
+        if borders is not None:
+            options["cu_seqlens"], B, T = torch.tensor(borders, device=device), 1, borders[-1]
+        x = made(B, TQ or T, T, HQ, H, 16, V, dtype, device, seed)
+        return Call(x, options | {"selected": chosen(kind, B, TQ or T, device)})
+
+    def definition(self, q, k, v, *, selected):
+        """One selected query at a time."""
+        TQ, TK, group, o = q.shape[1], k.shape[1], q.shape[2] // k.shape[2], []
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        for i in range(TQ):
+            seen = slice(i + TK - TQ + 1)
+            scores = torch.einsum("bhk,bjhk->bhj", q[:, i], k[:, seen]) * q.shape[3] ** -0.5
+            answer = torch.einsum("bhj,bjhv->bhv", scores.softmax(2), v[:, seen])
+            o.append(answer * selected[:, i, None, None])
+        return torch.stack(o, 1)
+
+    def operators(self, device):
+        from tokenmix_oryx.ops.selected_queries.autograd import selected_attention_op
+
+        x, mask = made(1, 24, 24, 1, 1, 16, 16, torch.float32, device), chosen("runs", 1, 24, device)
+        inputs = (*(t.requires_grad_() for t in x.values()), mask, None, 0.25)
+        yield selected_attention_op, inputs, "test_schema", "test_faketensor"
 
 
 @pytest.mark.gpu
@@ -95,35 +152,3 @@ def test_queries_that_are_not_selected_are_never_read(device):
     got, _ = values_and_gradients(function(mask, "triton"), x)
     for name in clean:
         assert torch.equal(got[name], clean[name]), name
-
-
-def test_a_compiled_call_is_one_graph():
-    x, mask = made(1, 24, 24, 1, 1, 16, 16, torch.float32), chosen("runs", 1, 24)
-    from tokenmix_oryx.ops.selected_queries.autograd import selected_attention_op
-
-    inputs = (*(t.requires_grad_() for t in x.values()), mask, None, 0.25)
-    torch.library.opcheck(selected_attention_op, inputs, test_utils=["test_schema", "test_faketensor"])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"selected": torch.ones(1, 8)}, "selected must be bool"),
-        ({"selected": torch.ones(1, 7, dtype=torch.bool)}, r"selected must have shape \[B, TQ\]"),
-        ({"k": torch.zeros(1, 6, 2, 16)}, "k, v must share one dtype|must have shape|at most as many"),
-        ({"scale": -1.0}, "scale must be positive"),
-        ({"impl": "sdpa"}, "impl must be None or one of"),
-        ({"q": torch.zeros(1, 8, 3, 16)}, "HQ must be a multiple of H"),
-    ],
-)
-def test_wrong_calls_are_told(change, message):
-    call = {"q": torch.zeros(1, 8, 2, 16), "k": torch.zeros(1, 8, 2, 16), "v": torch.zeros(1, 8, 2, 16)}
-    call |= {"selected": torch.ones(1, 8, dtype=torch.bool)} | change
-    with pytest.raises(ValueError, match=message):
-        selected_attention(**call)
-
-
-def test_more_queries_than_keys_are_refused():
-    q, k = torch.zeros(1, 8, 2, 16), torch.zeros(1, 6, 2, 16)
-    with pytest.raises(ValueError, match="at most as many as keys"):
-        selected_attention(q, k, k, torch.ones(1, 8, dtype=torch.bool))

@@ -36,9 +36,10 @@ def values_and_gradients(
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
     upstream = dict(upstream or upstream_like(outputs))
-    into = [upstream[name].to(x.dtype) for name, x in outputs.items()]
-    # an input that plays no part has a gradient of zeros
-    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), into, materialize_grads=True)
+    # a result may be a constant, and an input that plays no part has a gradient of zeros
+    used = {name: x for name, x in outputs.items() if x.requires_grad}
+    into = [upstream[name].to(x.dtype) for name, x in used.items()]
+    grads = torch.autograd.grad(list(used.values()), list(leaves.values()), into, materialize_grads=True)
     return outputs | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}, upstream
 
 
