@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 
 from tokenmix_core.ops import attention
-from tokenmix_core.testing.agreement import values_and_gradients, watched
-from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, watched
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window import reference, step, tuning
 
@@ -19,9 +22,11 @@ PACKED = [0, 0, 9, 42, 42, 50]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def inputs(B=2, T=50, HQ=2, H=1, K=8, V=6, M=5, own_keys=False, dtype=torch.float64, device="cpu", gates="mixed"):
+def inputs(
+    B=2, T=50, HQ=2, H=1, K=8, V=6, M=5, own_keys=False, dtype=torch.float64, device="cpu", gates="mixed", seed=0
+):
     """Random arguments by name. Gates: "weak" near 1, "mixed" from 0.01 to 1, "hard" some exp(−10⁴) and some 1."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     randn = partial(torch.randn, generator=generator, device=device, dtype=torch.float64)
     f = torch.nn.functional.logsigmoid(2 * randn(B, T, H, M))
     if gates != "mixed":
@@ -62,60 +67,177 @@ def gate_rounding(f):
     return 2**-24 * math.log(2) * log2.unfold(1, min(16, f.shape[1]), 1).sum(-1).abs().max().item()
 
 
-def check(run, x):
-    """The kernels err at most twice as much as the eager form in the same dtype, against it in float64."""
-    got, upstream = values_and_gradients(run("triton"), x)
-    exact, _ = values_and_gradients(run("reference"), x, upstream, dtype=torch.float64)
-    eager, _ = values_and_gradients(run("reference"), x, upstream)
-    floor = max(gate_rounding(x[name]) for name in ("ring_f", "f") if name in x)
-    for name in exact:
-        assert_within(name, got[name], exact[name], eager[name], floor=floor)
+def attend(slots_k=None, slots_v=None, ring_k=None, ring_v=None, ring_f=None, ring_k_slots=None, length=None, **x):
+    """The operation as a function of tensors by name, the carried state's included."""
+    if slots_k is not None:
+        x["initial_state"] = SlotWindowState(slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length)
+    return slot_window_attention(**x)
 
 
-def call(window, cu_seqlens, length, impl):
-    """The operation as a function of tensors by name, the carried state's included, that returns all it computes."""
-
-    def run(ring_k_slots=None, **x):
-        old = [x.pop(name) for name in ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f") if name in x]
-        state = SlotWindowState(*old, ring_k_slots, length) if old else None
-        return slot_window_attention(**x, window=window, initial_state=state, cu_seqlens=cu_seqlens, impl=impl)
-
-    def flat(**x):
-        o, state = run(**x)
-        present = {name: value for name, value in state._asdict().items() if name in ("slots_k", "slots_v", "v", "f")}
-        return _Results({"o": o} | present)
-
-    return flat
+def z(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
 
 
-class _Results(dict):
-    """Results by name, as `values_and_gradients` expects them."""
-
-    def _asdict(self):
-        return dict(self)
+def walks_of_segments(monkeypatch):
+    monkeypatch.setattr(tuning, "walk", lambda *_: tuning.Walk(2, 3, 4, 1))
 
 
-# ---- the definition ----
+def tiles_wider_than_the_slots(monkeypatch):
+    monkeypatch.setattr(tuning, "slot_tile", lambda slots, *_: 2 * slots)
 
 
-def test_the_loop_is_the_equations():
-    """Equations 1 to 4 for one head, written out."""
-    x = inputs(B=1, T=6, HQ=1, H=1, K=3, V=2, M=2)
-    q, k, v, alpha = (x[name][0, :, 0] for name in "qkvf")
-    alpha, w = alpha.exp(), 2
-    K_long, V_long, outputs = torch.zeros(2, 3).double(), torch.zeros(2, 2).double(), []
-    for t in range(6):
-        if t >= w:
-            a = alpha[t - w].diag()
-            K_long = a @ K_long + torch.outer(1 - alpha[t - w], k[t - w])
-            V_long = a @ V_long + torch.outer(1 - alpha[t - w], v[t - w])
-        K_all = torch.cat([K_long, k[max(t - w + 1, 0) : t + 1]])
-        V_all = torch.cat([V_long, v[max(t - w + 1, 0) : t + 1]])
-        outputs.append(torch.softmax(K_all @ q[t] * 0.7, 0) @ V_all)
-    o, state = slot_window_attention(**x, window=w, scale=0.7)
-    torch.testing.assert_close(o[0, :, 0], torch.stack(outputs))
-    torch.testing.assert_close(state.slots_k[0, 0], K_long)
-    torch.testing.assert_close(state.slots_v[0, 0], V_long)
+def slots_part_by_part(monkeypatch):
+    monkeypatch.setattr(tuning, "_SLOT_TILE", 16)
+
+
+def tiles_wider_than_memory(monkeypatch):
+    monkeypatch.setattr(tuning, "whole_tile", lambda *_: 32)
+    monkeypatch.setattr(tuning, "tile", lambda *_: tuning.Tile(16, 32, 16, 4, 1))
+    walks_of_segments(monkeypatch)
+
+
+def programs_of_several_heads(monkeypatch):
+    monkeypatch.setattr(tuning, "strong_heads", lambda *_: 2)
+
+
+KERNELS = dict(B=1, HQ=1, H=1, K=64, V=64, M=16)
+
+
+class TestSlotWindowAttention(OpContract):
+    covers = (slot_window_attention, slot_window_attention_step)
+    absent: ClassVar = {
+        "step": "its state is a ring, whose places the tests below follow",
+        "malformed_steps": "they are refused for the ring's sake: a test of its own",
+    }
+    forms: ClassVar = {"attention": attend}
+    tokens = ("q", "k", "v", "f", "q_slots", "k_slots")
+    state = ("initial_state", "final_state")
+    final = ("slots_k", "slots_v")
+    # products of 16 bits are measured on a GPU
+    dtypes = ("float32",)
+    cases: ClassVar = {
+        f"{own or 'shared'} keys, a window of {window}": dict(T=25, HQ=4, H=2, window=window, own_keys=bool(own))
+        for own in ("", "own")
+        for window in (0, 1, 7, 30)
+    }
+    lengths = (1, 15, 16, 17, 33)
+    kernels: ClassVar = {
+        name: KernelCase(KERNELS | sizes, patch=patch)
+        for name, sizes, patch in (
+            ("slots alone", dict(T=70, window=0), None),
+            ("window, grouped heads", dict(T=50, HQ=2, window=20), None),
+            ("own keys", dict(T=40, own_keys=True, window=5), None),
+            ("carried", dict(B=2, T=20, own_keys=True, window=18, ring=18), None),
+            ("carried, wide", dict(B=3, T=5, window=9, ring=18), None),
+            ("hard gates", dict(T=40, gates="hard", window=4), None),
+            ("packed", dict(window=7, ring=7, borders=PACKED), None),
+            ("full window", dict(B=2, T=65, HQ=2, window=65), None),
+            ("full window, packed", dict(HQ=2, window=65, borders=[0, 30, 30, 65]), None),
+            ("walks of segments", dict(T=60, window=4, ring=4), walks_of_segments),
+            ("tiles wider than the slots", dict(T=30, window=4, ring=4), tiles_wider_than_the_slots),
+            ("slots part by part", dict(T=30, M=32, window=4), slots_part_by_part),
+            ("tiles wider than memory", dict(T=60, gates="hard", window=4, ring=4), tiles_wider_than_memory),
+            ("programs of several heads", dict(T=40, HQ=3, H=3, window=4, gates="uneven"), programs_of_several_heads),
+        )
+    }
+    pieces: ClassVar = {f"a window of {window}": dict(T=30, window=window, own_keys=True) for window in (0, 7, 100)}
+    packed: ClassVar = {
+        f"a window of {window}": dict(window=window, own_keys=True, borders=[0, 0, 9, 10, 42, 42, 50])
+        for window in (0, 6, 100)
+    }
+    neighbours: ClassVar = KERNELS | dict(B=3, T=7, window=3)
+    traced: ClassVar = KERNELS | dict(window=3)
+    # a window that holds all is attention, and another graph
+    traced_lengths = (5, 9)
+    replayed: ClassVar = KERNELS | dict(T=7, window=3)
+    valid: ClassVar = dict(T=8, window=3)
+    malformed: ClassVar = {
+        "a negative window": ({"window": -1}, "window must be an integer of at least 0, got -1"),
+        "a window of a float": ({"window": 2.0}, "window must be an integer"),
+        "a window that is a truth": ({"window": True}, "window must be an integer"),
+        "keys of another length": (
+            {"k": z(2, 7, 1, 8)}, r"k must have shape \[B, T, H, K\] with B=2, T=8, K=8, H=1, got \[2, 7, 1, 8\]"
+        ),
+        "heads that do not divide": ({"q": z(2, 8, 3, 8), "k": z(2, 8, 2, 8)}, "H=2"),
+        "gates without slots": ({"f": z(2, 8, 1)}, "f must have shape"),
+        "no gates": ({"f": None}, "f must be a tensor .*, got None"),
+        "mixed dtypes": ({"v": z(2, 8, 1, 6, dtype=torch.float16)}, "must share one dtype"),
+        "integer gates": ({"f": z(2, 8, 1, 5, dtype=torch.int64)}, "f must be"),
+        "queries of the slots alone": ({"q_slots": z(2, 8, 2, 8)}, "q_slots without k_slots"),
+        "a scale of zero": ({"scale": 0.0}, "scale must be positive"),
+        "an infinite scale": ({"scale": float("inf")}, "scale must be a finite number, got inf"),
+        "a scale in words": ({"scale": "half"}, "scale must be a finite number, got 'half'"),
+        "packed rows": ({"cu_seqlens": torch.tensor([0, 8])}, "a packed batch has B = 1"),
+        "an unknown implementation": ({"impl": "cuda"}, "impl must be None or one of"),
+        "heads without a kernel": ({"impl": "triton"}, "needs K in 64, 128, got K=8"),
+        "a tensor for a state": ({"initial_state": z(3)}, "SlotWindowState, got Tensor"),
+        "a state of other rows": (
+            {"initial_state": SlotWindowState.zeros(3, 1, 5, 8, 6, 4)}, "state.slots_k must have shape"
+        ),
+        "a state with keys of its own": (
+            {"initial_state": SlotWindowState.zeros(2, 1, 5, 8, 6, 4, own_slot_keys=True)}, "made with k_slots"
+        ),
+        "a state of another dtype": (
+            {"initial_state": SlotWindowState.zeros(2, 1, 5, 8, 6, 4, dtype=torch.bfloat16)}, "must share one dtype"
+        ),
+    }  # fmt: skip
+
+    @staticmethod
+    def results(output):
+        state = output.final_state
+        return {"o": output.o, "slots_k": state.slots_k, "slots_v": state.slots_v}
+
+    def make(
+        self, dtype=torch.float64, device="cpu", seed=0, window=4, borders=None, ring=None, gates="mixed", **sizes
+    ) -> Call:
+        options = {"window": window, "scale": 0.4}
+        if borders is not None:
+            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": borders[-1]}
+        x = inputs(**sizes, gates="mixed" if gates == "uneven" else gates, dtype=dtype, device=device, seed=seed)
+        if gates == "uneven":
+            x["f"][:, 20:, 1] -= 20
+        if ring is not None:
+            (B, _, H, M), K, V = x["f"].shape, x["k"].shape[3], x["v"].shape[3]
+            rows = B if borders is None else len(borders) - 1
+            old, options["length"] = carried(rows, H, K, V, M, ring, "k_slots" in x, dtype=dtype, device=device)
+            x |= old
+        return Call(x, options)
+
+    def definition(self, q, k, v, f, *, window, scale, q_slots=None, k_slots=None):
+        """Equations 1 to 4, token by token."""
+        (B, T, HQ, K), (H, M) = q.shape, f.shape[2:]
+        q_slots, k_slots = (q, k) if q_slots is None else (q_slots, k_slots)
+        slots_k, slots_v, outputs = k.new_zeros(B, H, M, K), v.new_zeros(B, H, M, v.shape[3]), []
+        for t in range(T):
+            if t >= window:
+                alpha = f[:, t - window].exp().unsqueeze(3)
+                slots_k = alpha * slots_k + (1 - alpha) * k_slots[:, t - window].unsqueeze(2)
+                slots_v = alpha * slots_v + (1 - alpha) * v[:, t - window].unsqueeze(2)
+            near = slice(max(t - window + 1, 0), t + 1)
+            keys, values, far_keys, far_values = (
+                x.repeat_interleave(HQ // H, 1)
+                for x in (k[:, near].transpose(1, 2), v[:, near].transpose(1, 2), slots_k, slots_v)
+            )
+            far = (far_keys @ q_slots[:, t].unsqueeze(3)).squeeze(3)
+            logits = torch.cat((far, (keys @ q[:, t].unsqueeze(3)).squeeze(3)), 2)
+            weights = (scale * logits).softmax(2).unsqueeze(2)
+            outputs.append((weights @ torch.cat((far_values, values), 2)).squeeze(2))
+        state = SlotWindowState(slots_k, slots_v, k, v, f, None, torch.tensor(T))
+        return ScanOutput(torch.stack(outputs, 1), state)
+
+    def assert_kernels_agree(self, kernels, reference, call):
+        least = max(gate_rounding(call.tensors[name]) for name in ("ring_f", "f") if name in call.tensors)
+        floor = lambda name, eps: max(least, eps)  # noqa: E731
+        assert_agrees(kernels, reference, call.tensors, floor=floor)
+
+    def operators(self, device):
+        from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_op
+
+        x = inputs(T=20, **KERNELS, dtype=torch.float32, device=device)
+        arguments = (*x.values(), None, None, None, None, None, None, 0, 4, 0.1)
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        yield slot_window_attention_op, arguments, *tests
 
 
 @pytest.mark.parametrize("own_keys", [False, True])
@@ -134,12 +256,6 @@ def test_chunkwise_form_equals_the_loop(window, before, own_keys):
         assert relative_error(b, a) < 1e-12
 
 
-def test_eager_gradients_are_those_of_finite_differences():
-    x = inputs(B=1, T=4, HQ=2, H=1, K=2, V=2, M=2)
-    run = lambda q, k, v, f: slot_window_attention(q, k, v, f, window=2)[0]  # noqa: E731
-    assert torch.autograd.gradcheck(run, [value.requires_grad_() for value in x.values()])
-
-
 # ---- properties ----
 
 
@@ -150,31 +266,15 @@ def test_a_full_window_is_attention_behind_zero_slots():
     def prefixed(q, k, v, f):
         zeros = k.new_zeros(2, 5, 1, 8)
         q, k, v = torch.cat([q.new_zeros(2, 5, 2, 8), q], 1), torch.cat([zeros, k], 1), torch.cat([zeros, v], 1)
-        return _Results(o=attention(q, k, v, impl="reference").o[:, 5:] + 0 * f.sum())
+        return Results(o=attention(q, k, v, impl="reference").o[:, 5:] + 0 * f.sum())
 
     exact, upstream = values_and_gradients(prefixed, x)
     for window in (20, 1000):
-        full = lambda window=window, **x: _Results(o=slot_window_attention(**x, window=window)[0] + 0 * x["f"].sum())  # noqa: E731
+        full = lambda window=window, **x: Results(o=slot_window_attention(**x, window=window)[0] + 0 * x["f"].sum())  # noqa: E731
         got, _ = values_and_gradients(full, x, upstream)
         for name in exact:
             assert relative_error(got[name], exact[name]) < 1e-12, name
     assert relative_error(slot_window_attention(**x, window=19)[0], exact["o"]) > 1e-6
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_kernel_behind_a_full_window_agrees_with_the_equations(packed):
-    borders = torch.tensor([0, 30, 30, 65], dtype=torch.int32) if packed else None
-    x = inputs(B=1 if packed else 2, T=65, K=64, V=64, M=16, dtype=torch.float32)
-
-    def run(impl, **x):
-        o = slot_window_attention(**x, window=65, impl=impl, cu_seqlens=borders, output_final_state=False).o
-        return _Results(o=o + 0 * x["f"].sum())
-
-    got, upstream = values_and_gradients(partial(run, "triton"), x)
-    exact, _ = values_and_gradients(partial(run, "reference"), x, upstream, dtype=torch.float64)
-    eager, _ = values_and_gradients(partial(run, "reference"), x, upstream)
-    for name in exact:
-        assert_within(name, got[name], exact[name], eager[name])
 
 
 def test_open_gates_let_nothing_in_and_closed_ones_replace():
@@ -246,76 +346,11 @@ def test_packed_sequences_never_mix(window):
 
 def test_extreme_gates_give_finite_gradients():
     x = inputs(gates="hard")
-    results, _ = values_and_gradients(lambda **x: _Results(o=slot_window_attention(**x, window=3)[0]), x)
+    results, _ = values_and_gradients(lambda **x: Results(o=slot_window_attention(**x, window=3)[0]), x)
     assert all(torch.isfinite(value).all() for value in results.values())
 
 
 # ---- kernels ----
-
-KERNEL_CASES = {
-    "slots alone": (dict(T=70), 0, False),
-    "window, grouped heads": (dict(T=50, HQ=2), 20, False),
-    "own keys": (dict(T=40, own_keys=True), 5, False),
-    "carried": (dict(B=2, T=20, own_keys=True), 18, True),
-    "carried, wide": (dict(B=3, T=5), 9, True),
-    "hard gates": (dict(T=40, gates="hard"), 4, False),
-}
-
-
-@pytest.mark.parametrize("case", KERNEL_CASES)
-def test_kernels_agree_with_the_equations(case):
-    sizes, window, state = KERNEL_CASES[case]
-    sizes = dict(B=1, HQ=1, H=1, K=64, V=64, M=16) | sizes
-    x, length = inputs(**sizes, dtype=torch.float32, device=DEVICE), None
-    if state:
-        old, length = carried(
-            sizes["B"], 1, 64, 64, 16, 18, sizes.get("own_keys", False), dtype=torch.float32, device=DEVICE
-        )
-        x |= old
-    check(partial(call, window, None, length), x)
-
-
-def test_kernels_agree_on_packed_batches():
-    x = inputs(B=1, T=50, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
-    borders = torch.tensor(PACKED, dtype=torch.int32, device=DEVICE)
-    old, length = carried(5, 1, 64, 64, 16, 7, dtype=torch.float32, device=DEVICE)
-    check(partial(call, 7, borders, length), x | old)
-
-
-def test_segments_change_nothing(monkeypatch):
-    x = inputs(B=1, T=60, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
-    old, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=DEVICE)
-    monkeypatch.setattr(tuning, "walk", lambda *_: tuning.Walk(2, 3, 4, 1))
-    check(partial(call, 4, None, length), x | old)
-
-
-def test_tiles_wider_than_the_slots_change_nothing(monkeypatch):
-    x = inputs(B=1, T=30, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
-    old, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=DEVICE)
-    monkeypatch.setattr(tuning, "slot_tile", lambda slots, *_: 2 * slots)
-    check(partial(call, 4, None, length), x | old)
-
-
-def test_slots_taken_part_by_part_change_nothing(monkeypatch):
-    x = inputs(B=1, T=30, HQ=1, K=64, V=64, M=32, dtype=torch.float32, device=DEVICE)
-    monkeypatch.setattr(tuning, "_SLOT_TILE", 16)
-    check(partial(call, 4, None, None), x)
-
-
-def test_tiles_wider_than_the_slots_in_memory_change_nothing(monkeypatch):
-    x = inputs(B=1, T=60, HQ=1, K=64, V=64, M=16, gates="hard", dtype=torch.float32, device=DEVICE)
-    old, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=DEVICE)
-    monkeypatch.setattr(tuning, "whole_tile", lambda *_: 32)
-    monkeypatch.setattr(tuning, "tile", lambda *_: tuning.Tile(16, 32, 16, 4, 1))
-    monkeypatch.setattr(tuning, "walk", lambda *_: tuning.Walk(2, 3, 4, 1))
-    check(partial(call, 4, None, length), x | old)
-
-
-def test_programs_that_look_at_several_heads_change_nothing(monkeypatch):
-    x = inputs(B=1, T=40, HQ=3, H=3, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
-    x["f"][:, 20:, 1] -= 20
-    monkeypatch.setattr(tuning, "strong_heads", lambda *_: 2)
-    check(partial(call, 4, None, None), x)
 
 
 @pytest.mark.parametrize("own_keys", [False, True])
@@ -342,50 +377,7 @@ def test_a_backward_pass_shows_itself_to_a_mode_that_watches():
     assert all(map(torch.equal, got, wanted))
 
 
-def test_ops_are_registered_for_compilation():
-    from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_op
-
-    x = inputs(B=1, T=20, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
-    arguments = (*x.values(), None, None, None, None, None, None, 0, 4, 0.1)
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(slot_window_attention_op, arguments, test_utils=tests)
-
-
 # ---- errors ----
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"window": -1}, "window must be an integer of at least 0, got -1"),
-        ({"window": 2.0}, "window must be an integer"),
-        ({"window": True}, "window must be an integer"),
-        (
-            {"k": torch.zeros(2, 7, 1, 8)},
-            r"k must have shape \[B, T, H, K\] with B=2, T=8, K=8, H=1, got \[2, 7, 1, 8\]",
-        ),
-        ({"q": torch.zeros(2, 8, 3, 8), "k": torch.zeros(2, 8, 2, 8)}, "H=2"),
-        ({"f": torch.zeros(2, 8, 1)}, "f must have shape"),
-        ({"f": None}, "f must be a tensor .*, got None"),
-        ({"v": torch.zeros(2, 8, 1, 6, dtype=torch.float16)}, "must share one dtype"),
-        ({"f": torch.zeros(2, 8, 1, 5, dtype=torch.int64)}, "f must be"),
-        ({"q_slots": torch.zeros(2, 8, 2, 8)}, "q_slots without k_slots"),
-        ({"scale": 0.0}, "scale must be positive"),
-        ({"scale": float("inf")}, "scale must be a finite number, got inf"),
-        ({"scale": "half"}, "scale must be a finite number, got 'half'"),
-        ({"cu_seqlens": torch.tensor([0, 8])}, "a packed batch has B = 1"),
-        ({"impl": "cuda"}, "impl must be None or one of"),
-        ({"impl": "triton"}, "needs K in 64, 128, got K=8"),
-        ({"initial_state": torch.zeros(3)}, "SlotWindowState, got Tensor"),
-        ({"initial_state": SlotWindowState.zeros(3, 1, 5, 8, 6, 4)}, "state.slots_k must have shape"),
-        ({"initial_state": SlotWindowState.zeros(2, 1, 5, 8, 6, 4, own_slot_keys=True)}, "made with k_slots"),
-        ({"initial_state": SlotWindowState.zeros(2, 1, 5, 8, 6, 4, dtype=torch.bfloat16)}, "must share one dtype"),
-    ],
-)
-def test_wrong_arguments_are_named(change, message):
-    x = inputs(T=8, dtype=torch.float32) | {"window": 3} | change
-    with pytest.raises(ValueError, match=message):
-        slot_window_attention(**x)
 
 
 def test_a_step_refuses_a_state_it_cannot_update():
