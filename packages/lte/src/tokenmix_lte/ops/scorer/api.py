@@ -15,6 +15,7 @@ from tokenmix_core.ops.common import (
     check_cu_seqlens,
     check_dtype,
     check_same_dtype,
+    check_tensors,
     resolve_impl,
 )
 from tokenmix_lte.ops.scorer.reference import LEVELS, retention_logits_reference
@@ -62,6 +63,7 @@ def retention_logits(
     Raises:
         ValueError: a wrong shape, dtype, device or option.
     """
+    check_tensors("retention_logits", k=k)
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
         # drawn on the device, which nobody waits for

@@ -34,7 +34,9 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     (dz2,), dw3, dbias3 = scorer_layer_backward(x, cut, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
     (dz1,), dw2, dbias2 = scorer_layer_backward(x, cut, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
     (dk, dv), dw1, dbias1 = scorer_layer_backward(x, cut, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
-    grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, dweight.contiguous(), dbias.contiguous()
+    # parts of one tensor, which outputs of an operator may not be
+    of_map = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
+    grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *of_map
     return [grad.to(t.dtype) for grad, t in zip(grads, given[:_DIFFERENTIABLE], strict=True)]
 
 
