@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 from tokenmix_core.ops.explanation import explain
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
 from tokenmix_lte.ops import evict_step
 
 N, H, K, W, CAP, REACH = 3, 2, 5, 8, 6, 7
-NAMES = ("keys", "values", "lengths", "scores", "ages", "raws")
 
 
 def tokens(rng):
@@ -35,25 +37,108 @@ def any_state(seed: int, full: bool) -> tuple[dict[str, torch.Tensor], torch.Ten
     return state, before
 
 
-@pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_the_kernel_leaves_any_state_as_the_eager_form_does(full, sinks, uniform, device):
-    evicted = 0
-    for seed in range(12):
+def after_a_step(k, v, raw, before, *, window, sinks, uniform, impl=None, **state):
+    """The memory after a step."""
+    state = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in state.items()}
+    evict_step(k, v, raw, **state, before=before, window=window, sinks=sinks, uniform=uniform, impl=impl)
+    return Results(state)
+
+
+def one_head(scores, ages, lengths, before, window, sinks, uniform):
+    """Where a head's token that leaves the window goes, or None, with its score, and the length then."""
+    age, far = before - window, lengths - min(before, window)
+    if age < 0:
+        return None, None, lengths + 1
+    score = float(scores[before % window])
+    if uniform:
+        # how often a position can be halved
+        score = float("inf") if age == 0 else 1 + (age & -age).bit_length() - 1
+    score = float("inf") if age < sinks else score
+    if score <= 0:
+        return None, None, lengths
+    if far < len(ages):
+        return far, score, lengths + 1
+    # the worst goes, of equal ones the youngest
+    worst = min(range(far), key=lambda i: (float(scores[window + i]), -int(ages[i])))
+    return (worst, score, lengths) if score > float(scores[window + worst]) else (None, None, lengths)
+
+
+class TestEviction(OpContract):
+    covers = (evict_step,)
+    absent: ClassVar = {
+        "lengths": "a step is of one token",
+        "pieces": "a step is of one token: the test of far places follows a sequence",
+        "packed": "rows of memory hold a sequence each",
+        "step": "it is the step itself",
+        "malformed_steps": "no other step",
+        "replayed": "one launch of a decoding step, which is recorded as a whole",
+    }
+    forms: ClassVar = {"step": after_a_step}
+    differentiable = False
+    cases: ClassVar = {
+        f"{'full' if full else 'filling'}, {sinks} sinks, {'by position' if uniform else 'by score'}, {seed}": dict(
+            seed=seed, full=full, sinks=sinks, uniform=uniform
+        )
+        for full in (False, True)
+        for sinks in (0, 3)
+        for uniform in (False, True)
+        for seed in range(4)
+    }
+    dtypes = ("float32",)
+    kernels: ClassVar = {name: KernelCase(sizes) for name, sizes in cases.items()}
+    neighbours: ClassVar = dict(sinks=3)
+    traced: ClassVar = dict(sinks=3)
+    malformed: ClassVar = {
+        "scores of float64": (
+            {"scores": torch.zeros(N, H, W + CAP).double(), "impl": "triton"},
+            "scores must be float32",
+        ),
+        "scores that lie apart": ({"scores": torch.zeros(N, W + CAP, H).mT}, "scores must be contiguous"),
+        "lengths of int64": ({"lengths": torch.zeros(N, H, dtype=torch.int64)}, "lengths must be int32"),
+        "places of other number": ({"ages": torch.zeros(N, H, CAP - 1, dtype=torch.int32)}, "far places"),
+        "more sinks than places": ({"sinks": CAP + 1}, "sinks from 0 to the far places"),
+        "a list": ({"k": [1.0]}, "k must be a tensor of shape .*, got list"),
+    }  # fmt: skip
+
+    @staticmethod
+    def results(output):
+        """Finite: a sink has a score of +∞."""
+        return output | {"scores": output["scores"].nan_to_num(nan=torch.nan, posinf=1e6)}
+
+    def make(
+        self, dtype=torch.float64, device="cpu", seed=0, full=True, sinks=0, uniform=False, T=1
+    ) -> Call:  # fmt: skip
         state, before = any_state(seed, full)
-        new, found = tokens(torch.Generator().manual_seed(seed)), []
-        for impl in ("reference", "triton"):
-            held = {name: x.to(device, copy=True) for name, x in state.items()}
-            evict_step(
-                *(x.to(device) for x in new), *held.values(), before.to(device), window=W, sinks=sinks,
-                uniform=uniform, impl=impl,
-            )  # fmt: skip
-            found.append(held)
-        for name in NAMES:
-            assert torch.equal(found[0][name], found[1][name]), name
-        evicted += int((found[0]["ages"].cpu() != state["ages"]).sum())
-    assert evicted > 0
+        named = dict(zip(("k", "v", "raw"), tokens(torch.Generator().manual_seed(seed)), strict=True)) | state
+        options = {"before": before.to(device), "window": W, "sinks": sinks, "uniform": uniform}
+        # of float32 as the memory is
+        return Call({name: x.to(device) for name, x in named.items()}, options)
+
+    def definition(self, k, v, raw, before, *, window, sinks, uniform, **state):
+        state = {name: x.clone() for name, x in state.items()}
+        for n, position in enumerate(before.tolist()):
+            state["raws"][n, position % REACH] = raw[n]
+            for h in range(H):
+                scores, ages, place = state["scores"][n, h], state["ages"][n, h], position % window
+                at, score, length = one_head(
+                    scores, ages, int(state["lengths"][n, h]), position, window, sinks, uniform
+                )  # fmt: skip
+                state["lengths"][n, h] = length
+                if at is not None:
+                    scores[window + at], ages[at] = score, position - window
+                for name, token in (("keys", k), ("values", v)):
+                    held = state[name][n, h]
+                    if at is not None:
+                        held[window + at] = held[place]
+                    held[place] = token[n, h]
+        return Results(state)
+
+    def operators(self, device):
+        from tokenmix_lte.ops.eviction.api import _evict_step_op
+
+        x, _ = self.make(device=device)
+        before = torch.full((N,), 9, device=device)
+        yield _evict_step_op, (*x.values(), before, W, 0, False), "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -77,18 +162,3 @@ def test_far_places_hold_the_best_of_all_that_left_with_the_older_of_equal_ones(
 
 def test_explain_names_the_kernel():
     assert "evict_step" in str(explain(evict_step, device="cpu"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("scores", torch.zeros(N, H, W + CAP).double(), "scores must be float32"),
-        ("scores", torch.zeros(N, W + CAP, H).mT, "scores must be contiguous"),
-        ("lengths", torch.zeros(N, H, dtype=torch.int64), "lengths must be int32"),
-        ("ages", torch.zeros(N, H, CAP - 1, dtype=torch.int32), "far places"),
-    ],
-)
-def test_what_does_not_fit_is_refused(name, value, words):
-    state, before = any_state(0, full=True)
-    with pytest.raises(ValueError, match=words):
-        evict_step(*tokens(torch.Generator()), *(state | {name: value}).values(), before, window=W, impl="triton")

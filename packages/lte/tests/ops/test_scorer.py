@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.testing.agreement import RoundedProducts
+from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_lte.ops import retention_logits
 from tokenmix_lte.ops.scorer.reference import LEVELS, dropout_mask
 from tokenmix_lte.scorers import ConvScorer, MlpScorer
@@ -62,15 +64,6 @@ def test_a_logit_depends_on_seven_tokens_at_even_distances(causal, reads):
     assert (-scorer.behind, scorer.ahead) == (min(reads), max(reads))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_are_scored_as_alone(causal):
-    scorer, (k, v) = build(causal=causal), inputs(B=1)
-    borders = torch.tensor([0, 1, 1, 9, 30])
-    packed = scorer(k, v, cu_seqlens=borders)
-    alone = [scorer(k[:, i:j], v[:, i:j]) for i, j in ((0, 1), (1, 9), (9, 30))]
-    assert relative_error(packed, torch.cat(alone, 1)) < 1e-12
-
-
 def test_what_lies_before_the_beginning_counts_as_nothing():
     scorer, (k, v) = build(), inputs(B=2)
     logits = scorer(k, v, begin=torch.tensor([0, 7]))
@@ -114,9 +107,9 @@ def test_nearly_every_key_is_kept_at_the_start():
     assert (scorer(k, v) > 0).float().mean() > 0.9
 
 
-def kernel_case(B=1, T=40, heads=2, size=16, weights=torch.float32, device="cpu", **options):
+def kernel_case(B=1, T=40, heads=2, size=16, device="cpu", seed=0, **options):
     """Tensors by name, and the call's options."""
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(seed)
     channels = [2 * size >> i for i in range(4)]
     shapes = {"k": (B, T, heads, size), "v": (B, T, heads, size)}
     for i, (C, CO) in enumerate(pairwise(channels)):
@@ -153,19 +146,85 @@ KERNEL_CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("case", KERNEL_CASES)
-def test_kernels_agree_with_the_reference_in_value_and_gradient(case, dtype, device):
-    tensors, options = kernel_case(**KERNEL_CASES[case], device=device)
-    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
-    exact = scored(tensors, options, torch.float64, torch.float64, "reference")
-    with RoundedProducts(dtype):
-        eager = scored(tensors, options, dtype, torch.float32, "reference")
-    got = scored(tensors, options, dtype, torch.float32, "triton")
-    for name, x in got.items():
-        assert x.dtype == (dtype if name in ("dk", "dv") else torch.float32)
-        # what is summed over many tokens is rounded for each of them
-        assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
+def by_tensors(k, v, weight, bias, w0, b0, w1, b1, w2, b2, convs=None, impl=None, **options):
+    """The operation as a function of tensors; logits of what does not exist are 0, and draws alike."""
+    convs = [(w0, b0), (w1, b1), (w2, b2)] if convs is None else convs
+    if "dropout" in options:
+        torch.manual_seed(0)
+    logits = retention_logits(k, v, convs, weight, bias, impl=impl, **options)
+    if "begin" not in options:
+        return logits
+    there = torch.arange(logits.shape[1], device=logits.device) >= options["begin"][:, None]
+    return torch.where(there.unsqueeze(-1), logits, 0.0)
+
+
+class TestRetentionLogits(OpContract):
+    covers = (retention_logits,)
+    absent: ClassVar = {
+        "pieces": "a logit reads tokens on both sides: the test of any piece says which",
+        "step": "tokens are scored as they come by a call of those that are read",
+        "malformed_steps": "no steps",
+    }
+    forms: ClassVar = {"scores": by_tensors}
+    tokens = ("k", "v")
+    shared = ("weight", "bias", "w0", "b0", "w1", "b1", "w2", "b2")
+    cases: ClassVar = {"on both sides": dict(B=2, T=30, size=4), "of the past": dict(T=20, size=4, offsets=(-4, -2, 0))}
+    lengths = (1, 2, 3, 7, 13)
+    kernels: ClassVar = {name: KernelCase(sizes) for name, sizes in KERNEL_CASES.items()}
+    packed: ClassVar = {"of documents": dict(T=30, cu_seqlens=torch.tensor([0, 1, 1, 9, 30]))}
+    neighbours: ClassVar = dict(B=3, T=5, heads=1)
+    traced: ClassVar = dict(B=1, heads=1)
+    replayed: ClassVar = dict(T=5, heads=1)
+    valid: ClassVar = dict(B=2, T=5)
+    malformed: ClassVar = {
+        "values of another length": ({"v": torch.zeros(2, 4, 2, 16)}, "v must have shape"),
+        "integers": ({"k": torch.zeros(2, 5, 2, 16).long()}, "k must be"),
+        "no convolutions": ({"convs": []}, "at least one convolution"),
+        "an offset for three taps": ({"offsets": (0,)}, r"convs\[0\]\[0\] must have shape"),
+        "weights of other channels": ({"weight": torch.zeros(2, 5)}, "weight must have shape"),
+        "beginnings of other rows": ({"begin": torch.zeros(3, dtype=torch.int64)}, "begin must have shape"),
+        "packed rows": ({"cu_seqlens": torch.tensor([0, 5])}, "packed batch has B = 1"),
+        "all dropped": ({"dropout": 1.0}, "dropout"),
+        "a list": ({"k": [1.0]}, "k must be a tensor, got list"),
+    }
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, T=30, **sizes) -> Call:
+        tensors, options = kernel_case(T=T, **sizes, device=device, seed=seed)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        tensors = {name: x.to(dtype if name in "kv" else wide) for name, x in tensors.items()}
+        return Call(tensors, {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()})
+
+    def definition(self, k, v, weight, bias, w0, b0, w1, b1, w2, b2, *, offsets=(-2, 0, 2)):
+        """Token by token, from the last layer's needs to what every layer reads."""
+        x = torch.cat((k, v), -1)
+        for w, b in ((w0, b0), (w1, b1), (w2, b2)):
+            found = []
+            for t in range(x.shape[1]):
+                read = [(tap, t + o) for tap, o in enumerate(offsets) if 0 <= t + o < x.shape[1]]
+                y = b + sum(torch.einsum("hoc,bhc->bho", w[..., tap], x[:, at]) for tap, at in read)
+                found.append(y * y.sigmoid())
+            x = torch.stack(found, 1)
+        return (x * weight).sum(-1) + bias
+
+    def assert_kernels_agree(self, kernels, reference, call):
+        """As the reference whose products are of the same dtype."""
+        dtype = call.tensors["k"].dtype
+        got, upstream = values_and_gradients(kernels, call.tensors)
+        exact, _ = values_and_gradients(reference, call.tensors, upstream, dtype=torch.float64)
+        with RoundedProducts(dtype):
+            eager, _ = values_and_gradients(reference, call.tensors, upstream)
+        for name, x in got.items():
+            assert x.dtype == (dtype if name in ("dk", "dv") else torch.float32)
+            # what is summed over many tokens is rounded for each of them
+            assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
+
+    def operators(self, device):
+        from tokenmix_lte.ops.scorer.autograd import scorer_forward_op
+
+        x, _ = self.make(torch.float32, device, T=3)
+        weights = [x[f"{letter}{i}"] for i in range(3) for letter in "wb"]
+        arguments = (x["k"], x["v"], *weights, x["weight"], x["bias"], None, None, None, 0, -2, 0, 2)
+        yield scorer_forward_op, arguments, "test_schema", "test_faketensor"
 
 
 @pytest.mark.gpu
@@ -218,30 +277,3 @@ def test_what_the_kernels_do_not_take_is_refused_and_left_to_the_reference(devic
     with pytest.raises(ValueError, match="takes three offsets"):
         retention_logits(*arguments, **call, impl="triton")
     assert retention_logits(*arguments, **call).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"v": torch.zeros(2, 29, H, K)}, "v must have shape"),
-        ({"k": torch.zeros(2, 30, H, K).long()}, "k must be"),
-        ({"convs": []}, "at least one convolution"),
-        ({"offsets": (0,)}, r"convs\[0\]\[0\] must have shape"),
-        ({"weight": torch.zeros(H, 5)}, "weight must have shape"),
-        ({"begin": torch.zeros(3, dtype=torch.int64)}, "begin must have shape"),
-        ({"cu_seqlens": torch.tensor([0, 30])}, "packed batch has B = 1"),
-        ({"dropout": 1.0}, "dropout"),
-    ],
-)
-def test_malformed_calls_are_refused(changes, words):
-    scorer = build().float()
-    k, v = (x.float() for x in inputs())
-    call = {
-        "k": k,
-        "v": v,
-        "convs": list(zip(scorer.kernels, scorer.biases, strict=True)),
-        "weight": scorer.weight,
-        "bias": scorer.bias,
-    }
-    with pytest.raises(ValueError, match=words):
-        retention_logits(**{**call, **changes})

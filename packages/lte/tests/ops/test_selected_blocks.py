@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
 
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput
-from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_lte.ops import block_attention, select_blocks
 from tokenmix_lte.ops.selected_blocks import plan
 from tokenmix_lte.ops.selected_blocks.autograd import block_attention_backward_op, block_attention_op
 
-NAMES = ("o", "lse", "dq", "dk", "dv")
 
-
-def inputs(B=1, TQ=20, TK=None, HQ=4, H=2, S=3, K=8, V=None, size=4, cu=None, dtype=torch.float64, device="cpu"):
+def inputs(
+    B=1, TQ=20, TK=None, HQ=4, H=2, S=3, K=8, V=None, size=4, cu=None, dtype=torch.float64, device="cpu", seed=0
+):
     """q, k, v, and the options of a call; lists name blocks behind the query, none, and some twice."""
-    rng, TK = torch.Generator().manual_seed(0), TQ if TK is None else TK
+    rng, TK = torch.Generator().manual_seed(seed), TQ if TK is None else TK
     shapes = (B, TQ, HQ, K), (B, TK, H, K), (B, TK, H, V or K)
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64).to(device, dtype).requires_grad_() for s in shapes]
     blocks = torch.randint(-1, -(-TK // size) + 1, (B, TQ, H, S), generator=rng).to(device)
@@ -57,20 +58,139 @@ def run(forward, tensors, options) -> list[torch.Tensor]:
     return [out.o, lse, *torch.autograd.grad((out.o, lse), tensors, (do, dlse), materialize_grads=True)]
 
 
-CASES = {
-    "two rows, fewer queries": dict(B=2, TQ=9, TK=23),
-    "packed": dict(TQ=24, cu=[0, 3, 3, 14, 24]),
-    "unequal heads, a head of keys each": dict(TQ=14, HQ=2, H=2, K=4, V=6, size=5),
-    "one token": dict(TQ=1, S=1),
-}
+class TestBlockAttention(OpContract):
+    covers = (block_attention,)
+    absent: ClassVar = {"step": "a token is decoded by a call of one query", "malformed_steps": "no steps"}
+    forms: ClassVar = {"attention": block_attention}
+    tokens = ("q", "k", "v", "blocks")
+    past = ("k", "v")
+    cases: ClassVar = {
+        "two rows, fewer queries": dict(B=2, TQ=9, TK=23),
+        "unequal heads, a head of keys each": dict(TQ=14, HQ=2, H=2, K=4, V=6, size=5),
+    }
+    lengths = (1, 3, 4, 5, 17)
+    kernels: ClassVar = {
+        "groups of 2, fewer queries": KernelCase(dict(B=2, TQ=20, TK=37, size=16), dtypes=("float32",)),
+        "groups of 3, packed": KernelCase(dict(HQ=3, H=1, size=16, cu=[0, 5, 5, 40, 44]), dtypes=("float32",)),
+        "groups of 16, odd heads": KernelCase(dict(TQ=40, HQ=16, H=1, size=16, K=24, V=40), dtypes=("half",)),
+        "no groups": KernelCase(dict(TQ=40, HQ=1, H=1, size=32, K=16), dtypes=("float32",)),
+    }
+    pieces: ClassVar = {"blocks of 4": dict(TQ=20)}
+    packed: ClassVar = {"blocks of 4": dict(cu=[0, 3, 3, 4, 14, 24])}
+    neighbours: ClassVar = dict(B=3, TQ=5, HQ=1, H=1, S=2, size=16)
+    traced: ClassVar = dict(B=1, HQ=1, H=1, S=2, size=16)
+    traced_lengths = (17, 21)
+    replayed: ClassVar = dict(TQ=17, HQ=1, H=1, S=2, size=16)
+    valid: ClassVar = dict(TQ=20)
+    malformed: ClassVar = {
+        "blocks of nothing": ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        "blocks of 4 keys for kernels": ({"impl": "triton"}, "blocks of 16"),
+        "float blocks": ({"blocks": torch.zeros(1, 20, 2, 3)}, "blocks must be int32"),
+        "blocks of other heads": ({"blocks": torch.zeros(1, 20, 4, 3, dtype=torch.int32)}, "H=2"),
+        "a negative scale": ({"scale": -1.0}, "scale must be positive"),
+        "borders before the end": ({"cu_seqlens": torch.tensor([0, 19])}, "cu_seqlens"),
+        "no kernels in Gluon": ({"impl": "gluon"}, "Gluon"),
+        "more queries than keys": (lambda x: x | {n: x[n][:, :9] for n in "kv"}, "at most as many as keys"),
+        "a list": ({"q": [1.0]}, "q must be a tensor of shape .*, got list"),
+    }
+
+    @staticmethod
+    def results(output):
+        return {"o": output.o, "lse": output.lse.masked_fill(output.lse == -torch.inf, 0)}
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, T=20, cu=None, TQ=None, **sizes) -> Call:
+        TQ = TQ or (T if cu is None else cu[-1])
+        tensors, options = inputs(TQ=TQ, cu=cu, **sizes, dtype=dtype, device=device, seed=seed)
+        return Call({n: x.detach() for n, x in zip("qkv", tensors, strict=True)}, options | {"scale": 0.7})
+
+    def definition(self, **arguments):
+        return by_definition(**arguments)
+
+    def floor(self, name, eps):
+        return eps
+
+    def operators(self, device):
+        (q, k, v), options = inputs(TQ=20, size=16, dtype=torch.float32, device=device)
+        q, k, v = (x.detach() for x in (q, k, v))
+        arguments = (options["blocks"], None, 16, 0.5)
+        yield block_attention_op, (q, k, v, *arguments), "test_schema", "test_faketensor"
+        o, lse = block_attention_op(q, k, v, *arguments)
+        saved = (q, k, v, arguments[0], o, lse, o, None, None, 16, 0.5)
+        yield block_attention_backward_op, saved, "test_schema", "test_faketensor"
 
 
-@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
-def test_the_reference_is_the_definition_in_value_and_gradient(sizes):
-    tensors, options = inputs(**sizes)
-    wanted = run(by_definition, tensors, options | {"scale": 0.7})
-    for name, got, want in zip(NAMES, run(block_attention, tensors, options | {"scale": 0.7}), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+def choice(B=1, TQ=9, HQ=4, H=1, U=6, K=16, dtype=torch.float64, device="cpu", seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    tensors = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((B, TQ, HQ, K), (B, U, H, K), (B, TQ, HQ)))
+    return [x.to(device, dtype) for x in tensors]
+
+
+class TestChoice(OpContract):
+    covers = (select_blocks,)
+    absent: ClassVar = {
+        "packed": "blocks of packed sequences are pooled apart: core's and NSA's mixers are held to it",
+        "step": "a token is decoded by a call of one query",
+        "malformed_steps": "no steps",
+        "operators": "numbers without a gradient, made by the operator that block_attention's checks are of",
+    }
+    forms: ClassVar = {"choice": select_blocks}
+    differentiable = False
+    tokens = ("q", "lse")
+    grows = ("pooled",)
+    cases: ClassVar = {"groups": dict(T=40, HQ=4, H=2), "few blocks": dict(T=9, count=3)}
+    lengths = (1, 3, 4, 5, 17)
+    dtypes = ("float32",)
+    kernels: ClassVar = {
+        "many blocks": KernelCase(dict(B=2, T=9, HQ=32, U=70, count=5, shift=250)),
+        "packed": KernelCase(dict(T=14, HQ=3, H=1, U=6, count=3, cu_seqlens=[0, 1, 1, 14])),
+    }
+    pieces: ClassVar = {"of a sequence": dict(T=30)}
+    neighbours: ClassVar = dict(B=3, T=5, HQ=1)
+    traced: ClassVar = dict(B=1, HQ=1)
+    traced_lengths = (9, 14)
+    replayed: ClassVar = dict(T=5, HQ=1)
+    valid: ClassVar = dict(T=9, count=3)
+    malformed: ClassVar = {
+        "fewer than are forced": ({"count": 2}, "count must be an integer of at least 3, got 2"),
+        "a negative shift": ({"shift": -1}, "shift must be an integer of at least 0"),
+        "a shift beyond the blocks": ({"shift": 80}, "U = 23 blocks"),
+        "a shift of packed sequences": ({"cu_seqlens": torch.tensor([0, 4, 9]), "shift": 1}, "shift"),
+        "a list": ({"pooled": [1.0]}, "pooled must be a tensor of shape .*, got list"),
+        "borders past the end": ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens"),
+    }
+
+    @staticmethod
+    def results(output):
+        return {"blocks": output}
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, T=9, U=None, count=5, **sizes) -> Call:
+        names = ("shift", "cu_seqlens")
+        options = {"count": count, "block_size": 4} | {name: sizes.pop(name) for name in names if name in sizes}
+        if "cu_seqlens" in options:
+            options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
+        tensors = choice(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
+        return Call(dict(zip(("q", "pooled", "lse"), tensors, strict=True)), options)
+
+    def definition(self, q, pooled, lse, *, count, block_size):
+        """Those that are forced, and of the others those with most attention, the lower of equal ones."""
+        (B, T, HQ, K), H = q.shape, pooled.shape[2]
+        found = torch.full((B, T, H, count), -1, dtype=torch.int32)
+        for b, i, h in itertools.product(range(B), range(T), range(H)):
+            own, heads = i // block_size, range(h * HQ // H, (h + 1) * HQ // H)
+            forced = {c for c in (0, own - 1, own) if c >= 0}
+            sums = {
+                c: sum(float((K**-0.5 * q[b, i, a] @ pooled[b, c, h] - lse[b, i, a]).exp()) for a in heads)
+                for c in range(own)
+                if c not in forced
+            }
+            best = sorted(sums, key=lambda c: -sums[c])[: count - len(forced)]
+            chosen = sorted(forced | set(best))
+            found[b, i, h, : len(chosen)] = torch.tensor(chosen)
+        return found
+
+    def piece(self, arguments, start, stop):
+        blocks = arguments["pooled"][:, : -(-stop // 4)]
+        return super().piece(arguments, start, stop) | {"pooled": blocks, "shift": start}
 
 
 def test_all_blocks_listed_are_causal_attention():
@@ -79,25 +199,6 @@ def test_all_blocks_listed_are_causal_attention():
     wanted = run(attention, tensors, {})
     for got, want in zip(run(block_attention, tensors, options), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-
-
-KERNEL_CASES = {
-    "groups of 2, fewer queries": dict(B=2, TQ=20, TK=37, size=16),
-    "groups of 3, packed": dict(TQ=44, HQ=3, H=1, size=16, cu=[0, 5, 5, 40, 44]),
-    "groups of 16, odd heads, float16": dict(TQ=40, HQ=16, H=1, size=16, K=24, V=40, dtype=torch.float16),
-    "no groups": dict(TQ=40, HQ=1, H=1, size=32, K=16),
-}
-
-
-@pytest.mark.parametrize("sizes", KERNEL_CASES.values(), ids=KERNEL_CASES)
-def test_kernels_err_no_more_than_the_eager_reference(sizes, device):
-    sizes = {"dtype": torch.float32, "device": device} | sizes
-    tensors, options = inputs(**sizes)
-    exact = run(block_attention, [x.detach().double().requires_grad_() for x in tensors], options)
-    eager = run(block_attention, tensors, options | {"impl": "reference"})
-    got = run(block_attention, tensors, options | {"impl": "triton"})
-    for name, *values in zip(NAMES, got, exact, eager, strict=True):
-        assert_within(name, *values)
 
 
 def test_queries_taken_in_runs_give_the_same(monkeypatch, device):
@@ -119,94 +220,12 @@ def test_the_list_of_a_block_that_all_queries_name_is_cut_into_pieces(monkeypatc
     torch.testing.assert_close(run(block_attention, tensors, options | {"impl": "triton"}), exact)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        (dict(B=2, TQ=9, HQ=32, U=70), dict(count=5, block_size=4, shift=250)),
-        (dict(TQ=14, HQ=3, H=1, U=6), dict(count=3, block_size=4, cu_seqlens=[0, 1, 1, 14])),
-    ],
-    ids=["many blocks", "packed"],
-)
-def test_the_choice_is_the_reference_s(sizes, options, device):
-    q, pooled, lse = choice(**sizes, dtype=torch.float32, device=device)
-    if "cu_seqlens" in options:
-        options = options | {"cu_seqlens": torch.tensor(options["cu_seqlens"], device=device)}
-    wanted = select_blocks(q, pooled, lse, **options, impl="reference")
-    assert torch.equal(select_blocks(q, pooled, lse, **options, impl="triton"), wanted)
-
-
-def choice(B=1, TQ=9, HQ=4, H=1, U=6, K=16, dtype=torch.float64, device="cpu"):
-    rng = torch.Generator().manual_seed(0)
-    tensors = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((B, TQ, HQ, K), (B, U, H, K), (B, TQ, HQ)))
-    return [x.to(device, dtype) for x in tensors]
-
-
-def test_the_choice_is_forced_blocks_and_those_with_most_attention():
-    q, pooled, lse = choice(TQ=40, HQ=4, H=2, U=10)
-    got = select_blocks(q, pooled, lse, 5, block_size=4)
-    for i, h in itertools.product(range(40), range(2)):
-        own = i // 4
-        forced = {c for c in (0, own - 1, own) if c >= 0}
-        sums = {
-            c: sum(float((q[0, i, a] @ pooled[0, c, h] / 4 - lse[0, i, a]).exp()) for a in (2 * h, 2 * h + 1))
-            for c in range(own)
-            if c not in forced
-        }
-        best = sorted(sums, key=lambda c: -sums[c])[: 5 - len(forced)]
-        wanted = sorted(forced | set(best))
-        assert got[0, i, h].tolist() == wanted + [-1] * (5 - len(wanted))
-
-
 def test_of_equal_blocks_the_lower_are_chosen(device):
     q, pooled, lse = choice(TQ=4, U=12, dtype=torch.float32, device=device)
     pooled.zero_()
     for impl in ("reference", "triton"):
         got = select_blocks(q, pooled, lse, 6, block_size=4, shift=44, impl=impl)
         assert got.flatten(0, 2).unique(dim=0).tolist() == [[0, 1, 2, 3, 10, 11]]
-
-
-def test_operators_keep_torch_s_rules():
-    tensors, options = inputs(TQ=20, size=16, dtype=torch.float32)
-    q, k, v = (x.detach() for x in tensors)
-    tests = ("test_schema", "test_faketensor")
-    arguments = (options["blocks"], None, 16, 0.5)
-    torch.library.opcheck(block_attention_op, (q, k, v, *arguments), test_utils=tests)
-    o, lse = block_attention_op(q, k, v, *arguments)
-    torch.library.opcheck(
-        block_attention_backward_op, (q, k, v, arguments[0], o, lse, o, None, None, 16, 0.5), test_utils=tests
-    )
-
-
-MALFORMED = {
-    "block_size": (dict(block_size=0), "block_size"),
-    "blocks of 4 keys for kernels": (dict(impl="triton"), "blocks of 16"),
-    "float blocks": (dict(blocks=torch.zeros(1, 20, 2, 3)), "blocks must be int32"),
-    "blocks of other heads": (dict(blocks=torch.zeros(1, 20, 4, 3, dtype=torch.int32)), "H=2"),
-    "scale": (dict(scale=-1.0), "scale"),
-    "borders": (dict(cu_seqlens=torch.tensor([0, 19])), "cu_seqlens"),
-    "impl": (dict(impl="gluon"), "Gluon"),
-}
-
-
-@pytest.mark.parametrize(("options", "words"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_calls_are_refused(options, words):
-    tensors, valid = inputs(dtype=torch.float32)
-    with pytest.raises(ValueError, match=words):
-        block_attention(*tensors, **valid | options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(count=2), "count"),
-        (dict(shift=-1), "shift"),
-        (dict(shift=80), "U = 23 blocks"),
-        (dict(cu_seqlens=torch.tensor([0, 4, 9]), shift=1), "shift"),
-    ],
-)
-def test_malformed_choices_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        select_blocks(*choice(), **{"count": 3, "block_size": 4} | options)
 
 
 def test_what_the_interpreter_cannot_do_is_refused():

@@ -309,7 +309,7 @@ class OpContract:
         tensors, options = self.make(torch.float32, device, **self.neighbours)
         beside = {n: x if n in self.shared else x.clone() for n, x in tensors.items()}
         for name, x in beside.items():
-            if name not in self.shared:
+            if name not in self.shared and x.is_floating_point():
                 assert len(x) == 3
                 x[::2] = torch.nan
         function = self._function(form, options, impl)
