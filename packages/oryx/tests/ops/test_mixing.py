@@ -1,7 +1,7 @@
 """A mixed call as one operation: the fused kernels against the eager layer in float64, in value and gradient."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn.rotary import RotaryEmbedding, Rotation
 from tokenmix_core.testing.agreement import assert_agrees
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
 from tokenmix_oryx.ops import MixOptions, mix
 from tokenmix_oryx.ops.mixing.reference import mix_reference
 from tokenmix_oryx.projection import token_order
@@ -24,8 +25,8 @@ DELTA = MixOptions(2, True, True, True, False, False, 2, 1e-6)
 BORDERS = [0, 15, 15, 16, 40]
 
 
-def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4):
-    g = torch.Generator().manual_seed(0)
+def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
     H, E = options.heads, options.heads * K
     # columns beyond those that are read
     shapes = {"rows": (B * T, E), "shared": (B, T, 3 * E + 2 * H + 3), "norm_weight": (E,)}
@@ -76,25 +77,6 @@ def agree(functions, x):
     assert_agrees(ours, exact, x, baseline=single)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "delta rule"])
-@pytest.mark.parametrize("form", ["whole", "sorted", "packed"])
-def test_kernels_agree_with_float64_in_value_and_gradient(family, form, device):
-    options, K = (MAMBA2, 16) if family == "mamba2" else (DELTA, 64)
-    B, T = 1 if form == "packed" else 2, 40
-    attends = modes("runs", B, T, device)
-    cu = torch.tensor(BORDERS, device=device) if form == "packed" else None
-    places = None if form == "whole" else token_order(attends).places
-    x = made(options, B, T, K, device=device)
-    agree(functions(options, attends, K, places=places, cu_seqlens=cu, own_angles=form == "whole"), x)
-
-
-@pytest.mark.parametrize("kind", ["tokens", "attention", "linear"])
-def test_any_assignment_is_right(kind, device):
-    attends = modes(kind, 2, 24, device)
-    x = made(MAMBA2, 2, 24, 16, device=device)
-    agree(functions(MAMBA2, attends, 16, places=token_order(attends).places), x)
-
-
 CHANGES = {
     "SiLU after the convolution": {"silu_shared": True},
     "SiLU on attention's queries": {"silu_attention_query": True},
@@ -106,13 +88,157 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_every_option_is_right(change, device):
-    # three heads: no power of two
-    options = MAMBA2._replace(heads=3)
-    attends = modes("tokens", 1, 24, device)
-    x = made(options, 1, 24, 16, device=device, W=3)
-    agree(functions(options._replace(**CHANGES[change]), attends, 16), x)
+def mixed(heads, impl=None, **x):
+    """The operation, with what each head has one value of as one tensor: their errors are measured together."""
+    return mix(**{"D": None} | x | dict(zip(("A_log", "dt_bias", "D"), heads, strict=False)), impl=impl)
+
+
+def z(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+class TestMix(OpContract):
+    covers = (mix,)
+    absent: ClassVar = {
+        "pieces": "a whole call of a layer: the layer keeps the states of what follows it",
+        "step": "a token is decoded mixer by mixer",
+        "malformed_steps": "no steps",
+        "operators": "its operators are torch's to check on a GPU: the test of traced calls runs them here",
+        "traced": "angles are of a length: graphs are counted by the models' contract, and calls traced below",
+        "replayed": "kernels of several operations in one call: recorded on a GPU, in test_gpu.py",
+    }
+    forms: ClassVar = {"mix": mixed}
+    # a row's query is part of a table of all
+    tokens = ("shared", "attends")
+    shared = ("rows", "norm_weight", "k_weight", "v_weight", "heads")
+    dtypes = ("float32",)
+    cases: ClassVar = {
+        "SSD": dict(T=9),
+        "SSD, in the order of modes": dict(T=9, order=True, own_angles=True),
+        "the delta rule": dict(T=9, options=DELTA, delta=True),
+        **{change: dict(T=9, W=3, options=MAMBA2._replace(heads=3, **options)) for change, options in CHANGES.items()},
+    }
+    lengths = (1, 2, 63, 64, 65)
+    kernels: ClassVar = {
+        **{
+            f"{family}, {form}": KernelCase(dict(options=options, K=K, delta=options is DELTA, kind="runs", **sizes))
+            for family, options, K in (("SSD", MAMBA2, 16), ("the delta rule", DELTA, 64))
+            for form, sizes in (
+                ("whole", dict(own_angles=True)),
+                ("sorted", dict(order=True)),
+                ("packed", dict(order=True, borders=BORDERS)),
+            )
+        },
+        **{kind: KernelCase(dict(T=24, kind=kind, order=True)) for kind in ("tokens", "attention", "linear")},
+        # three heads: no power of two
+        **{
+            change: KernelCase(dict(B=1, T=24, W=3, options=MAMBA2._replace(heads=3, **options)))
+            for change, options in CHANGES.items()
+        },
+    }
+    packed: ClassVar = {
+        "SSD": dict(K=4, borders=BORDERS),
+        "the delta rule": dict(K=4, options=DELTA, delta=True, borders=BORDERS),
+    }
+    neighbours: ClassVar = dict(B=3, T=5)
+    valid: ClassVar = dict(B=1, T=8)
+    malformed: ClassVar = {
+        "columns that lack": (lambda x: x | {"shared": x["shared"][..., :-8]}, "at least 98 columns, got 95"),
+        "weights of fewer channels": (
+            lambda x: x | {"k_weight": x["k_weight"][1:]}, r"k_weight must have shape \[E, W\] with E=32"
+        ),
+        "modes that are numbers": (lambda x: x | {"attends": x["attends"].long()}, "attends must be bool"),
+        "no rates": (lambda x: x | {"heads": (x["heads"][0], None)}, "dt_bias must be a tensor .*, got None"),
+        "mixed dtypes": (lambda x: x | {"rows": x["rows"].double()}, "must share one dtype"),
+        "other heads": ({"options": MAMBA2._replace(heads=4)}, "expected 4 heads"),
+        "groups that do not divide": ({"options": MAMBA2._replace(groups=5)}, "multiple of groups"),
+    }  # fmt: skip
+
+    def make(
+        self, dtype=torch.float64, device="cpu", seed=0, options=MAMBA2, B=2, T=40, K=16, W=4, kind="tokens",
+        order=False, borders=None, own_angles=False, delta=False,
+    ) -> Call:  # fmt: skip
+        if borders is not None:
+            B, T = 1, borders[-1]
+        attends = modes(kind, B, T, device)
+        positions = torch.arange(T, device=device)[None]
+        if own_angles:
+            positions = positions + torch.arange(B, device=device)[:, None]
+        rotation = RotaryEmbedding(K, {"rope_theta": 1e4}).to(device)(positions)
+        form = {"options": options, "attends": attends, "rotation": rotation}
+        if order:
+            form["places"] = token_order(attends).places
+        if borders is not None:
+            form["cu_seqlens"] = torch.tensor(borders, device=device)
+        # a weight that skips the state, or the delta rule
+        x = made(options._replace(turn_linear=not delta), B, T, K, dtype=dtype, device=device, W=W, seed=seed)
+        if dtype == torch.float64:
+            x["heads"] = x["heads"].double()
+        return Call(x, form)
+
+    def definition(
+        self, rows, shared, norm_weight, k_weight, v_weight, heads, *, options, attends, rotation, places=None
+    ):
+        (B, T), E, H = attends.shape, rows.shape[1], options.heads
+        q = (rows if places is None else rows[places]).view(B, T, E)
+        k, v, gate, rates, strength = shared[..., : 3 * E + 2 * H].split((E, E, E, H, H), -1)
+        dt = (1 + (rates + heads[1]).exp()).log()
+
+        def convolved(x, weight):
+            W = weight.shape[1]
+            x = torch.cat((x.new_zeros(B, W - 1, E), x), 1)
+            x = sum(weight[:, i] * x[:, i : i + T] for i in range(W))
+            return x * x.sigmoid() if options.silu_shared else x
+
+        def turned(x):
+            cos, sin = (a.unsqueeze(2) for a in rotation)
+            pairs = torch.complex(*x.chunk(2, -1)) * torch.complex(cos.double(), sin.double())
+            return torch.cat((pairs.real, pairs.imag), -1)
+
+        k, v, q, activated = (
+            x.unflatten(-1, (H, -1)) for x in (convolved(k, k_weight), convolved(v, v_weight), q, q * q.sigmoid())
+        )
+        near = turned(activated if options.silu_attention_query else q)
+        far = activated if options.silu_linear_query else q
+        keys, scale = turned(k), k.shape[3] ** -0.5
+        far, k = (turned(far), keys) if options.turn_linear else (far, k)
+        if len(heads) < 3:
+            far, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (far, k))
+        S, outputs = v.new_zeros(B, H, k.shape[3], v.shape[3]), []
+        for t in range(T):
+            weights = (scale * torch.einsum("bhk,bjhk->bhj", near[:, t], keys[:, : t + 1])).softmax(2)
+            attention = torch.einsum("bhj,bjhv->bhv", weights, v[:, : t + 1])
+            kt, S = k[:, t].unsqueeze(3), (-heads[0].exp() * dt[:, t]).exp()[..., None, None] * S
+            if len(heads) == 3:
+                S = S + kt * (dt[:, t, :, None] * v[:, t]).unsqueeze(2)
+                linear = torch.einsum("bhkv,bhk->bhv", S, far[:, t]) + heads[2][:, None] * v[:, t]
+            else:
+                S = S + kt * strength[:, t].sigmoid()[..., None, None] * (v[:, t].unsqueeze(2) - kt.mT @ S)
+                linear = scale * torch.einsum("bhkv,bhk->bhv", S, far[:, t])
+            outputs.append(torch.where(attends[:, t, None, None], attention, linear).flatten(1))
+        o, opened = torch.stack(outputs, 1), gate * gate.sigmoid()
+        parts = (o * opened if options.gate_before else o).unflatten(-1, (options.groups, -1))
+        y = (parts / (parts.square().mean(-1, keepdim=True) + options.eps).sqrt()).flatten(-2) * norm_weight
+        return y if options.gate_before else y * opened
+
+    def document(self, arguments, n, start, stop):
+        """Its queries too, which are in the order of tokens here, and its angles."""
+        rotation = Rotation(*(x[:, start:stop] for x in arguments["rotation"]))
+        return super().document(arguments, n, start, stop) | {
+            "rows": arguments["rows"][start:stop], "rotation": rotation
+        }  # fmt: skip
+
+    def assert_kernels_agree(self, kernels, reference, call):
+        """As `agree` has it: beside single operations around the recurrence's kernels."""
+        form = {name: call.options.get(name) for name in ("places", "cu_seqlens")}
+        x, options = dict(call.tensors), call.options
+
+        def single(heads, **x):
+            x |= dict(zip(("A_log", "dt_bias", "D"), heads, strict=False)) | form
+            x |= {name: options[name] for name in ("attends", "rotation", "options")}
+            return Results(y=mix_reference(**{"D": None} | x, impl="triton"))
+
+        assert_agrees(kernels, reference, x, baseline=single)
 
 
 def test_heads_that_ssd_has_to_widen_are_widened(device, monkeypatch):
@@ -182,25 +308,6 @@ def test_traced_and_recomputed_calls_give_the_same(family, device):
         found.append((y, *torch.autograd.grad(y.sum(), list(leaves.values()))))
     for first, *others in zip(*found, strict=True):
         assert all(torch.equal(first, x) for x in others)
-
-
-def test_bad_input_is_named(device):
-    x, attends = made(MAMBA2, 1, 8, 16, device=device), modes("runs", 1, 8, device)
-    rotation = Rotation(*torch.ones(2, 1, 8, 8, device=device))
-    A_log, dt_bias, D = x.pop("heads")
-    right = x | {"A_log": A_log, "dt_bias": dt_bias, "D": D}
-    right |= {"attends": attends, "rotation": rotation, "options": MAMBA2}
-    for changed, message in (
-        ({"shared": x["shared"][..., :-8]}, "at least 98 columns, got 95"),
-        ({"k_weight": x["k_weight"][1:]}, r"k_weight must have shape \[E, W\] with E=32"),
-        ({"attends": attends.long()}, "attends must be bool"),
-        ({"dt_bias": None}, "dt_bias must be a tensor .*, got None"),
-        ({"rows": x["rows"].double()}, "must share one dtype"),
-        ({"options": MAMBA2._replace(heads=4)}, "expected 4 heads"),
-        ({"options": MAMBA2._replace(groups=5)}, "multiple of groups"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mix(**right | changed)
 
 
 @pytest.mark.gpu
