@@ -74,8 +74,8 @@ def selected_attention(
     if dims["TQ"] > dims["TK"] or (cu_seqlens is not None and dims["TQ"] != dims["TK"]):
         wanted = "as many queries as keys with cu_seqlens" if cu_seqlens is not None else "at most as many as keys"
         raise ValueError(f"{op}: expected {wanted}, got TQ={dims['TQ']} and TK={dims['TK']}")
-    scale = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
-    if not scale > 0:
+    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
     if chosen != "reference" and max(dims["K"], dims["V"]) > MAX_HEAD_SIZE:
         raise ValueError(
@@ -85,6 +85,6 @@ def selected_attention(
     if chosen != "reference":
         from tokenmix_oryx.ops.selected_queries import autograd
 
-        x = autograd.Inputs(q=q, k=k, v=v, selected=selected, cu_seqlens=cu_seqlens, scale=scale, impl=chosen)
+        x = autograd.Inputs(q=q, k=k, v=v, selected=selected, cu_seqlens=cu_seqlens, scale=factor, impl=chosen)
         return autograd.selected_attention(*x)[0]
-    return selected_attention_by_runs(q, k, v, selected, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
+    return selected_attention_by_runs(q, k, v, selected, scale=factor, cu_seqlens=cu_seqlens, impl=impl)
