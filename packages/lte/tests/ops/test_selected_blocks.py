@@ -145,10 +145,10 @@ class TestChoice(OpContract):
         "packed": KernelCase(dict(T=14, HQ=3, H=1, U=6, count=3, cu_seqlens=[0, 1, 1, 14])),
     }
     pieces: ClassVar = {"of a sequence": dict(T=30)}
-    neighbours: ClassVar = dict(B=3, T=5, HQ=1)
-    traced: ClassVar = dict(B=1, HQ=1)
+    neighbours: ClassVar = dict(B=3, T=5, HQ=16, count=3)
+    traced: ClassVar = dict(B=1, HQ=16, count=3)
     traced_lengths = (9, 14)
-    replayed: ClassVar = dict(T=5, HQ=1)
+    replayed: ClassVar = dict(T=5, HQ=16, count=3)
     valid: ClassVar = dict(T=9, count=3)
     malformed: ClassVar = {
         "fewer than are forced": ({"count": 2}, "count must be an integer of at least 3, got 2"),
