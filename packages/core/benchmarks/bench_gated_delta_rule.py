@@ -1,4 +1,4 @@
-"""The gated delta rule beside flash-linear-attention's and FlashQLA's, where they are installed."""
+"""The gated delta rule beside flash-linear-attention's, FlashQLA's and FlashInfer's, where they are installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.testing.benchmarking import (
+    able,
     document_borders,
     first_call_seconds,
+    interleaved_medians,
     measure,
     measure_forms,
     measure_step,
@@ -55,6 +57,9 @@ SWEEP = [
     (2, 4096, 8, 8, 256, 256, False),
 ]
 CPU_SWEEP = [(1, 64, 1, 2, 16, 32, False), (1, 4096, 1, 1, 16, 16, True)]
+# batch, tokens, q/k heads, value heads, head size
+PREFILL_SHAPES = [(4, 8192, 32, 32, 128), (1, 32768, 16, 64, 128), (1, 8192, 2, 8, 128)]
+CPU_PREFILL_SHAPES = [(2, 64, 1, 2, 16)]
 # batch, heads, key size, value size
 DECODE_SHAPES = [(1, 16, 128, 128), (32, 16, 128, 128), (128, 16, 128, 128)]
 
@@ -72,10 +77,12 @@ run = lambda: chunk_gated_delta_rule(x, x, x, g, -g, qk_l2norm=True).o
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements of training and of decoding on `device`, one row an implementation and shape."""
+    """Measurements of training, prefill and decoding on `device`, one row an implementation and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _training_rows(shape, device)
+    for shape in PREFILL_SHAPES if device != "cpu" else CPU_PREFILL_SHAPES:
+        out += _prefill_rows(shape, device)
     for shape in DECODE_SHAPES if device != "cpu" else [(2, 2, 64, 64)]:
         out += _decode_rows(shape, device)
     return out
@@ -130,6 +137,33 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
             first = {"tokenmix": functools.partial(first_call_seconds, setup, call)}
     name = f"B{B} T{T} H{H if H == HV else f'{H}/{HV}'} K{K} V{V}" + (", 32 sequences" if packed else "")
     return measure("gated_delta_rule", name, device, forwards, (q, k, v, g, beta), first_calls=first, alike=True)
+
+
+def _prefill_rows(shape: tuple, device: str) -> list[dict]:
+    """Forward passes that hand on their final state, without gradients."""
+    B, T, H, HV, D = shape
+    q, k, v, g, beta = _inputs(B, T, H, HV, D, D, device)
+    forwards: dict[str, Callable[[], Tensor]] = {
+        "tokenmix": lambda: chunk_gated_delta_rule(q, k, v, g, beta, qk_l2norm=True).o
+    }
+    if device != "cpu" and importlib.util.find_spec("flash_qla") is not None:
+        from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
+
+        forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, output_final_state=True)[0]
+    if device != "cpu" and importlib.util.find_spec("flashinfer") is not None:
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule as infer
+
+        # rows are packed, and decays are factors
+        packed = [x.flatten(0, 1) for x in (q, k, v, g.exp(), beta)]
+        borders = torch.arange(0, B * T + 1, T, device=device)
+        options = {"output_final_state": True, "cu_seqlens": borders}
+        forwards["FlashInfer, without the norm"] = lambda: infer(*packed, **options)[0].view_as(v)
+    with torch.no_grad():
+        times = interleaved_medians(able(forwards, (), alike=True), device)
+    name = f"B{B} T{T} H{H if H == HV else f'{H}/{HV}'} K{D} V{D}"
+    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    op = "gated_delta_rule, prefill"
+    return [{"op": op, "shape": name, "impl": impl, "fwd_ms": ms} | empty for impl, ms in times.items()]
 
 
 def _decode_rows(shape: tuple, device: str) -> list[dict]:
