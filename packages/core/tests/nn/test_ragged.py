@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tokenmix_core.nn.ragged import RaggedKVState
@@ -64,6 +65,21 @@ def test_bytes_lie_between_the_bounds():
     kv = RaggedKVState(H, K, V, capacity=32)
     kv.append(*tokens(8, 0))
     assert kv.held(8) == kv.allocated == kv.bounds(10**6, N, torch.float64).most
+
+
+@pytest.mark.parametrize("C", [1, 3])
+def test_what_goes_beyond_the_capacity_is_refused_and_changes_nothing(C):
+    kv = RaggedKVState(H, K, V, capacity=4)
+    k, v, _ = tokens(4, 0)
+    kv.append(k, v, torch.ones(N, 4, H, dtype=torch.bool))
+    before = [x.clone() for x in kv.tensors]
+    k, v, _ = tokens(C, 1)
+    kv.append(k, v, torch.zeros(N, C, H, dtype=torch.bool))
+    take = torch.zeros(N, C, H, dtype=torch.bool)
+    take[0, -1, 0] = True
+    with pytest.raises(ValueError, match="keep at most 4 tokens"):
+        kv.append(k, v, take)
+    assert all(torch.equal(x, y) for x, y in zip(kv.tensors, before, strict=True))
 
 
 def test_compacting_keeps_the_order():

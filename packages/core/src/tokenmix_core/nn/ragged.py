@@ -72,13 +72,13 @@ class RaggedKVState(StatePart):
         self._make_room(k, v)
         lengths = self.lengths
         if take.shape[2] == 1:
-            one = take.squeeze(2)
-            self.replace(lengths.clamp(max=self.places - 1), k.squeeze(2), v.squeeze(2), one & (lengths < self.places))
-            lengths += one
+            one, fits = take.squeeze(2), lengths < self.places
+            self._refuse(one & ~fits)
+            self.replace(lengths.clamp(max=self.places - 1), k.squeeze(2), v.squeeze(2), one & fits)
+            lengths += one & fits
             return
         at = lengths.unsqueeze(-1) + take.cumsum(-1, dtype=torch.int32) - 1
-        if self.capacity is not None and not take.is_cuda and bool((at >= self.capacity)[take].any()):
-            raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
+        self._refuse((at >= self.places) & take)
         # what is not taken goes to a place of its own behind all others
         at = at.masked_fill(~take, self.places).long().unsqueeze(-1)
         for held, new in ((self.keys, k), (self.values, v)):
@@ -199,6 +199,11 @@ class RaggedKVState(StatePart):
         if self._stored is None:
             raise ValueError("RaggedKVState: nothing has been written yet")
         return self._stored
+
+    def _refuse(self, beyond: Bool[Tensor, "N H ..."]) -> None:
+        """Refuse tokens beyond the capacity, where looking does not wait."""
+        if self.capacity is not None and not beyond.is_cuda and bool(beyond.any()):
+            raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
 
     def _make_room(self, k: Tensor, v: Tensor) -> None:
         if self._stored is None:
