@@ -69,6 +69,15 @@ def test_processes_share_what_they_observe(monkeypatch):
         torch.testing.assert_close(model.heads.average, torch.tensor([0.4, 0.5]) * (1 - DECAY))
 
 
+def test_what_is_observed_and_steered_stays_in_float32_in_a_narrow_model():
+    model = Sole().bfloat16()
+    # bfloat16 has no 257
+    model.heads.observe(torch.ones(257, 2, dtype=torch.bfloat16))
+    assert {x.dtype for x in model.buffers()} == {torch.float32}
+    assert float(model.heads.count) == 257
+    torch.testing.assert_close(model.heads.weight, torch.full((2,), 0.1))
+
+
 def nano(**model):
     recipe = tiny()
     lte = {"num_heads": 2, "num_kv_heads": 2, "window": 16, "cap": 4, "sinks": 1, "dropout": 0.0}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmix_core.nn.init import is_loaded
+from tokenmix_core.nn.precision import KeepsFloat32
 
 
-class HeadWeights(nn.Module):
+class HeadWeights(KeepsFloat32):
     """One weight a head, held in buffers: saved with the model, equal on all processes, never seen by the optimizer.
 
     The forward pass of the owner reads `weight` and, in training, hands what it observed to `observe`. A callback
@@ -25,6 +26,8 @@ class HeadWeights(nn.Module):
         total, count: sum and number of the observations since the last optimizer step, `[H]` and `[]`.
     """
 
+    # bfloat16 counts to 256
+    float32 = ("weight", "average", "total", "count")
     weight: Tensor
     average: Tensor
     total: Tensor
