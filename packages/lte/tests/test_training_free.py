@@ -110,7 +110,7 @@ def test_a_model_that_holds_everything_is_the_one_it_was(method):
 
 
 def test_the_command_writes_a_model_that_loads_as_such(tmp_path, capsys):
-    trained().save_pretrained(tmp_path / "trained")
+    trained().bfloat16().save_pretrained(tmp_path / "trained")
     byte_tokenizer().save_pretrained(tmp_path / "trained")
     command = ["evict", str(tmp_path / "trained"), "--method", "tova", "--held", "8", "--out", str(tmp_path / "out")]
     assert main(command) == 0
@@ -118,6 +118,7 @@ def test_the_command_writes_a_model_that_loads_as_such(tmp_path, capsys):
     assert isinstance(model, LteForCausalLM)
     assert isinstance(model.model.mixers[1], Tova)
     assert model.model.mixers[1].held == 8
+    assert model.dtype == torch.bfloat16, "as the checkpoint has it"
     assert main(command) != 0
     assert "not empty" in capsys.readouterr().err
 

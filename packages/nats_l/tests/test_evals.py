@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -144,5 +146,8 @@ def test_the_command_knows_recipes_and_suites(capsys):
     out = capsys.readouterr().out
     for name in ("nats-l-hybrid-800m", "nats-l-hybrid-380m-no-decay", "gdn-hybrid-380m", "chunk-types", "held"):
         assert name in out
-    assert main(["info", "tiny"]) == 0
-    assert "tokenmix_nats_l" in capsys.readouterr().out
+    assert main(["info", "tiny", "--lengths", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "tokenmix_nats_l" in out
+    # what is held depends on types
+    assert re.search(r"cache at 1,000 +[\d,]+ to [\d,]+ bytes", out)

@@ -320,9 +320,10 @@ def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> s
     }
     if mixers := getattr(config, "mixers", None):
         facts["mixers"] = ", ".join(mixers)
-    for length in lengths if hasattr(model, "state_bytes") else ():
-        held = model.state_bytes(length, 1, torch.bfloat16)
-        facts[f"cache at {length:,}"] = f"{held:,} bytes for a sequence in bfloat16"
+    for length in lengths if hasattr(model, "state_bounds") else ():
+        least, most = model.state_bounds(length, 1, torch.bfloat16)
+        held = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        facts[f"cache at {length:,}"] = f"{held} bytes for a sequence in bfloat16"
     return "\n".join([target, *(f"  {name:20} {fact}" for name, fact in facts.items())])
 
 

@@ -64,7 +64,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     from tokenmix_core.commands import load_model, load_tokenizer
 
     check_new_folder(args.out)
-    model = load_model(args.checkpoint, torch.device("cpu"), torch.float32)
+    model = load_model(args.checkpoint, torch.device("cpu"), "auto")
     if not isinstance(model, HybridForCausalLM):
         raise ValueError(f"{args.checkpoint} holds a {type(model).__name__}; expected a model that tokenmix trained")
     changed = in_constant_memory(model, args.method, held=args.held)

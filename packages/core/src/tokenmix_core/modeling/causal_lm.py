@@ -149,7 +149,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        """Bytes that the cache holds at the most of `batch_size` sequences of `seq_len` tokens; see `state_bounds`."""
         return self.model.state_bytes(seq_len, batch_size, dtype)
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
