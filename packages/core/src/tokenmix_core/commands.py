@@ -201,6 +201,8 @@ def generate(args: argparse.Namespace, context: Context) -> None:
 
 def bench(args: argparse.Namespace, context: Context) -> None:
     """Measure a model's speed and memory on this machine."""
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     options = EvalOptions(limit=args.repeats, batch_size=args.batch_size, lengths=args.lengths)
     device, dtype = device_and_dtype(args.device, args.dtype)
     if is_checkpoint(args.target):
