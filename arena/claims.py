@@ -1,4 +1,4 @@
-"""What the papers claim, as comparisons that the arena's numbers can answer, and the words for each answer."""
+"""The papers' claims, as comparisons that the arena's numbers can answer, and the words for each answer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CLAIMS: list[Claim] = [
 
 
 class Verdict(NamedTuple):
-    """What the numbers say of a claim, and the difference that says it."""
+    """The answer of the numbers to a claim, and the difference that gives it."""
 
     word: str
     difference: Estimate | None

@@ -80,7 +80,7 @@ class Contestant:
     drops: tuple[str, ...] = ()
 
     def takes_part(self, division: str) -> bool:
-        """Whether its mixer is registered, and its state can be set where the division wants that."""
+        """Tell whether its mixer is registered, and its state can be set where the division wants that."""
         known = self.mixer is None or self.mixer in known_mixers()
         return known and (division == PARAMETERS or self.candidates is not None)
 

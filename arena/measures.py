@@ -49,13 +49,13 @@ class Estimate:
 
 
 def title(line: Line) -> str:
-    """What a line is called."""
+    """The name of a line."""
     contestant, mode = line
     return CONTESTANTS[contestant].title + (f", {mode}" if mode else "")
 
 
 def counts(division: str, line: Line) -> bool:
-    """Whether a line belongs in a division: where states are equal, a contestant is measured in its bounded form."""
+    """Tell whether a line belongs in a division: of equal states, a contestant is measured in its bounded form."""
     contestant, mode = line
     return division == PARAMETERS or not CONTESTANTS[contestant].drops or mode == BOUNDED
 
@@ -125,7 +125,7 @@ class Scores:
         return Estimate.of(list(values.values())) if values else None
 
     def difference(self, line: Line, other: Line, column: str) -> Estimate | None:
-        """What a line has more than another, seed by seed, as both read the same rows; None without common seeds."""
+        """By how much a line exceeds another, seed by seed, as both read the same rows; None without common seeds."""
         mine, theirs = (self.lines.get(which, {}).get(column, {}) for which in (line, other))
         common = sorted(mine.keys() & theirs.keys())
         return Estimate.of([mine[seed] - theirs[seed] for seed in common]) if common else None

@@ -63,7 +63,7 @@ class CostPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and where results lie.
+    """One comparison: its size and contestants, and where its results lie.
 
     Attributes:
         size: of everything.
@@ -128,7 +128,7 @@ class Comparison:
         return [CostPiece(d, name, length) for d in divisions for name in self.entrants(d) for length in lengths]
 
     def ready(self) -> list[Piece]:
-        """What can be run now: rates that were not tried, and seeds at rates that are chosen."""
+        """Find the pieces that can be run now: rates that were not tried, and seeds at rates that are chosen."""
         found = []
         for run in self.runs():
             found += [p for p in (*self.tuning(*run), *self.counted(*run)) if self.read(p) is None]
@@ -156,7 +156,7 @@ class Comparison:
 
 
 def fingerprint(piece: Piece | CostPiece, size: Size) -> str:
-    """What a result depends on beside the code: the recipe and the suites' options, or the shape and length."""
+    """Hash all that a result depends on beside the code: recipe and suites' options, or shape and length."""
     if isinstance(piece, CostPiece):
         about: Any = [solve(piece.contestant, piece.division, size).fields, piece.length]
     else:

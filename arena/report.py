@@ -53,7 +53,7 @@ def plan(comparison: Comparison) -> str:
 
 
 def models(comparison: Comparison, division: str) -> str:
-    """What the contestants of a division are made of."""
+    """The table of a division's contestants: parameters, state, layers."""
     rows: list[Row] = []
     for name in comparison.entrants(division):
         model = solve(name, division, comparison.size)
@@ -180,7 +180,7 @@ def costs_table(comparison: Comparison, division: str) -> str:
 
 
 def pictures(comparison: Comparison, division: str) -> list[dict[str, Any]]:
-    """What one looks at first: each contestant as a point of cost and quality."""
+    """Draw each contestant as a point of cost and quality."""
     size, measured = comparison.size, measures.costs(comparison, division)
     recall, text = Scores(comparison, division, MQAR), Scores(comparison, division, TEXT)
     near, far = min(size.cost_lengths), max(size.cost_lengths)

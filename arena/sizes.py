@@ -56,7 +56,7 @@ class Size:
 
     @property
     def says_something(self) -> bool:
-        """Whether rates are chosen and intervals known, so that words may be made of the results."""
+        """Tell whether rates are chosen and intervals known, so that words may be made of the results."""
         return len(self.rates) >= LEAST_RATES and len(self.seeds) >= LEAST_SEEDS
 
 

@@ -1,4 +1,4 @@
-"""What everybody is trained and measured on: one recipe a task, the same for all but for the model."""
+"""The tasks, on which everybody is trained and measured: one recipe each, the same for all but for the model."""
 
 from __future__ import annotations
 

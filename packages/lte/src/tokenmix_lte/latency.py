@@ -45,7 +45,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def milliseconds(self) -> float:
-        """What calls have taken since the last question; waits for the device."""
+        """Give the milliseconds since the last question, after waiting for the device."""
         marks, self._marks = self._marks, []
         pairs = list(zip(marks[::2], marks[1::2], strict=True))
         if self.cuda:

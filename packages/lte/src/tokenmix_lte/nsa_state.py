@@ -1,4 +1,4 @@
-"""What a layer of Native Sparse Attention keeps beside keys and values: the means of its blocks."""
+"""The state of Native Sparse Attention beside keys and values: the means of its blocks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """What steers the share of kept keys of a run; imported with transformers' Trainer, when there is a run."""
+    """Give the callback that steers a run's share of kept keys; transformers' Trainer is imported for a run alone."""
     from tokenmix_lte.training import steer_sparsity
 
     return steer_sparsity(recipe)

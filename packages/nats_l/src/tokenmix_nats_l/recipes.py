@@ -26,7 +26,7 @@ EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
 def log(recipe: Recipe) -> TrainerCallback:
-    """What logs the share of softmax chunks of a run; imported with transformers' Trainer, when there is a run."""
+    """Give the callback that logs the share of softmax chunks; transformers' Trainer is imported for a run alone."""
     from tokenmix_nats_l.training import log_shares
 
     return log_shares(recipe)

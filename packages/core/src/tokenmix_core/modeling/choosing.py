@@ -173,7 +173,7 @@ def draw(
 
 
 def _signature(processors: LogitsProcessorList) -> Hashable | None:
-    """What recorded choices with these processors depend on; None where one of them cannot be recorded."""
+    """The key of recorded choices with these processors; None where one of them cannot be recorded."""
     if any(type(x) not in _ON_DEVICE or isinstance(getattr(x, "prompt_ignore_length", None), int) for x in processors):
         return None
     return tuple(

@@ -56,7 +56,7 @@ class GeneratesInSteps:
 
     @property
     def step_store(self) -> StepStore:
-        """What was recorded of this model's steps and waits for the next generation."""
+        """The recorded steps of this model that wait for the next generation."""
         return self.__dict__.setdefault("_step_store", StepStore())
 
     def free_decoding_graphs(self) -> None:
@@ -76,7 +76,7 @@ class GeneratesInSteps:
         return {name: takers[name].step_input(name, x, lambda: cache.known_lengths) for name, x in inputs.items()}
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> Any:
-        """What the model's `forward` returns, for logits `[N, 1, vocab]` of a step that was repeated."""
+        """Wrap logits `[N, 1, vocab]` of a repeated step as the model's `forward` returns them."""
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
 
     @contextmanager

@@ -102,7 +102,7 @@ class Recorded:
 
 
 class StepStore:
-    """What was recorded of a model and is not in use; the model holds it, and copies of the model do not."""
+    """Recorded steps of a model that are not in use; the model holds them, and copies of the model do not."""
 
     def __init__(self) -> None:
         self._idle: list[Recorded] = []
@@ -275,7 +275,7 @@ _TAKEN = frozenset(
 
 
 def why_not(model: Any, cache: Any) -> str | None:
-    """What keeps a model's decoding steps from being recorded on this device; None where nothing does."""
+    """Say why a model's decoding steps cannot be recorded on this device; None where they can."""
     if graphs.capture_on(model.device) is None:
         return f"no graphs on {model.device.type}"
     if not isinstance(cache, HybridCache) or cache.offload_states:
@@ -292,7 +292,7 @@ def why_not(model: Any, cache: Any) -> str | None:
 
 
 def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
-    """What a recorded step depends on: weights and where they lie, the cache's make and batch, and torch's modes."""
+    """The key of a recorded step: weights and where they lie, the cache's make and batch, and torch's modes."""
     device: Any = next(model.parameters()).device
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))
     modes = (*modes, torch.get_autocast_dtype(device.type) if modes[1] else None)

@@ -34,7 +34,7 @@ class SwiGLU(nn.Module):
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether a layer is torch's own without a bias, and nobody has changed or watches its forward pass.
+    """Tell whether a layer is torch's own without a bias, and nobody has changed or watches its forward pass.
 
     Adapters, quantisation and hooks do: their layers have to be called.
     """

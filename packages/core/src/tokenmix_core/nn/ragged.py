@@ -145,7 +145,7 @@ class RaggedKVState(StatePart):
     def attend(
         self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
     ) -> AttentionOutput:
-        """What one query of each row sees here: o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for nothing.
+        """Attend from one query a row to its keys: o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for none.
 
         Each head reads its own tokens alone.
         """

@@ -230,7 +230,7 @@ class StatePart:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held, each `[N, ...]`: all that a decoding step reads and writes."""
+        """The tensors held, each `[N, ...]`: all that a decoding step reads and writes."""
         raise NotImplementedError
 
     def fix(self, room: int, more: int, storage: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ def fla_folder(path: Path, config: dict[str, Any], *, seed: int = 0) -> Weights:
 
 
 def fla_logits(config: dict[str, Any], weights: Weights, ids: Tensor) -> Tensor:
-    """What FLA's language model of this configuration and these weights computes, `[B, T, vocab]`."""
+    """Compute the logits `[B, T, vocab]` of FLA's language model of this configuration and these weights."""
     eps = config["norm_eps"]
     x = weights["model.embeddings.weight"][ids]
     for i in range(config["num_hidden_layers"]):

@@ -15,7 +15,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Gates(NamedTuple):
-    """What `delta_gates` returns.
+    """The result of `delta_gates`.
 
     Attributes:
         g: natural logarithm of the decay, at most 0, `[B, T, HV]` float32.

@@ -15,7 +15,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class NormOutput(NamedTuple):
-    """What `rms_norm` returns.
+    """The result of `rms_norm`.
 
     Attributes:
         y: the normalised rows, in the shape of x.

@@ -50,7 +50,7 @@ class Backend(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the choice of an implementation depends on: the device, the dtype, sizes, and the mask. No values."""
+    """A call as the choice of an implementation sees it: the device, the dtype, sizes, and the mask; no values."""
 
     device: str
     dtype: torch.dtype
@@ -228,7 +228,7 @@ def _flash_attn_limit(call: Call) -> str | None:
 
 
 def _flash_limit(call: Call) -> str | None:
-    """What FlashAttention cannot do, in torch or in its own packages."""
+    """Say which part of a call FlashAttention cannot do, in torch or in its own packages."""
     if call.dtype not in _HALF:
         return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
     if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
@@ -243,7 +243,7 @@ def _flash_limit(call: Call) -> str | None:
 
 
 def _gluon_limit(call: Call) -> str | None:
-    """What can be said without the tensors; `plan.limit` has the rest."""
+    """Say which part of a call Gluon cannot do, as far as sizes tell; `plan.limit` has the rest."""
     return _triton_limit(call) if call.device == "cuda" else None
 
 

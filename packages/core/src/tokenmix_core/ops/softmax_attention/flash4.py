@@ -89,7 +89,7 @@ def _rows(x: Tensor, cu: Tensor | None) -> Tensor:
 
 
 def _options(mask: Mask, scale: float, cu: Tensor | None) -> dict:
-    """What both passes are told by name. Lengths of packed sequences stay on the device: their bound is the batch."""
+    """The named arguments of both passes. Lengths of packed sequences stay on the device: their bound is the batch."""
     left, right = window_sides(mask)
     return {
         "softmax_scale": scale, "causal": mask.causal, "window_size_left": left, "window_size_right": right,

@@ -154,7 +154,7 @@ def sizes(q, k, cu_seqlens, mask: Mask) -> dict[str, int]:
 
 
 def constants(q, v, cu_seqlens, mask: Mask, tile: AttentionTile) -> dict:
-    """What kernels are compiled for."""
+    """The constants that all kernels of a call are compiled for."""
     K, V = q.shape[3], v.shape[3]
     return {
         **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},

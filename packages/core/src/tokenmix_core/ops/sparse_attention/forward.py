@@ -131,14 +131,14 @@ def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, 
 
 
 def sizes(q, k, ranks, cu_seqlens) -> dict[str, int]:
-    """What kernels are told of a call's sizes."""
+    """A call's sizes, as all kernels take them."""
     (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, ranks.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     return {"TQ": TQ, "TK": TK, "U": U - 1, "HQ": HQ, "H": H, "HM": HM, "N": N}
 
 
 def constants(q, v, tile: tuning.KeptAttentionTile, unit: int, window: int | None, cu_seqlens) -> dict:
-    """What kernels are compiled for."""
+    """The constants that all kernels of a call are compiled for."""
     K, V = q.shape[3], v.shape[3]
     return {
         **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},

@@ -68,7 +68,7 @@ def list_of(ranks, lists, i_b, i_m, U, HM, kept):
 
 @triton.jit
 def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
-    """What a tile of columns is.
+    """Find out which columns a tile holds.
 
     Returns:
         its row, head and sequence's first row (int64), that one's length, whether its keys are kept, their list and the

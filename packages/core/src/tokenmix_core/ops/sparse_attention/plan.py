@@ -1,4 +1,4 @@
-"""Whether kernels in Gluon make a call; those of portable Triton make all others that kernels take."""
+"""The choice between kernels in Gluon and portable ones, which make all other calls that kernels take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def limit(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> str | None:
 
 
 def takes_gluon(impl: str, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> bool:
-    """Whether kernels in Gluon make a call: not yet measured, they run only where they are asked for.
+    """Tell whether kernels in Gluon make a call: not yet measured, they run only where they are asked for.
 
     Raises:
         ValueError: they are asked for and do not run.

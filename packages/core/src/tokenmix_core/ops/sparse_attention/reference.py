@@ -94,7 +94,7 @@ def kept_attention_reference_backward(
 
 
 def is_kept(keep: Tensor) -> Tensor:
-    """Whether each unit is kept: a float, which is 0 or 1 up to rounding, counts from a half on."""
+    """Tell which units are kept: a float, which is 0 or 1 up to rounding, counts from a half on."""
     return keep > 0.5 if keep.is_floating_point() else keep
 
 

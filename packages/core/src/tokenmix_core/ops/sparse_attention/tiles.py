@@ -96,7 +96,7 @@ def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: 
 
 @triton.jit
 def seen(o_q, b_left, o_k, far, p_until, s_ut, keys):
-    """Whether queries at `o_q`, whose local parts begin at `b_left`, see the columns of a tile that is `far` or not."""
+    """Tell which queries at `o_q`, whose local parts begin at `b_left`, see the columns of a tile, `far` or not."""
     m_far = o_k[None, :] < b_left[:, None]
     if p_until is not None:
         b_until = tl.load(p_until + o_k * s_ut, mask=o_k < tl.where(far, keys, 0), other=0)

@@ -53,7 +53,7 @@ def meet_rows(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a block gives to a tile of rows: its softmax over the block, and the log-sum-exp in base 2."""
+    """Give a tile of rows its softmax over one block, and the log-sum-exp in base 2."""
     b_pair, b_t, b_g, m_r = rows_of(listed, low, high, i, S, G, BM, MASKED)
     b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
@@ -199,7 +199,7 @@ def block_slots(tokens: int, block_size: int, cu_seqlens: Tensor | None) -> int:
 
 
 def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, int]:
-    """What kernels are told of a call's sizes, with a run of its queries."""
+    """A call's sizes, with a run of its queries, as all kernels take them."""
     (B, TQ), (TK, H), N = q.shape[:2], k.shape[1:3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
     U = block_slots(TK, block_size, cu_seqlens)
     return {
@@ -209,7 +209,7 @@ def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, in
 
 
 def constants(step: str, q, v, lists: Lists, block_size: int, cu_seqlens) -> dict:
-    """What kernels are compiled for."""
+    """The constants that all kernels of a call are compiled for."""
     K, V = q.shape[3], v.shape[3]
     BM, warps, stages = tile(step, max(K, V), q.dtype)
     return {

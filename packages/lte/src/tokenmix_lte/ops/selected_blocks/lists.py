@@ -23,7 +23,7 @@ _ELEMENTS = 1024
 
 
 class Lists(NamedTuple):
-    """What kernels know of the pairs of some queries.
+    """Pairs of queries and blocks, listed by block, as kernels read them.
 
     Attributes:
         slots: `[B, H, T · S]`, the place of each pair's block among all blocks, −1 where the query sees none of it.

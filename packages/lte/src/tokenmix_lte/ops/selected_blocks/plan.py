@@ -40,7 +40,7 @@ def tile(step: str, size: int, dtype: torch.dtype) -> Tile:
 
 
 def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
-    """What the kernels cannot do of such a call, to follow the implementation's name; None if they can do it."""
+    """Say which part of a call the kernels cannot do, to follow the implementation's name; None if they can do it."""
     if q.dtype == torch.float64:
         return "has no float64; pass impl='reference'"
     if not q.is_cuda and q.dtype == torch.bfloat16:

@@ -8,7 +8,7 @@ WARPS = 4
 
 
 def constants(q: Tensor, v: Tensor, unit: int, window: int | None, cu_seqlens: Tensor | None) -> dict:
-    """What the backward kernels are compiled for."""
+    """The constants that the backward kernels are compiled for."""
     return {
         **{"K": q.shape[3], "V": v.shape[3], "BT": TILE, "UNIT": unit, "WINDOW": window is not None},
         **{"PACKED": cu_seqlens is not None, "num_warps": WARPS},

@@ -44,7 +44,7 @@ def begin_gather(s_x, p_x, o_t, rows, stride: gl.constexpr):
 
 @gluon.jit
 def seen(o_q, o_k, far, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """Whether queries at `o_q` see the columns at `o_k` of a tile that is `far` or not."""
+    """Tell which queries at `o_q` see the columns at `o_k` of a tile, `far` or not."""
     b_left = left_of(o_q, window, UNIT, WINDOW)[:, None]
     m_far = o_k[None, :] < b_left
     return (m_far & far) | ((o_k[None, :] <= o_q[:, None]) & (o_k[None, :] >= b_left) & (not far))
