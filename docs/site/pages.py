@@ -74,6 +74,7 @@ def build() -> Site:
         {
             "Measurements": [
                 {"Speed": _readme(site, "docs/speed.md")},
+                {"Training steps": _readme(site, "docs/steps.md")},
                 {"Versions of Triton": _readme(site, "docs/tritons.md")},
                 {"Log": _readme(site, "docs/log.md")},
             ]
@@ -94,7 +95,9 @@ def addresses() -> dict[str, str]:
         "packages/core/README.md": "core/index.md",
         "packages/core/src/tokenmix_core/modeling/README.md": "core/modeling.md",
     }
-    found |= {f"docs/{name}.md": f"{name}.md" for name in ("notation", "architecture", "speed", "tritons", "log")}
+    found |= {
+        f"docs/{name}.md": f"{name}.md" for name in ("notation", "architecture", "speed", "steps", "tritons", "log")
+    }
     for name, title in PAPERS.items():
         found[f"packages/{name}/README.md"] = f"papers/{name}.md"
         found[f"docs/{name}.md"] = f"papers/{name}.md#{_slug(_title(ROOT / 'docs' / f'{name}.md') or title)}"

@@ -1,0 +1,77 @@
+"""The tables of docs/steps.md: floors of training steps, and what was measured; `docs/tables.py` fills them in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "packages" / "core" / "benchmarks"
+ROWS, LENGTH = 8, 4096
+# by title, the recipe of one size of each kind of model
+MODELS = {
+    "Transformer++": "tokenmix_nats_l.recipes:transformer-380m",
+    "Gated DeltaNet": "tokenmix_nats_l.recipes:gdn-380m",
+    "Gated DeltaNet and attention": "tokenmix_nats_l.recipes:gdn-hybrid-380m",
+    "Mamba-2": "tokenmix_nats_l.recipes:mamba2-380m",
+    "NHA": "tokenmix_nha.recipes:nha-340m",
+    "Oryx-TM": "tokenmix_oryx.recipes:tm-380m",
+    "Oryx-TG": "tokenmix_oryx.recipes:tg-380m",
+    "NAtS-L Hybrid": "tokenmix_nats_l.recipes:nats-l-hybrid-380m",
+    "laLTE": "tokenmix_lte.recipes:lalte-0.4b",
+    "laNSA": "tokenmix_lte.recipes:lansa-0.4b",
+}
+
+
+def tables() -> dict[str, str]:
+    """By mark."""
+    measured = [row for path in sorted((BENCHMARKS / "results" / "step").glob("*.json")) for row in _read(path)]
+    return {"floors": _floors(_benchmark()), "measured": _measured(measured)}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())
+
+
+def _benchmark() -> ModuleType:
+    """`packages/core/benchmarks/step.py`, which holds the model of the floor."""
+    spec = importlib.util.spec_from_file_location("training_step", BENCHMARKS / "step.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _floors(benchmark: ModuleType) -> str:
+    from transformers import AutoModelForCausalLM
+
+    lines = ["| model | products | mixing | activations | loss | weights | floor, ms | thousand tokens/s |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for title, name in MODELS.items():
+        config = benchmark.recipe_named(name).model_config()
+        # shapes alone
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        parts = benchmark.floor(model, ROWS, LENGTH)
+        cells = " | ".join(f"{ms:.1f}" for ms in parts.values())
+        lines.append(f"| {title}, `{name.partition(':')[2]}` | {cells} | {ROWS * LENGTH / parts['all']:.0f} |")
+    return "\n".join(lines)
+
+
+def _measured(rows: list[dict[str, Any]]) -> str:
+    """Steps beside their peers; a sentence where none was measured."""
+    if not rows:
+        return "None of these steps was measured yet with the kernels between products."
+    lines = ["| model | implementation | step, ms | thousand tokens/s | of the floor | peak, GiB | first step, s |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        numbers = f"{row['step_ms']:.1f} | {row['thousand_tokens_s']:.1f} | {row['share_of_floor']:.0%}"
+        model = row["op"].rpartition(", ")[2]
+        lines.append(f"| {model} | {row['impl']} | {numbers} | {row['peak_gib']:.1f} | {row['first_step_s']:.0f} |")
+    return "\n".join(lines)
