@@ -180,13 +180,13 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Raise a ValueError unless one launch may take these inputs."""
-    kinds = {
+    # no set of them: where torch traces, sizes are symbols, which have no hash
+    kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
-    }
-    if len(kinds) > 1:
+    ]
+    if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
-            f"{op}: inputs must have one B, T, W, dtype and device, "
-            f"got {' and '.join(map(str, sorted(map(str, kinds))))}"
+            f"{op}: inputs must have one B, T, W, dtype and device, got {' and '.join(sorted(set(map(str, kinds))))}"
         )
 
 
