@@ -168,9 +168,9 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Test the kernels of all packages on the CUDA device of this machine."""
+    """Test the kernels and operations of all packages on the CUDA device of this machine."""
     sync(session, "--all-packages", "--all-groups", "--extra=peft")
-    session.run("pytest", "packages", "-m", "gpu", *session.posargs)
+    session.run("pytest", "packages", "-m", "gpu or operation", *session.posargs)
 
 
 @nox.session

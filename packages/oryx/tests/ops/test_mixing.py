@@ -150,6 +150,7 @@ class TestMix(OpContract):
         "modes that are numbers": (lambda x: x | {"attends": x["attends"].long()}, "attends must be bool"),
         "no rates": (lambda x: x | {"heads": (x["heads"][0], None)}, "dt_bias must be a tensor .*, got None"),
         "mixed dtypes": (lambda x: x | {"rows": x["rows"].double()}, "must share one dtype"),
+        "no angles": ({"rotation": None}, "rotation must be a Rotation of cos and sin, got NoneType"),
         "other heads": ({"options": MAMBA2._replace(heads=4)}, "expected 4 heads"),
         "groups that do not divide": ({"options": MAMBA2._replace(groups=5)}, "multiple of groups"),
     }  # fmt: skip

@@ -41,11 +41,14 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
         }
         if found := {kind: names for kind, names in problems.items() if names}:
             text = "; ".join(f"{len(names)} {kind} ({some(names)})" for kind, names in found.items())
-            raise ValueError(f"{source}: the weights do not fit {cls.__name__}: {text}; strict=False loads it anyway")
+            raise ValueError(
+                f"{source}: the weights do not fit {cls.__name__}: {text}; "
+                "from_pretrained(..., strict=False) loads it anyway"
+            )
         if names := not_finite(model):
             raise ValueError(
                 f"{source}: weights are not finite: NaN or infinity in {len(names)} tensors ({some(names)}); "
-                "strict=False loads it anyway"
+                "from_pretrained(..., strict=False) loads it anyway"
             )
     return (model, info) if wants_info else model
 

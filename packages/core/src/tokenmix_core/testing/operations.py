@@ -116,6 +116,8 @@ class OpContract:
             The call that they change has the sizes `valid`.
     """
 
+    pytestmark = pytest.mark.operation
+
     covers: ClassVar[tuple[Callable, ...]] = ()
     absent: ClassVar[Mapping[str, str]] = {}
     forms: ClassVar[Mapping[str, Callable]] = {}

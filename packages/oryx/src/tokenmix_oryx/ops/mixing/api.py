@@ -99,6 +99,8 @@ def mix(
         ValueError: shapes, dtypes, devices or options do not fit; it says what was got and expected.
     """
     op = "mix"
+    if not isinstance(rotation, Rotation):
+        raise ValueError(f"{op}: rotation must be a Rotation of cos and sin, got {type(rotation).__name__}")
     dims = bind_shapes(
         op, {}, shared=(shared, "B T C"), rows=(rows, "N E"), A_log=(A_log, "H"), dt_bias=(dt_bias, "H"), D=(D, "H?"),
         k_weight=(k_weight, "E W"), v_weight=(v_weight, "E W"), norm_weight=(norm_weight, "E"),
