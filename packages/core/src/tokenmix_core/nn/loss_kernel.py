@@ -51,5 +51,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, losses: Tensor, ignore_ind
     """
     tokens, V = logits.shape
     if tokens:
-        launch = softmax_gradient_kernel[(tokens,)]
-        launch(logits, labels, losses, logits.stride(0), V, ignore_index, 4096, gradient, num_warps=8)  # type: ignore
+        softmax_gradient_kernel[(tokens,)](
+            logits=logits, labels=labels, losses=losses, stride=logits.stride(0), V=V, ignore_index=ignore_index,
+            BV=4096, GRADIENT=gradient, num_warps=8,  # type: ignore
+        )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.convolution.forward import load_input, locate_channels, of_input, sigmoid, three, within
+from tokenmix_core.ops.convolution.forward import load_input, locate_channels, of_input, of_three, sigmoid, within
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
 
@@ -168,9 +168,10 @@ def short_conv_backward(
     dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
     initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
     short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
-        x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
-        x.stride(1), do.stride(1), T, N, config.BT, D,
-        W, config.BD, config.BU, activation == "silu", cu_seqlens is not None, num_warps=1,
+        x=x, weight=weight, bias=bias, initial_state=initial_state, do=do, final_gradient=final_gradient, dx=dx,
+        dsums=dsums, initial_gradient=initial_gradient, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
+        stride_do=do.stride(1), T=T, N=N, BT=config.BT, D=D, W=W, BD=config.BD, BU=config.BU,
+        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     dweight = torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
@@ -183,22 +184,16 @@ def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, do
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     sizes = [x.shape[2] for x in xs]
-    D0, D1, D2 = [*sizes, 0][:3]
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dxs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
     dsums = torch.empty((runs, W + 1, sum(sizes)), dtype=torch.float32, device=device)
-    none = [None] * 3
     initial_gradients = None if initial_states is None else [torch.empty_like(x) for x in initial_states]
-    stride0, stride1, stride2 = three([x.stride(1) for x in xs])
-    stride_do0, stride_do1, stride_do2 = three([x.stride(1) for x in dos])
     short_convs_backward_kernel[(runs, sum(cdiv(D, config.BD) for D in sizes))](
-        *three(xs), *three(weights), *(none if initial_states is None else three(initial_states)), *three(dos),
-        *(none if final_gradients is None else three(final_gradients)), *three(dxs),
-        *(none if initial_gradients is None else three(initial_gradients)), dsums, cu_seqlens,
-        stride0=stride0, stride1=stride1, stride2=stride2,
-        stride_do0=stride_do0, stride_do1=stride_do1, stride_do2=stride_do2, T=T, N=N, BT=config.BT,
-        D0=D0, D1=D1, D2=D2, W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu",
-        PACKED=cu_seqlens is not None, num_warps=1,
+        **of_three(x=xs, weight=weights, initial=initial_states, do=dos, dfinal=final_gradients, dx=dxs),
+        **of_three(dinitial=initial_gradients, D=[*sizes, 0]),
+        **of_three(stride=[x.stride(1) for x in xs], stride_do=[x.stride(1) for x in dos]),
+        dsums=dsums, cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT, W=W, BD=config.BD, BU=config.BU,
+        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     dweights = torch.empty((sum(sizes), W), dtype=weights[0].dtype, device=device)
     sum_runs(dsums, dweights, None)
@@ -209,4 +204,6 @@ def sum_runs(dsums, dweight, dbias) -> None:
     """The sums `[runs, W + 1, D]` of runs, summed over them: of the weight, and of the bias, if there is one."""
     (runs, _, D), W = dsums.shape, dweight.shape[1]
     BR, BD = 128, 32
-    short_conv_sums_kernel[(cdiv(D, BD), W + 1)](dsums, dweight, dbias, runs, D, W, BR, BD, num_warps=4)
+    short_conv_sums_kernel[(cdiv(D, BD), W + 1)](
+        dsums=dsums, dweight=dweight, dbias=dbias, runs=runs, D=D, W=W, BR=BR, BD=BD, num_warps=4
+    )

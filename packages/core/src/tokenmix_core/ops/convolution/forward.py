@@ -4,6 +4,7 @@
 # ruff: noqa: RUF005
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -148,15 +149,20 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
     o = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
     final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
     short_conv_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), cdiv(D, config.BD))](
-        x, weight, bias, initial_state, o, final_state, cu_seqlens, x.stride(1), T, N, config.BT, D,
-        W, config.BD, config.BU, activation == "silu", cu_seqlens is not None, num_warps=1,
+        x=x, weight=weight, bias=bias, initial_state=initial_state, o=o, final_state=final_state,
+        cu_seqlens=cu_seqlens, stride_x=x.stride(1), T=T, N=N, BT=config.BT, D=D, W=W, BD=config.BD, BU=config.BU,
+        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     return o, final_state
 
 
-def three(tensors: Sequence) -> list:
-    """The tensors of three inputs where there may be two: the third is of no channels, and never read."""
-    return [*tensors, tensors[0]][:3]
+def of_three(**each: Sequence | None) -> dict[str, Any]:
+    """Arguments of three inputs by name and number; None stands for all three.
+
+    Where there are two, the first stands for the third, which has no channels and is never read.
+    """
+    given = {name: [None] if values is None else values for name, values in each.items()}
+    return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
 
 
 def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: ShortConvRun):
@@ -165,13 +171,11 @@ def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, con
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
     final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=device) for x in xs]
-    D0, D1, D2 = [*(x.shape[2] for x in xs), 0][:3]
-    stride0, stride1, stride2 = three([x.stride(1) for x in xs])
-    channels = sum(cdiv(D, config.BD) for D in (D0, D1, D2))
-    states = [None] * 3 if initial_states is None else three(initial_states)
+    sizes = [x.shape[2] for x in xs]
+    channels = sum(cdiv(D, config.BD) for D in sizes)
     short_convs_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), channels)](
-        *three(xs), *three(weights), *states, *three(outputs), *three(final_states), cu_seqlens,
-        stride0=stride0, stride1=stride1, stride2=stride2, T=T, N=N, BT=config.BT, D0=D0, D1=D1, D2=D2,
+        **of_three(x=xs, weight=weights, initial=initial_states, o=outputs, final=final_states),
+        **of_three(stride=[x.stride(1) for x in xs], D=[*sizes, 0]), cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT,
         W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     return outputs, final_states
@@ -234,10 +238,10 @@ def short_conv_steps(
     """o `[B, D]` of one token of each of two or three inputs; `states` take the tokens in."""
     BD, W = 256, weights[0].shape[1]
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-    sizes = [*(x.shape[1] for x in xs), 0][:3]
+    sizes = [x.shape[1] for x in xs]
     short_conv_steps_kernel[(len(xs[0]), sum(cdiv(D, BD) for D in sizes))](
-        *three(xs), *three(weights), *three(states), *three(outputs), *(x.stride(0) for x in three(xs)), *sizes, W, BD,
-        activation == "silu", num_warps=2,
+        **of_three(x=xs, weight=weights, state=states, o=outputs, stride=[x.stride(0) for x in xs], D=[*sizes, 0]),
+        W=W, BD=BD, SILU=activation == "silu", num_warps=2,
     )  # fmt: skip
     return outputs
 
@@ -248,6 +252,7 @@ def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     o = torch.empty((B, D), dtype=x.dtype, device=x.device)
     BD = 256
     short_conv_step_kernel[(B, cdiv(D, BD))](
-        x, weight, bias, state, o, x.stride(0), D, weight.shape[1], BD, activation == "silu", num_warps=2
-    )
+        x=x, weight=weight, bias=bias, state=state, o=o, stride_x=x.stride(0), D=D, W=weight.shape[1], BD=BD,
+        SILU=activation == "silu", num_warps=2,
+    )  # fmt: skip
     return o

@@ -112,7 +112,9 @@ def delta_layer_step(
     o = torch.empty((B, HV, head_v), dtype=torch.float32, device=v.device)
     y = torch.empty((B, HV, head_v), dtype=v.dtype, device=v.device)
     delta_layer_step_kernel[(B * heads * (V // tile.BV),)](
-        q, k, v, a, b, gate, *weights, *inputs, A_log, dt_bias, norm_weight, state, arrivals, o, y,
+        q=q, k=k, v=v, a=a, b=b, gate=gate, q_weight=weights[0], k_weight=weights[1], v_weight=weights[2],
+        q_inputs=inputs[0], k_inputs=inputs[1], v_inputs=inputs[2], A_log=A_log, dt_bias=dt_bias,
+        norm_weight=norm_weight, state=state, arrivals=arrivals, o=o, y=y,
         stride_q=q.stride(0), stride_k=k.stride(0), stride_v=v.stride(0), stride_a=a.stride(0), stride_b=b.stride(0),
         stride_gate=0 if gate is None else gate.stride(0), scale=scale, max_beta=max_beta, eps=eps,
         H=H, group=HV // H, parts=heads // HV, HEAD_K=head_k, HEAD_V=head_v, K=K, V=V, BV=tile.BV,
