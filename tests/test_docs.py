@@ -3,6 +3,7 @@
 import importlib
 import posixpath
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -89,3 +90,10 @@ def test_code_is_no_equation():
     marked = equations.with_equations(text)
     assert marked.count('class="equation"') == 1
     assert "```python\n\n    x = 1\n```" in marked
+
+
+def test_every_table_is_what_the_committed_numbers_and_models_give():
+    done = subprocess.run([sys.executable, ROOT / "docs" / "tables.py", "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("left as they are")) == (0, "", 0), (
+        done.stdout + done.stderr
+    )
