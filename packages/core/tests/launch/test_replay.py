@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_several_empty_tensors_are_replayed(add):
     assert function.runs == 1
 
 
-def test_operations_between_launches_are_replayed_in_order(add):
+@pytest.mark.parametrize("mode", [nullcontext, torch._C._AutoDispatchBelowAutograd], ids=["eager", "compiled"])
+def test_operations_between_launches_are_replayed_in_order(add, mode):
     def run(a, b):
         a = a.contiguous()
         out = torch.empty_like(a)
@@ -128,7 +130,9 @@ def test_operations_between_launches_are_replayed_in_order(add):
         a, b = torch.randn(6, 2)[:, 0], torch.randn(6)
         out = 2 * (a + b) + b
         out[:3] *= 3
-        got = replayed(a, b)
+        # what torch compiled calls operators below autograd
+        with mode():
+            got = replayed(a, b)
         torch.testing.assert_close(got[0], out)
         torch.testing.assert_close(got[1], out[:3].double() + out[3:])
         assert got[2].tolist() == [0.0, 0.0]

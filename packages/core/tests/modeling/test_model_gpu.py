@@ -63,8 +63,8 @@ def test_a_training_step_errs_no_more_than_the_eager_one(mixer, ids):
         step(model, ids.to(device)) for model, device in zip(three(build(mixer)), ("cpu", "cpu", "cuda"), strict=True)
     )
     for name, x in fast.items():
-        # one number, or a short vector, may be right by chance: bfloat16's unit of rounding is the least to expect
-        floor = None if x.dim() > 1 else torch.finfo(torch.bfloat16).eps
+        # one number, or a short vector, may be right by chance: twice bfloat16's unit of rounding, as of others
+        floor = None if x.dim() > 1 else 2 * torch.finfo(torch.bfloat16).eps
         assert_within(name, x, exact[name], eager[name], floor=floor)
 
 

@@ -180,6 +180,12 @@ def operation(func: Any) -> Operation | None:
         return None
 
 
+def composed(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The result of an operation that is made of others, by these others; NotImplemented for others, or if unknown."""
+    decompose = getattr(func, "decompose", None)
+    return NotImplemented if decompose is None else decompose(*args, **kwargs)
+
+
 class Launching(NamedTuple):
     """The parts of Triton that launches need which are not made by Triton itself."""
 

@@ -242,6 +242,11 @@ class _Recorder(private.Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        # below autograd, as in what torch compiled, composites come whole: `contiguous` is a copy or nothing
+        with self:
+            output = private.composed(func, args, kwargs)
+        if output is not NotImplemented:
+            return output
         operation = private.operation(func)
         if (operation is not None and operation.views) or func in _OF_DTYPES:
             return func(*args, **kwargs)

@@ -358,14 +358,17 @@ class OpContract:
         # the second and the third call, with their backward passes
         assert made[0] >= (4 if self.differentiable else 2)
 
-    def test_malformed_calls_are_refused_before_a_launch(self, form, bad):
+    def test_malformed_calls_are_refused_before_a_launch(self, form, bad, device):
         tensors, options = self.make(torch.float32, **self.valid)
-        self._assert_refused(self.forms[form], tensors | options, *self.malformed[bad])
+        self._assert_refused(self.forms[form], tensors | options, *self.malformed[bad], device)
 
-    def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, said: str) -> None:
+    def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, said: str, device) -> None:
         # the call is right but for the change
         function(**arguments)
         changed: Any = change(arguments) if callable(change) else {**arguments, **change}
+        if changed.get("impl") == "triton":
+            # where there are kernels
+            changed = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in changed.items()}
         with no_launches(), pytest.raises(ValueError, match=said) as error:
             function(**changed)
         assert "\n" not in str(error.value)
@@ -382,11 +385,11 @@ class OpContract:
             assert relative_error(o, whole.o[:, t]) < 2e-6
         assert relative_error(state, getattr(whole, left)) < 2e-6
 
-    def test_malformed_steps_are_refused_before_a_launch(self, bad_step):
+    def test_malformed_steps_are_refused_before_a_launch(self, bad_step, device):
         step, sizes = self.step
         tensors, options = self.make(torch.float32, **sizes, T=1)
         token = self._token(tensors | options, 0) | {"state": tensors[self.state[0]]}
-        self._assert_refused(step, token, *self.malformed_steps[bad_step])
+        self._assert_refused(step, token, *self.malformed_steps[bad_step], device)
 
     def _token(self, arguments: dict[str, Any], t: int) -> dict[str, Any]:
         """The arguments of a step, but for its state."""
