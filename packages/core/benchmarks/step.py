@@ -2,8 +2,14 @@
 
 A step is forward, backward, clipping and fused AdamW, with float32 weights under bfloat16 autocast, as recipes train.
 Models named by recipe (of core, or `tokenmix_nats_l.recipes:gdn-380m`) run eagerly and compiled, beside FLA's and
-transformers' models of the same sizes where these are installed; all stay in memory and take turns. For each: thousand
-tokens a second, peak GiB, milliseconds of device time by kind of kernel, and the share of the floor.
+transformers' models of the same sizes where these are installed, or those of them that `--only` names. For each:
+thousand tokens a second, peak GiB, seconds of the first step, milliseconds of device time by kind of kernel, and the
+share of the floor.
+
+Each model takes a turn as soon as it is warm, ours first; then all, still in memory, take turns in rounds, of which the
+median counts. A row is printed and kept after each turn, with the rounds behind it, so that a run that is cut off
+leaves what it had found: 0 rounds are the turn that a model took alone. Where `TOKENMIX_UNTRIED=1` is set, our models
+say so.
 
 **The floor** is a model, not a measurement: what a step cannot take less than, part by part, on one chip.
 
@@ -24,17 +30,20 @@ import importlib
 import importlib.util
 import re
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.testing.benchmarking import table
-from tokenmix_core.testing.results import save
+from tokenmix_core.testing.results import OURS, save
 
 DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 RESULTS = Path(__file__).parent / "results" / "step"
@@ -222,8 +231,9 @@ def models(recipe: Any) -> dict[str, tuple[Callable[[], nn.Module], bool]]:
     from transformers import AutoModelForCausalLM
 
     config = recipe.model_config()
+    trial = ", untried kernels" if untried() else ""
     made: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-        f"tokenmix {form}": (lambda: AutoModelForCausalLM.from_config(config), form == "compiled")
+        f"{OURS} {form}{trial}": (lambda: AutoModelForCausalLM.from_config(config), form == "compiled")
         for form in ("eager", "compiled")
     }
     mixers = {config.mixer_type(i) for i in range(config.num_hidden_layers)} if hasattr(config, "mixer_type") else set()
@@ -262,68 +272,125 @@ def _fla(config: Any) -> nn.Module:
     return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**_sizes(config), **{name: options[name] for name in names}))
 
 
-def measure(
-    names: Iterable[str], *, rows: int, length: int, device: str, steps: int = 10, rounds: int = 5, warmup: int = 3
-) -> list[dict]:
-    """Rows of the JSON: every model of every recipe, all in memory, `steps` steps at a time in turns.
+@dataclass
+class Measured:
+    """One warm model of a recipe, and what its turns gave."""
 
-    A model that fails is left out, with a line that says why.
+    name: str
+    impl: str
+    training: Training
+    ids: Tensor
+    losses: list[float]
+    floor: dict[str, float]
+    kept: int | None
+    times: list[float] = field(default_factory=list)
+
+    def row(self, rounds: int, kinds: dict[str, float] | None = None) -> dict[str, Any]:
+        """A row of the JSON, whose time is the median of the turns, after so many rounds."""
+        (B, T), ms = self.ids.shape, statistics.median(self.times)
+        return {
+            "op": f"training step, {self.name}",
+            "shape": f"B{B} T{T}",
+            "impl": self.impl,
+            "rounds": rounds,
+            "step_ms": ms,
+            "thousand_tokens_s": B * T / ms,
+            "peak_gib": self.training.peak / 2**30 if self.ids.device.type == "cuda" else None,
+            "kept_gib": None if self.kept is None else self.kept / 2**30,
+            "first_step_s": self.training.first,
+            "floor_ms": self.floor["all"],
+            "share_of_floor": self.floor["all"] / ms,
+            "floor": self.floor,
+            "kinds_ms": kinds or {},
+            "losses": self.losses,
+        }
+
+
+def chosen(names: Sequence[str], only: Sequence[str] = ()) -> list[tuple[str, str, Callable[[], nn.Module], bool]]:
+    """Recipe, name, maker and form of the models whose name has one of `only`, or of all; ours first.
+
+    Raises:
+        ValueError: an unknown recipe, or a part of `only` that no model's name has.
     """
+    every = [(name, impl, *made) for name in names for impl, made in models(recipe_named(name)).items()]
+    known = list(dict.fromkeys(impl for _, impl, _, _ in every))
+    for part in only:
+        if not any(part.lower() in impl.lower() for impl in known):
+            raise ValueError(f"--only {part!r} is in the name of no model, there is {', '.join(known)}")
+    meant = [one for one in every if not only or any(part.lower() in one[1].lower() for part in only)]
+    # peers may warm up for minutes
+    return sorted(meant, key=lambda one: not one[1].startswith(OURS))
+
+
+def measure(
+    names: Sequence[str],
+    *,
+    rows: int,
+    length: int,
+    device: str,
+    only: Sequence[str] = (),
+    steps: int = 10,
+    rounds: int = 5,
+    warmup: int = 3,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row after each turn of `steps` steps: of one model once it is warm, then of all in memory by rounds.
+
+    A later row of a model replaces its earlier ones; the last has the time by kind of kernel. A model that fails is
+    left out, with a line that says why.
+    """
+    from transformers import AutoModelForCausalLM
+
     where = torch.device(device)
-    trained: dict[tuple[str, str], tuple[Training, Tensor, list[float]]] = {}
-    floors: dict[str, dict[str, float]] = {}
-    kept: dict[str, float] = {}
-    for name in names:
-        recipe = recipe_named(name)
-        ids = torch.randint(0, recipe.model_config().vocab_size, (rows, length), device=where)
-        for impl, (make, compiled) in models(recipe).items():
-            try:
-                training = Training(make, where, compiled)
-                losses = training.warm(ids, warmup)
-            # peers and compilers fail in errors of their own
-            except Exception as error:
-                print(f"{impl} does not run {name}: {type(error).__name__}: {str(error)[:300]}")
-                continue
-            trained[name, impl] = training, ids, losses
-            if name not in floors:
-                floors[name] = floor(training.model, rows, length)
-                kept[name] = kept_bytes(training.model, ids) / 2**30
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in trained}
-    for _ in range(rounds):
-        for key, (training, ids, _) in trained.items():
-            times[key].append(training.time(ids, steps))
-    found = []
-    for (name, impl), (training, ids, losses) in trained.items():
-        ms = statistics.median(times[name, impl])
-        found.append(
-            {
-                "op": f"training step, {name}",
-                "shape": f"B{rows} T{length}",
-                "impl": impl,
-                "step_ms": ms,
-                "thousand_tokens_s": rows * length / ms,
-                "peak_gib": training.peak / 2**30 if where.type == "cuda" else None,
-                "kept_gib": kept[name] if impl == "tokenmix eager" else None,
-                "first_step_s": training.first,
-                "floor_ms": floors[name]["all"],
-                "share_of_floor": floors[name]["all"] / ms,
-                "floor": floors[name],
-                "kinds_ms": training.profile(ids),
-                "losses": losses,
-            }
-        )
-    return found
+    warm: list[Measured] = []
+    meant = chosen(names, only)
+    for position, (name, impl, make, compiled) in enumerate(meant, 1):
+        say(f"{position} of {len(meant)}: warming {name}, {impl}")
+        config = recipe_named(name).model_config()
+        ids = torch.randint(0, config.vocab_size, (rows, length), device=where)
+        # shapes alone, so that a peer has its floor without our model
+        with torch.device("meta"):
+            parts = floor(AutoModelForCausalLM.from_config(config), rows, length)
+        try:
+            training = Training(make, where, compiled)
+            losses = training.warm(ids, warmup)
+            kept = kept_bytes(training.model, ids) if impl.startswith(OURS) and not compiled else None
+            one = Measured(name, impl, training, ids, losses, parts, kept)
+            say(f"first step after {training.first:.1f} s; a turn alone")
+            one.times = [training.time(ids, steps)]
+        # peers and compilers fail in errors of their own
+        except Exception as error:
+            print(f"{impl} does not run {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        warm.append(one)
+        yield one.row(0)
+    for done in range(rounds):
+        say(f"round {done + 1} of {rounds}")
+        for one in warm:
+            # the turn alone gives way to the first that others took beside it
+            one.times = [*(one.times if done else ()), one.training.time(one.ids, steps)]
+            yield one.row(done + 1)
+    for one in warm if where.type == "cuda" else ():
+        say(f"kernels of {one.name}, {one.impl}")
+        yield one.row(rounds, one.training.profile(one.ids))
 
 
-def report(found: list[dict]) -> str:
+def say(line: str) -> None:
+    """Tell on stderr what is under way."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# the columns that are printed; the JSON has more
+TOLD = ["op", "impl", "rounds", "step_ms", "thousand_tokens_s", "peak_gib", "kept_gib", "first_step_s"]
+TOLD += ["share_of_floor"]
+
+
+def report(found: Sequence[dict]) -> str:
     """The rows as text, then the floor's parts and kernels by kind."""
-    told = ("op", "impl", "step_ms", "thousand_tokens_s", "peak_gib", "kept_gib", "first_step_s", "share_of_floor")
-    lines = [table([{key: row[key] for key in told} for row in found])] if found else ["nothing ran"]
-    for row in found:
-        for title, parts in (("floor", row["floor"]), ("kernels", row["kinds_ms"])):
-            if parts and (title == "kernels" or row["impl"].endswith("tokenmix eager")):
-                parts = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
-                lines.append(f"{row['op']}, {row['impl']}, {title}, ms: {parts}")
+    lines = [table([{key: row[key] for key in TOLD} for row in found])] if found else ["nothing ran"]
+    floors = {row["op"]: row["floor"] for row in found}
+    told = [(f"{op}, floor", parts) for op, parts in floors.items()]
+    told += [(f"{row['op']}, {row['impl']}, kernels", row["kinds_ms"]) for row in found if row["kinds_ms"]]
+    lines += [f"{title}, ms: " + ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items()) for title, parts in told]
     return "\n".join(lines)
 
 
@@ -331,26 +398,29 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     """Measure, print, and keep what a GPU gave."""
     parser = argparse.ArgumentParser(description="measure training steps beside their floor and their peers")
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
+    only = 'models whose name has this, such as "tokenmix", "tokenmix eager", "compiled", "FLA"; may be given again'
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help=only)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each model")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each model beside the others")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help=f"folder of the JSON; for a GPU {RESULTS.name}/ beside the others")
     given = parser.parse_args(arguments)
-    found = measure(
-        given.recipes,
-        rows=given.rows,
-        length=given.length,
-        device=given.device,
-        steps=given.steps,
-        rounds=given.rounds,
-    )
-    print(report(found))
     folder = given.out or (RESULTS if given.device != "cpu" else None)
+    sizes = {"rows": given.rows, "length": given.length, "steps": given.steps, "rounds": given.rounds}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in measure(given.recipes, only=given.only, device=given.device, **sizes):
+        found[row["op"], row["impl"]] = row
+        header, line = table([{key: row[key] for key in TOLD}]).splitlines()
+        if not row["kinds_ms"]:
+            print(line if len(found) > 1 or row["rounds"] else f"{header}\n{line}", flush=True)
+        if folder is not None:
+            save([row], folder)
+    print(report(list(found.values())))
     if folder is not None and found:
-        print(f"kept in {save(found, folder)}")
-    return found
+        print(f"kept in {folder}")
+    return list(found.values())
 
 
 if __name__ == "__main__":

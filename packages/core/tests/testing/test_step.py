@@ -14,22 +14,53 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "step.py"))
 
 
-def test_a_step_is_measured_beside_its_floor(tmp_path, capsys, monkeypatch):
-    # of what a recipe runs, the eager form alone: compilers take their time on a CPU
-    every = SCRIPT["models"]
-    eager = {"models": lambda recipe: dict(list(every(recipe).items())[:1])}
-    for function in ("main", "measure"):
-        monkeypatch.setitem(SCRIPT[function].__globals__, "models", eager["models"])
-    options = ["tiny-gdn", "--device", "cpu", "--rows", "1", "--length", "32", "--steps", "1", "--rounds", "1"]
-    (row,) = SCRIPT["main"]([*options, "--out", str(tmp_path)])
+TINY = ["--device", "cpu", "--rows", "1", "--length", "32", "--steps", "1", "--rounds", "1"]
+
+
+def test_a_step_is_measured_beside_its_floor(tmp_path, capsys):
+    # compilers take their time on a CPU
+    (row,) = SCRIPT["main"](["tiny-gdn", "--only", "tokenmix eager", *TINY, "--out", str(tmp_path)])
     assert row["impl"] == "tokenmix eager"
+    assert row["rounds"] == 1
     assert row["thousand_tokens_s"] == pytest.approx(32 / row["step_ms"])
     assert 0 < row["share_of_floor"] < 1
+    assert row["first_step_s"] > 0
     assert row["losses"][-1] < row["losses"][0]
     assert row["kept_gib"] > 0
     (kept,) = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert kept["op"] == "training step, tiny-gdn"
-    assert "activations" in capsys.readouterr().out
+    assert kept["environment"]["untried"] is False
+    out, told = capsys.readouterr()
+    assert "activations" in out
+    assert "warming tiny-gdn, tokenmix eager" in told
+
+
+def test_a_measurement_that_is_cut_off_leaves_what_it_found(tmp_path, capsys, monkeypatch):
+    def cut_off(line: str) -> None:
+        if line.startswith("2 of"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(SCRIPT["measure"].__globals__, "say", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        SCRIPT["main"](["tiny-gdn", "tiny-gdn", "--only", "eager", "--only", "tokenmix", *TINY, "--out", str(tmp_path)])
+    (kept,) = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert (kept["impl"], kept["rounds"]) == ("tokenmix eager", 0)
+    assert "tokenmix eager" in capsys.readouterr().out
+
+
+def test_models_are_chosen_by_name_and_ours_come_first(monkeypatch):
+    def names(*only: str) -> list[str]:
+        return [impl for _, impl, _, _ in SCRIPT["chosen"](["tiny-transformer", "tiny-gdn"], only)]
+
+    assert names("Tokenmix") == ["tokenmix eager", "tokenmix compiled"] * 2
+    assert names("transformers", "tokenmix eager") == ["tokenmix eager"] * 2 + [
+        "transformers Llama eager",
+        "transformers Llama compiled",
+    ]
+    with pytest.raises(ValueError, match="'Mixtral' is in the name of no model, there is tokenmix eager"):
+        names("Mixtral")
+    monkeypatch.setenv("TOKENMIX_UNTRIED", "1")
+    assert names("tokenmix eager, untried") == ["tokenmix eager, untried kernels"] * 2
 
 
 def test_the_floor_counts_products_weights_and_the_loss():

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tokenmix_core.files import write_atomically
+from tokenmix_core.launch.trial import untried
 from tokenmix_core.testing.benchmarking import table
 
 OURS = "tokenmix"
@@ -37,7 +39,7 @@ _LABELS = {
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a measurement is made: device, versions, commit."""
+    """Where and with what a measurement is made: device, versions, commit, and whether `TOKENMIX_UNTRIED` was set."""
     try:
         import triton
 
@@ -54,6 +56,7 @@ def environment() -> dict[str, Any]:
         "triton": triton_version,
         "python": platform.python_version(),
         "commit": commit or None,
+        "untried": untried(),
     }
 
 
@@ -64,8 +67,7 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
     path = folder / f"{name}.json"
     kept = {_key(row): row for row in json.loads(path.read_text())} if path.exists() else {}
     kept |= {_key(row): {**row, "environment": where} for row in rows}
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
     return path
 
 
