@@ -2,17 +2,25 @@
 
 A row's forward time is that of one more token of every sequence of the batch, after a prompt, in `generate`: the time
 of a generation less that of its prompt, by its tokens. `floor_ms` is what reading the weights and the cache once takes.
-"tokenmix, kernel by kernel" is the same without recorded steps. Llama has the sizes of the Transformer++.
+"tokenmix" records its steps on a GPU, "tokenmix, kernel by kernel" does not, and `same_tokens` is the share of tokens
+that both choose alike. Llama has the sizes of the Transformer++.
 
 A layer's step is what lies between the projections of a Gated DeltaNet layer, as a graph: in one launch, in a launch an
 operation, and as it runs where nothing is asked for. Its `floor_ms` is what reading every tensor once, and writing what
 is made or updated, takes.
+
+`python bench_decode.py transformer --only tokenmix --batch 1` measures some of it; rows are printed and kept as they
+come.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +38,8 @@ from tokenmix_core.ops import (
     short_conv_step,
     short_conv_steps,
 )
-from tokenmix_core.testing.benchmarking import measure_step
+from tokenmix_core.testing.benchmarking import measure_step, table
+from tokenmix_core.testing.results import OURS, save
 
 GDN, ATTENTION = "gated_delta_net", "attention"
 MODELS = {
@@ -50,42 +59,67 @@ CPU_LAYERS = [("tiny", 2)]
 REPEATS = 5
 
 
-def rows(device: str) -> list[dict]:
+def rows(device: str) -> Iterator[dict]:
     """The 380M models at batch 1 and 32, and a layer's step."""
     models, layers = (SHAPES, LAYERS) if device != "cpu" else (CPU_SHAPES, CPU_LAYERS)
-    out = [row for shape in models for row in _rows(*shape, device)]
-    return out + [row for layer in layers for row in _layer_rows(*layer, device)]
+    for shape in models:
+        yield from _rows(*shape, device)
+    for layer in layers:
+        yield from _layer_rows(*layer, device)
 
 
-def sweep(device: str) -> list[dict]:
+def sweep(device: str) -> Iterator[dict]:
     """The 800M models, and long prompts."""
-    return [row for shape in (SWEEP if device != "cpu" else CPU_SHAPES) for row in _rows(*shape, device)]
+    for shape in SWEEP if device != "cpu" else CPU_SHAPES:
+        yield from _rows(*shape, device)
 
 
-def _rows(size: str, batch: int, prompt: int, tokens: int, device: str) -> list[dict]:
-    out = []
-    for name in MODELS:
+def _rows(
+    size: str,
+    batch: int,
+    prompt: int,
+    tokens: int,
+    device: str,
+    *,
+    names: Iterable[str] = MODELS,
+    only: str = "",
+    repeats: int = REPEATS,
+) -> Iterator[dict]:
+    """Rows of one shape: of these models, by the implementations whose name has `only`."""
+    for name in names:
         config = _config(name, size)
+        recorded = {"decoding_graph": True} if device != "cpu" else {}
         runs: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-            "tokenmix": (lambda config=config: HybridForCausalLM(config), {}),
-            "tokenmix, kernel by kernel": (lambda config=config: HybridForCausalLM(config), {"decoding_graph": False}),
+            OURS: (lambda config=config: HybridForCausalLM(config), recorded),
+            f"{OURS}, kernel by kernel": (lambda config=config: HybridForCausalLM(config), {"decoding_graph": False}),
         }
         if name == "transformer":
             # on a CPU transformers does not compile
             static = {"cache_implementation": "static"}
             runs["transformers Llama, static cache, compiled"] = (lambda config=config: _llama(config), static)
             runs["transformers Llama"] = (lambda config=config: _llama(config), {})
+        ours: Tensor | None = None
         for impl, (make, options) in runs.items():
+            if only.lower() not in impl.lower():
+                continue
             torch.manual_seed(0)
             model = make().to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
             row = {"op": f"decoding, {name} {size}", "shape": f"B{batch} T{prompt}+{tokens}", "impl": impl}
-            out.append(row | _measure(model, batch, prompt, tokens, options))
+            print(f"warming {row['op']}, {row['shape']}, {impl}", file=sys.stderr, flush=True)
+            numbers, chosen = _measure(model, batch, prompt, tokens, options, repeats)
+            ours = chosen if impl == OURS else ours
+            beside = impl.startswith(f"{OURS},") and ours is not None
+            same = (chosen == ours)[:, prompt:].float().mean().item() if beside else None
+            yield row | numbers | {"same_tokens": same}
             del model
-    return out
 
 
-def _measure(model: Any, batch: int, prompt: int, tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(
+    model: Any, batch: int, prompt: int, tokens: int, options: dict[str, Any], repeats: int
+) -> tuple[dict[str, Any], Tensor]:
+    """A row's numbers, and the sequences that were generated."""
     device = model.device
+    torch.manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device)
     # nothing ends a sequence
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True, **options}
@@ -94,16 +128,19 @@ def _measure(model: Any, batch: int, prompt: int, tokens: int, options: dict[str
     def generate(new: int) -> Tensor:
         return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
 
-    for _ in range(2):
-        generate(tokens)
-    whole = statistics.median(watch.time(lambda: generate(tokens)) for _ in range(REPEATS))
-    first = statistics.median(watch.time(lambda: generate(1)) for _ in range(REPEATS))
+    begin = time.perf_counter()
+    generated = generate(tokens).cpu()
+    warm = time.perf_counter() - begin
+    generate(tokens)
+    whole = statistics.median(watch.time(lambda: generate(tokens)) for _ in range(repeats))
+    first = statistics.median(watch.time(lambda: generate(1)) for _ in range(repeats))
     held = model.state_bytes(prompt + tokens // 2, batch) if hasattr(model, "state_bytes") else 0
     return {
         "fwd_ms": 1e3 * (whole - first) / (tokens - 1),
         "floor_ms": 1e3 * (weight_bytes(model) + held) / bytes_a_second(device),
         "first_ms": 1e3 * first,
-    }
+        "first_call_s": warm,
+    }, generated
 
 
 def _layer_rows(size: str, batch: int, device: str) -> list[dict]:
@@ -193,3 +230,39 @@ def _config(name: str, size: str) -> HybridConfig:
         mixers=mixers,
         mixer_options={label: options[label] for label in dict.fromkeys(mixers)},
     )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what is asked for; print rows, and keep those of a GPU, as they come."""
+    parser = argparse.ArgumentParser(description="measure decoding beside reading weights and cache once")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all where none is given")
+    parser.add_argument("--only", default="", metavar="NAME", help='implementations whose name has this, as "tokenmix"')
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=SIZES, help="of the models; by default 380m, and tiny on a CPU")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=129, help="new tokens of a generation, the prompt's included")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="generations of which the median counts")
+    parser.add_argument("--layers", action="store_true", help="a layer's step, too")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; for a GPU results/ beside this file")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.models if name not in MODELS]:
+        parser.error(f"there is no model {unknown[0]!r}, but {', '.join(MODELS)}")
+    size = given.size or ("tiny" if given.device == "cpu" else "380m")
+    folder = given.out or (Path(__file__).parent / "results" if given.device != "cpu" else None)
+    wanted = {"names": given.models or MODELS, "only": given.only, "repeats": given.repeats}
+    for batch in given.batch:
+        for row in _rows(size, batch, given.prompt, given.tokens, given.device, **wanted):
+            _tell(row, folder)
+        for row in _layer_rows(size, batch, given.device) if given.layers else ():
+            _tell(row, folder)
+
+
+def _tell(row: dict, folder: Path | None) -> None:
+    print(table([row]), flush=True)
+    if folder is not None:
+        save([row], folder)
+
+
+if __name__ == "__main__":
+    main()
