@@ -143,6 +143,7 @@ KERNEL_CASES = {
     "padded": {"B": 2, "T": 26, "begin": torch.tensor([0, 9])},
     "past": {"T": 20, "offsets": (-4, -2, 0)},
     "few channels": {"T": 5, "size": 12},
+    "many channels": {"T": 11, "heads": 1, "size": 66},
 }
 
 
@@ -156,6 +157,15 @@ def by_tensors(k, v, weight, bias, w0, b0, w1, b1, w2, b2, convs=None, impl=None
         return logits
     there = torch.arange(logits.shape[1], device=logits.device) >= options["begin"][:, None]
     return torch.where(there.unsqueeze(-1), logits, 0.0)
+
+
+def rounding(dtype):
+    """The least error that counts: what is summed over many tokens is rounded for each of them.
+
+    On a GPU float32's products are of three tf32 parts, which leave out that of both rests, in each of three layers: on
+    an H200 logits and gradients erred by up to 8.2e-7, eager ones by up to 4e-7.
+    """
+    return (8 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
 
 
 class TestRetentionLogits(OpContract):
@@ -215,8 +225,7 @@ class TestRetentionLogits(OpContract):
             eager, _ = values_and_gradients(reference, call.tensors, upstream)
         for name, x in got.items():
             assert x.dtype == (dtype if name in ("dk", "dv") else torch.float32)
-            # what is summed over many tokens is rounded for each of them
-            assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
+            assert_within(name, x, exact[name], eager[name], floor=rounding(dtype))
 
     def operators(self, device):
         from tokenmix_lte.ops.scorer.autograd import scorer_forward_op
@@ -242,7 +251,7 @@ def test_every_tile_agrees_with_the_reference_on_a_gpu(case, size, dtype, device
     with RoundedProducts(dtype):
         eager = scored(tensors, options, dtype, torch.float32, "reference")
     for name, x in scored(tensors, options, dtype, torch.float32, "triton").items():
-        assert_within(name, x, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
+        assert_within(name, x, exact[name], eager[name], floor=rounding(dtype))
 
 
 def test_a_logit_is_the_same_number_in_any_piece(device):

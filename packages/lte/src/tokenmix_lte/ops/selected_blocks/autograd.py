@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
@@ -51,6 +52,15 @@ class SelectInputs(NamedTuple):
     scale: float
 
 
+def filled(x: Tensor) -> Tensor:
+    """Heads of 64 or 128 channels, with zeros behind those that there are.
+
+    Of 40 and 24 channels, which kernels load one by one, dq was wrong on an H200 (Triton 3.6.0).
+    """
+    width = 64 if x.shape[3] <= 64 else 128
+    return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
+
+
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
@@ -59,8 +69,10 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
         return o.zero_(), lse.fill_(float("-inf"))
     from tokenmix_lte.ops.selected_blocks.forward import block_attention_forward
 
-    block_attention_forward(**x._asdict(), o=o, lse=lse)
-    return o, lse
+    q, k, v = (filled(t) for t in (x.q, x.k, x.v))
+    wide = o if v is x.v else o.new_empty(*o.shape[:3], v.shape[3])
+    block_attention_forward(**x._replace(q=q, k=k, v=v)._asdict(), o=wide, lse=lse)
+    return o if wide is o else o.copy_(wide[..., : o.shape[3]]), lse
 
 
 block_attention_op = recorded_op("tokenmix_lte::block_attention", _forward, mutates_args=())
@@ -79,7 +91,10 @@ def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         return x.q.new_zeros(x.q.shape), x.k.new_zeros(x.k.shape), x.v.new_zeros(x.v.shape)
     from tokenmix_lte.ops.selected_blocks.backward import block_attention_backward
 
-    return block_attention_backward(**x._replace(do=torch.zeros_like(x.o) if x.do is None else x.do)._asdict())
+    do = torch.zeros_like(x.o) if x.do is None else x.do
+    wide = {name: filled(t) for name, t in (x._asdict() | {"do": do}).items() if name in ("q", "k", "v", "o", "do")}
+    grads = block_attention_backward(**x._replace(**wide)._asdict())
+    return tuple(dx[..., : t.shape[3]].contiguous() for dx, t in zip(grads, (x.q, x.k, x.v), strict=True))
 
 
 block_attention_backward_op = recorded_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
