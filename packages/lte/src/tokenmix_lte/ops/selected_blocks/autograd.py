@@ -93,8 +93,9 @@ def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
 
     do = torch.zeros_like(x.o) if x.do is None else x.do
     wide = {name: filled(t) for name, t in (x._asdict() | {"do": do}).items() if name in ("q", "k", "v", "o", "do")}
-    grads = block_attention_backward(**x._replace(**wide)._asdict())
-    return tuple(dx[..., : t.shape[3]].contiguous() for dx, t in zip(grads, (x.q, x.k, x.v), strict=True))
+    dq, dk, dv = block_attention_backward(**x._replace(**wide)._asdict())
+    K, V = x.q.shape[3], x.v.shape[3]
+    return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
 
 
 block_attention_backward_op = recorded_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
