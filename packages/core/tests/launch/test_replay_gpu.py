@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenmix_core.launch import kernels, replay
+from tokenmix_core.launch import kernels, recording, replay
 from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, short_conv
 from tokenmix_core.testing.closeness import relative_error
@@ -61,9 +61,7 @@ def check_equal(got, wanted):
 
 def run(op, tensors, **packed):
     """The results of calls that are run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replayed, "recent", property(lambda self: ()), raising=False)
-        patch.setattr(Replayed, "anew", lambda self, inputs, *_: self.run(*inputs))
+    with recording(False):
         return results(op, tensors, **packed)
 
 

@@ -17,11 +17,11 @@ half = partial(torch.empty, dtype=torch.float16)
 whole = partial(torch.zeros, dtype=torch.int32)
 
 
-def scorer(size=K, dtype=torch.float16):
+def scorer(dtype=torch.float16):
     from tokenmix_lte.scorers import ConvScorer
 
-    made = ConvScorer(H, 2 * size, dropout=0.1, causal=False, impl="triton")
-    k, v = (torch.empty(B, T, H, size, dtype=dtype).requires_grad_() for _ in range(2))
+    made = ConvScorer(H, 2 * K, dropout=0.1, causal=False, impl="triton")
+    k, v = (torch.empty(B, T, H, K, dtype=dtype).requires_grad_() for _ in range(2))
     logits = made(k, v)
     torch.autograd.grad(logits, [k, v, *made.parameters()], torch.empty_like(logits))
 
@@ -47,9 +47,8 @@ def selected_blocks(count=16):
         select_blocks(q, half(B, T // 64, 2, K), lse, count, impl="triton")
 
 
-# 96 channels are held like 128
 CALLS = {
-    **{f"scorer of {size} in {dtype}": partial(scorer, size, dtype) for dtype in DTYPES for size in (64, 128)},
+    **{f"scorer in {dtype}": partial(scorer, dtype) for dtype in DTYPES},
     "eviction": eviction,
     "selected blocks": selected_blocks,
 }
@@ -59,7 +58,7 @@ CALLS = {
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
 def test_every_kernel_compiles_and_fits_on_a_multiprocessor(monkeypatch):
-    # a scorer's tiles, and so its shared memory, depend on its size and dtype
+    # a scorer's tiles, and so its shared memory, depend on its dtype
     monkeypatch.setenv(EVERY, "1")
     kernels = compiled_by(__file__)
     assert {x["call"] for x in kernels} == CALLS.keys()

@@ -143,7 +143,6 @@ KERNEL_CASES = {
     "padded": {"B": 2, "T": 26, "begin": torch.tensor([0, 9])},
     "past": {"T": 20, "offsets": (-4, -2, 0)},
     "few channels": {"T": 5, "size": 12},
-    "many channels": {"T": 11, "heads": 1, "size": 66},
 }
 
 
@@ -238,7 +237,7 @@ class TestRetentionLogits(OpContract):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [16, 64, 96, 128])
+@pytest.mark.parametrize("size", [16, 48, 64])
 @pytest.mark.parametrize("case", ["two tiles", "dropout", "packed", "padded", "past"])
 def test_every_tile_agrees_with_the_reference_on_a_gpu(case, size, dtype, device):
     options = {**KERNEL_CASES[case], "size": size, "T": 601}

@@ -72,6 +72,7 @@ class TestBlockAttention(OpContract):
     kernels: ClassVar = {
         "groups of 2, fewer queries": KernelCase(dict(B=2, TQ=20, TK=37, size=16), dtypes=("float32",)),
         "groups of 3, packed": KernelCase(dict(HQ=3, H=1, size=16, cu=[0, 5, 5, 40, 44]), dtypes=("float32",)),
+        "many pairs, packed": KernelCase(dict(HQ=1, H=1, size=16, cu=[0, 70, 71, 280]), dtypes=("half",)),
         "groups of 16, odd heads": KernelCase(dict(TQ=40, HQ=16, H=1, size=16, K=24, V=40), dtypes=("half",)),
         "no groups": KernelCase(dict(TQ=40, HQ=1, H=1, size=32, K=16), dtypes=("float32",)),
     }

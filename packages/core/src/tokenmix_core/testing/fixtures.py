@@ -26,6 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End a process whose GPU context an earlier test broke: no later test of it would say anything.
+
+    A worker of xdist is replaced by a new one.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if hasattr(item.config, "workerinput"):
+            os._exit(1)
+        pytest.exit(f"the GPU is lost since an earlier test: {error}", returncode=1)
+
+
 @pytest.fixture
 def device() -> str:
     """Where tests that run on any device put their tensors."""

@@ -27,7 +27,7 @@ _PROGRAMS = 2
 def scorer_layer_backward_kernel(
     x, other, dz, w, begin, cu_seqlens, seed, dx, dother, dw, dbias, T, N, slots, tiles, H, threshold, C, CO,
     BT: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr, LAYER: tl.constexpr, TAPS: tl.constexpr,
-    FIRST: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of C input channels of a layer for `tiles` tiles of BT tokens, from that of its sums before SiLU.
 
@@ -45,8 +45,7 @@ def scorer_layer_backward_kernel(
     b_w = ()
     b_dw = ()
     for i in tl.static_range(TAPS):
-        if HELD:
-            b_w = b_w + (load_tap(w, i, i_h, H, CI, CO, i_in, C, BC, BO),)
+        b_w = b_w + (load_tap(w, i, i_h, H, CI, CO, i_in, C, BC, BO),)
         b_dw = b_dw + (tl.zeros([BC, BO], tl.float32),)
     b_dbias = tl.zeros([BO], tl.float32)
     for i_tile in range(tiles):
@@ -68,11 +67,7 @@ def scorer_layer_backward_kernel(
             o_s = o_t - (FIRST + i * STEP)
             m_s = m_t & (o_s >= there) & (o_s < end)
             b_dz = load_channels(dz, (i_row + o_s) * H + i_h, m_s, CO, BO)
-            if HELD:
-                b_tap = b_w[i]
-            else:
-                b_tap = load_tap(w, i, i_h, H, CI, CO, i_in, C, BC, BO)
-            b_dx = tl.dot(b_dz, tl.trans(b_tap), b_dx, input_precision="tf32x3")
+            b_dx = tl.dot(b_dz, tl.trans(b_w[i]), b_dx, input_precision="tf32x3")
             b_sums = b_sums + (tl.dot(tl.trans(b_x), b_dz, b_dw[i], input_precision="tf32x3"),)
             if FIRST + i * STEP == 0:
                 b_dbias += tl.sum(b_dz.to(tl.float32), 0)
@@ -112,7 +107,7 @@ def scorer_layer_backward(
         x=of, other=other, dz=dz, w=w, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, dx=dx, dother=dother, dw=dw,
         dbias=dbias, T=T, N=num_sequences(dz, x.cu_seqlens), slots=slots, tiles=tiles, H=H, threshold=x.threshold, C=C,
         CO=CO, BT=tile.BT, BC=sizes.blocks[layer], BO=sizes.blocks[layer + 1], LAYER=layer, TAPS=TAPS, FIRST=FIRST,
-        STEP=STEP, HELD=tile.held, DROPOUT=x.seed is not None, PACKED=x.cu_seqlens is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        STEP=STEP, DROPOUT=x.seed is not None, PACKED=x.cu_seqlens is not None, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     return grads, dw.sum(0).permute(1, 3, 2, 0).contiguous(), dbias.sum(0)

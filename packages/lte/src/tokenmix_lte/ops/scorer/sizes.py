@@ -13,12 +13,11 @@ from tokenmix_core.chunking import next_power_of_2
 
 
 class Tile(NamedTuple):
-    """BT tokens a program; whether the gradients' weights are held while it walks over its tiles, or read for each."""
+    """BT tokens a program."""
 
     BT: int
     num_warps: int
     num_stages: int
-    held: bool = True
 
 
 class Sizes(NamedTuple):
@@ -45,14 +44,10 @@ class Sizes(NamedTuple):
         return self.layers.BT - 2 * (taps - 1) * step
 
 
-# by bytes of an element and channels up to, chosen by registers and shared memory of the machine code for sm_90; layers
-# in 16 bits take 16 rows a warp: of 64 rows, which 8 warps hold twice, logits were wrong on an H200 (Triton 3.6.0)
-_TILES = {
-    (2, 64): (Tile(128, 8, 2), Tile(64, 8, 2)),
-    (2, 128): (Tile(128, 8, 1), Tile(32, 8, 2)),
-    (4, 64): (Tile(32, 8, 2), Tile(16, 8, 1)),
-    (4, 128): (Tile(16, 8, 1), Tile(16, 16, 1, held=False)),
-}
+# of all layers and of one, by bytes of an element: chosen by registers and shared memory of the machine code for sm_90
+_TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
+# with more, logits in 16 bits were wrong on an H200 with Triton 3.6.0 and its assembler, in two tiles; right with 3.9.0
+MOST_CHANNELS = 64
 
 
 def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> str | None:
@@ -63,8 +58,8 @@ def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: to
         return f"takes keys and values of one size, got {K} and {V}"
     if len(outs) != 3:
         return f"takes three convolutions, got {len(outs)}"
-    if max(K, *outs) > 128:
-        return f"takes up to 128 channels of keys and of each layer, got {max(K, *outs)}"
+    if max(K, *outs) > MOST_CHANNELS:
+        return f"takes up to {MOST_CHANNELS} channels of keys and of each layer, got {max(K, *outs)}"
     steps = {b - a for a, b in pairwise(offsets)}
     if len(offsets) != 3 or len(steps) != 1 or not 1 <= min(steps) <= 2 or 0 not in offsets:
         return f"takes three offsets, 1 or 2 apart, with 0 among them, got {list(offsets)}"
@@ -76,4 +71,4 @@ def sizes(k: Tensor, outs: Sequence[int], offsets: Sequence[int]) -> Sizes:
     channels = k.shape[-1], *outs
     blocks = tuple(max(16, next_power_of_2(C)) for C in channels)
     taps = len(offsets), offsets[0], offsets[1] - offsets[0]
-    return Sizes(channels, blocks, taps, *_TILES[k.dtype.itemsize, 64 if max(blocks) <= 64 else 128])
+    return Sizes(channels, blocks, taps, *_TILES[k.dtype.itemsize])

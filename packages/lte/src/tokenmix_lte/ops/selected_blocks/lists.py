@@ -184,19 +184,20 @@ def make_lists(
     listed = blocks.new_empty(B * H * pairs, dtype=torch.int32)
     owners = blocks.new_empty(B * H * pairs // piece + B * H * U, dtype=torch.int32)
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    pieces = cdiv(pairs, _ELEMENTS)
-    _find_slots[(B * H * pieces,)](
+    # a packed row is found among all borders, for each pair
+    found = _ELEMENTS if N == 0 else _ELEMENTS // 4
+    _find_slots[(B * H * cdiv(pairs, found),)](
         blocks=blocks, slots=slots, cu_seqlens=cu_seqlens,
         **dict(zip(("s_b", "s_t", "s_h", "s_s"), blocks.stride(), strict=True)),
         T=T, TQ=TQ, TK=TK, first=first, H=H, S=S, U=U, N=N,
-        BLOCK=block_size, PACKED=cu_seqlens is not None, BE=_ELEMENTS if N == 0 else 256, num_warps=8,
+        BLOCK=block_size, PACKED=cu_seqlens is not None, BE=found, num_warps=8,
     )  # fmt: skip
     counts = blocks.new_zeros(B * H * U * runs, dtype=torch.int32)
     _rank_pairs[(B * H * runs,)](
         slots=slots, ranks=ranks, counts=counts, pairs=pairs, U=U, runs=runs, RUN=RANKED, BJ=16, num_warps=8
     )
     ends = counts.cumsum(0, dtype=torch.int32)
-    _list_pairs[(B * H * pieces,)](
+    _list_pairs[(B * H * cdiv(pairs, _ELEMENTS),)](
         slots=slots, ranks=ranks, ends=ends, listed=listed, pairs=pairs, U=U, runs=runs, RUN=RANKED, BE=_ELEMENTS
     )  # fmt: skip
     _own_pieces[(B * H * U,)](ends=ends, owners=owners, runs=runs, P=piece, BP=64)
