@@ -118,27 +118,34 @@ def test_ssds_segments_are_those_of_every_device(K, T, hopper_device):
     assert (portable.forward.hopper, portable.forward.lookback, portable.gradients.hopper) == (0, 0, None)
 
 
-# heads, tokens, window, packed; then whether forward, queries and keys run in Gluon
+# heads, tokens and window; then whether forward, queries and keys run in Gluon
 ATTENTION = [
-    ((128, 4096, 1024, False), (True, True, True)),
-    ((128, 4096, None, False), (False, True, True)),
-    ((128, 4096, 1024, True), (False, True, True)),
+    ((128, 4096, 1024), (True, True, True)),
+    ((128, 4096, None), (False, True, True)),
     # few blocks
-    ((128, 256, 64, False), (False, True, True)),
-    ((64, 4096, 1024, False), (False, False, True)),
-    ((96, 4096, 1024, False), (False, False, False)),
-    ((256, 4096, 1024, False), (False, False, False)),
+    ((128, 256, 64), (False, True, True)),
+    ((64, 4096, 1024), (True, False, True)),
+    ((96, 4096, 1024), (False, False, False)),
+    ((256, 4096, 1024), (False, False, False)),
 ]
 
 
 @pytest.mark.parametrize(("call", "in_gluon"), ATTENTION, ids=str)
 def test_attentions_kernels_on_hopper_follow_heads_windows_and_blocks(call, in_gluon, hopper_device):
-    K, T, window, packed = call
+    K, T, window = call
     x = [empty(8, T, 16, K) for _ in range(4)]
-    plan = attention_plan.plan(*x[:3], Mask(True, window, 0), packed, None, x[3])
+    plan = attention_plan.plan(*x[:3], Mask(True, window, 0), None, x[3])
     assert tuple(tile is None for tile in plan) == in_gluon
-    portable = attention_plan.plan(*x[:3], Mask(True, window, 0), packed, "triton", x[3])
+    portable = attention_plan.plan(*x[:3], Mask(True, window, 0), "triton", x[3])
     assert portable.forward == tuning.attention("forward", K, BFLOAT16)
+
+
+@pytest.mark.parametrize(("K", "V", "asked"), [(64, 64, False), (64, 128, False), (128, 128, True)])
+def test_kept_keys_of_64_run_in_gluon_by_themselves_and_of_128_where_asked_for(K, V, asked, hopper_device):
+    q, k, v = empty(1, 128, 4, K), empty(1, 128, 2, K), empty(1, 128, 2, V)
+    assert kept_plan.takes_gluon(None, q, k, v, None) is not asked
+    assert kept_plan.takes_gluon("gluon", q, k, v, None)
+    assert not kept_plan.takes_gluon("triton", q, k, v, None)
 
 
 def delta_rule_inputs(K=128, V=128, dtype=BFLOAT16):

@@ -163,7 +163,6 @@ MIXERS = {
 @torch.no_grad()
 @pytest.mark.parametrize("case", MIXERS)
 def test_decoding_by_the_kernel_equals_the_forward_pass(case, device, monkeypatch):
-    monkeypatch.setenv("TOKENMIX_UNTRIED", "1")
     options, pieces = MIXERS[case]
     mixer = prepared(**options).to(device)
     plain = copy.deepcopy(mixer)
@@ -187,8 +186,7 @@ def test_decoding_by_the_kernel_equals_the_forward_pass(case, device, monkeypatc
 
 
 @torch.no_grad()
-def test_a_step_compiles_into_one_graph(device, monkeypatch):
-    monkeypatch.setenv("TOKENMIX_UNTRIED", "1")
+def test_a_step_compiles_into_one_graph(device):
     mixer = prepared(num_heads=1, head_dim=64, expand_v=1.0).to(device)
     x = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(1)).to(device)
     wanted, cache = run_in_pieces(mixer, x, [1, 1])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tokenmix_core.launch.switch import flag
-from tokenmix_core.launch.trial import untried
 
 # records what a function does on the device without doing it; what is returned does it
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
@@ -17,8 +16,8 @@ _VARIABLE = "TOKENMIX_DECODING_GRAPH"
 
 
 def wanted() -> bool:
-    """Tell whether the environment turns graphs on; a ValueError for what is neither 0 nor 1."""
-    return flag(_VARIABLE, untried(), "launch every kernel", "repeat recorded steps")
+    """Tell whether the environment leaves graphs on; a ValueError for what is neither 0 nor 1."""
+    return flag(_VARIABLE, True, "launch every kernel", "repeat recorded steps")
 
 
 def capture_on(device: torch.device) -> Capture | None:

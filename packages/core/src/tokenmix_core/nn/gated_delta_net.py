@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.nn.documents import as_one_sequence
 from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
@@ -157,8 +156,8 @@ class GatedDeltaNet(Mixer):
         return self.o_proj(o.flatten(-2)), None
 
     def _in_one_launch(self, x: Tensor) -> bool:
-        """Tell whether a decoding step takes one kernel between its projections: on a GPU once that has run on one."""
-        return self.impl != "reference" and (untried() if x.is_cuda else self.impl == "triton")
+        """Tell whether a decoding step takes one kernel between its projections."""
+        return self.impl != "reference" and (x.is_cuda or self.impl == "triton")
 
     def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
         """The gated outputs of one token of each sequence."""

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.state import TensorState
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
@@ -104,7 +103,7 @@ def convolved(
     before = [None if state is None else state.value for state in states]
     begun = any(x is not None for x in before)
     alike = len(kinds) == 1 and convs[0].bias is None and not (begun and not step and None in before)
-    if not alike or (step and None in states) or (xs[0].is_cuda and not untried()):
+    if not alike or (step and None in states):
         given = zip(convs, xs, states, strict=True)
         return tuple(conv(x, state=state, cu_seqlens=cu_seqlens, step=step) for conv, x, state in given)
     weights = [conv.weight for conv in convs]

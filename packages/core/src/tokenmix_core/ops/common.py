@@ -242,13 +242,13 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
 def row_impl(op: str, impl: str | None, x: Tensor) -> str:
     """The implementation of what works row by row between matrix products: "triton" or "reference".
 
-    None is Triton for CUDA tensors in eager mode, once it has run there (`trial.untried`). Where torch traces, or
+    None is Triton for CUDA tensors in eager mode. Where torch traces, or
     operations are watched, it is the reference, also if Triton was asked for: compilers fuse it with its neighbours.
 
     Raises:
         ValueError: as `resolve_impl`.
     """
-    found = resolve_impl(op, impl, x, tried=False)
+    found = resolve_impl(op, impl, x)
     return "reference" if found == "reference" or x.dtype == torch.float64 or not is_plain(x) else "triton"
 
 

@@ -55,7 +55,7 @@ def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
 
 def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
     """Name our kernels of each step of causal attention."""
-    plan = attention_plan.plan(q, k, v, Mask(True, None, 0), False, impl, v)
+    plan = attention_plan.plan(q, k, v, Mask(True, None, 0), impl, v)
     steps = "outputs", "gradients of queries", "gradients of keys and values"
     return {name: "gluon" if tile is None else "triton" for name, tile in zip(steps, plan, strict=True)}
 
@@ -124,8 +124,7 @@ register_operation(
         delta_layer_step,
         {"q": "B H K", "k": "B H K", "v": "B HV V"},
         {"H": 16, **_ONE},
-        lambda x, impl: whole("delta_layer_step", x, impl, tried=False),
-        tried=False,
+        lambda x, impl: whole("delta_layer_step", x, impl),
     )
 )
 register_operation(

@@ -13,8 +13,7 @@ register_operation(
         retention_logits,
         {"k": "B T H K", "v": "B T H K"},
         {"B": 8, "T": 4096, "H": 8, "K": 64},
-        lambda x, impl: whole("retention_logits", x, impl, tried=False),
-        tried=False,
+        lambda x, impl: whole("retention_logits", x, impl),
     )
 )
 register_operation(
@@ -22,8 +21,7 @@ register_operation(
         evict_step,
         {"k": "N H K"},
         {"N": 32, "H": 8, "K": 64},
-        lambda x, impl: whole("evict_step", x, impl, tried=False),
-        tried=False,
+        lambda x, impl: whole("evict_step", x, impl),
     )
 )
 register_operation(

@@ -11,7 +11,6 @@ register_operation(
         merge_operations,
         {"linear": "B T H V", "softmax": "B T H V", "gate": "B T E"},
         {"B": 8, "T": 4096, "H": 12, "V": 128, "E": 1536},
-        lambda x, impl: whole("merge_operations", x, impl, tried=False),
-        tried=False,
+        lambda x, impl: whole("merge_operations", x, impl),
     )
 )

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.launch.replay import Checked
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -84,8 +83,7 @@ def short_convs(
         xs, weights: as for `short_conv`, of one dtype each and one W; D may differ.
         initial_states: of each input, or None for all.
         activation, cu_seqlens: as for `short_conv`.
-        impl: as for `short_conv`; None is a launch an input until a GPU has run the kernels for several, or with
-            `TOKENMIX_UNTRIED=1` one launch.
+        impl: as for `short_conv`.
 
     Returns:
         ScanOutput of each input.
@@ -96,7 +94,7 @@ def short_convs(
     _check_number("short_convs", xs, weights, xs if initial_states is None else initial_states)
     states = [None] * len(xs) if initial_states is None else initial_states
     backend = _check_several(len(xs), activation, cu_seqlens, impl, *xs, *weights, *states)
-    if backend == "reference" or (backend is None and not untried()):
+    if backend == "reference":
         options = {"activation": activation, "cu_seqlens": cu_seqlens, "impl": impl}
         inputs = zip(xs, weights, states, strict=True)
         return tuple(short_conv(x, weight, initial_state=state, **options) for x, weight, state in inputs)

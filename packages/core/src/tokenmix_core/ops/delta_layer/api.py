@@ -72,8 +72,8 @@ def delta_layer_step(
         scale: factor on the outputs before their norm; None is K ** −0.5.
         max_beta: as for `delta_gates`.
         eps: added to the mean square.
-        impl: "triton", where the state's heads have sizes of 64, 128 and 256, "reference" (any device), or None: the
-            reference, as no GPU has run the kernel yet, or with `TOKENMIX_UNTRIED=1` Triton for CUDA tensors.
+        impl: "triton", where the state's heads have sizes of 64, 128 and 256, "reference" (any device), or None: Triton
+            for CUDA tensors, the reference for others.
 
     Returns:
         y, in v's dtype.
@@ -121,7 +121,7 @@ def _check(
             f"{op}: state must have room for heads of {dims['K']} × {dims['V']}, got {list(state.shape)} for "
             f"{dims['HV']} heads"
         )
-    impl = resolve_impl(op, impl, q, tried=False)
+    impl = resolve_impl(op, impl, q)
     if impl != "reference" and not {dims["rows"], dims["columns"]} <= set(_SIZES):
         raise ValueError(
             f"{op}: impl='triton' takes a state of heads of 64, 128 or 256 by 64, 128 or 256, got {list(state.shape)}; "

@@ -103,8 +103,8 @@ def plan(
         segment=segment, reverse_segment=reverse_segment, prepare="triton", outputs="triton", keeps=False,
         states="triton", remainders=half, at_once=False, reverse="triton", chunks="triton",
     )  # fmt: skip
-    if run and (impl != "gluon" or not through_outputs):
-        # what a chunk's keys and gates decide knows nothing of writes; not yet measured, the rest waits to be asked for
+    if run > 1 or (run and not through_outputs):
+        # what a chunk's keys and gates decide knows nothing of writes
         return portable._replace(reverse_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
         return portable

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.plan import plan
 from tokenmix_core.ops.softmax_attention.selection import selected_rows
@@ -125,7 +124,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, _), V = q.shape, v.shape[3]
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
-    tile = plan(q, k, v, mask, cu_seqlens is not None, impl).forward
+    tile = plan(q, k, v, mask, impl).forward
     if tile is None:
         from tokenmix_core.ops.softmax_attention.hopper.forward import forward
 
@@ -176,7 +175,7 @@ def block_size(size: int) -> int:
 def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
     """Give the keys that the step of a window's sinks takes; 0: there are none, or they fill a tile of BN."""
     step = block_size(mask.sinks)
-    if mask.window is None or not mask.sinks or step >= BN or (q.is_cuda and not untried()):
+    if mask.window is None or not mask.sinks or step >= BN:
         return 0
     return step
 

@@ -32,7 +32,7 @@ class AttentionPlan(NamedTuple):
     keys: tuning.AttentionTile | None
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | None, *others: Tensor) -> AttentionPlan:
+def plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor) -> AttentionPlan:
     """The plan of a call with these tensors; `others` are those that the backward pass also reads by rows.
 
     Raises:
@@ -45,8 +45,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | 
     if not GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, *others)):
         return AttentionPlan(forward, queries, keys)
     enough = B * HQ * cdiv(TQ, TILE) >= _BLOCKS * tuning.multiprocessors(q.device)
-    # heads of 64 and packed batches were not yet measured: they wait to be asked for
-    if mask.window is not None and (impl == "gluon" or (K == 128 and not packed and enough)):
+    if mask.window is not None and (impl == "gluon" or enough):
         forward = None
     return AttentionPlan(forward, None if K == 128 else queries, None)
 

@@ -57,8 +57,7 @@ def evict_step(
         window: W.
         sinks: first tokens that stay whatever their score.
         uniform: tokens are ranked by position (Unif.+SWA) and not by `scores`.
-        impl: "triton", "reference" (any device), or None: the reference, as no GPU has run the kernel yet, or with
-            `TOKENMIX_UNTRIED=1` Triton for CUDA tensors.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or what is written is not contiguous.
@@ -100,7 +99,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
         lengths=(lengths, "N H"), scores=(scores, "N H S"), ages=(ages, "N H cap"), raws=(raws, "N P H K"),
         before=(before, "N"),
     )  # fmt: skip
-    impl = resolve_impl(op, impl, k, tried=False)
+    impl = resolve_impl(op, impl, k)
     if window < 1 or dims["cap"] < 1 or window + dims["cap"] != dims["S"] or not 0 <= sinks <= dims["cap"]:
         raise ValueError(
             f"{op}: expected at least one place of the window and one far one, S in all, and sinks from 0 to the far "

@@ -52,10 +52,10 @@ def retention_logits(
         cu_seqlens: borders of packed sequences, for B = 1 and without `begin`.
         dropout: probability with which elements of a convolution's input are dropped, others enlarged. Which ones is a
             hash of a number drawn by torch and of their places, alike in all implementations.
-        impl: "triton" (three convolutions of three offsets, K = V), "reference" (any device), or None: the
-            reference, as no GPU has run the kernels yet, or with `TOKENMIX_UNTRIED=1` Triton for CUDA tensors wherever
-            it takes the scorer. With k in bfloat16 or float16, Triton's
-            products are of that dtype, with sums in float32; all else is float32. There are no kernels in Gluon.
+        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "reference" (any device), or
+            None: Triton for CUDA tensors wherever it takes the scorer, else the reference. With k in bfloat16 or
+            float16, Triton's products are of that dtype, with sums in float32; all else is float32. There are no
+            kernels in Gluon.
 
     Returns:
         Logits `[B, T, H]`, float32 (float64).
@@ -88,7 +88,7 @@ def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl)
 def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat) -> str | None:
     op, convs = "retention_logits", list(zip(flat[::2], flat[1::2], strict=True))
     dims = bind_shapes(op, {}, k=(k, "B T H K"), v=(v, "B T H V"), begin=(begin, "B?"))
-    asked, impl = impl, resolve_impl(op, impl, k, tried=False)
+    asked, impl = impl, resolve_impl(op, impl, k)
     check_dtype(op, _FLOATS, k=k)
     check_same_dtype(op, k=k, v=v)
     check_dtype(op, (torch.int32, torch.int64), begin=begin)

@@ -43,9 +43,8 @@ def merge_operations(
         softmax_norm: γ₂; None for one norm after the sum (Table 4, *w/o Attn Norm*).
         logits: of the linear operation's weight and of the softmax operation's, for each head; None for weights of 1.
         eps: of the norms.
-        impl: "triton", "reference" (any device), or None: the reference, as no GPU has run the kernels yet, or with
-            `TOKENMIX_UNTRIED=1` Triton for CUDA tensors. There are no kernels in Gluon, as reading and writing is all
-            that takes time here.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
+            no kernels in Gluon, as reading and writing is all that takes time here.
 
     Returns:
         y `[B, T, E]` in the dtype of `linear`.
@@ -73,7 +72,7 @@ def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) 
         op, {}, linear=(linear, "B T H V"), softmax=(softmax, "B T H V"), gate=(gate, "B T E"),
         linear_norm=(linear_norm, "V"), softmax_norm=(softmax_norm, "V?"), logits=(logits, "B T 2 H?"),
     )  # fmt: skip
-    impl = resolve_impl(op, impl, linear, tried=False)
+    impl = resolve_impl(op, impl, linear)
     if dims["E"] != dims["H"] * dims["V"]:
         raise ValueError(f"{op}: gate must have H · V = {dims['H'] * dims['V']} channels, got {dims['E']}")
     if impl != "reference" and dims["V"] > WIDEST:
