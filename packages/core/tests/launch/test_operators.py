@@ -165,5 +165,71 @@ def test_a_step_of_fields_is_an_operator_of_tensors():
         assert all(map(torch.equal, output, op(**given._asdict())))
 
 
+class Nested(NamedTuple):
+    """What the gradient of `_scaled` is given."""
+
+    dtwice: Tensor
+    result: Result
+    step: Step
+
+
+class Gradients(NamedTuple):
+    """What that leaves."""
+
+    dx: Tensor
+    result: Result
+
+
+@of_fields
+def _scaled_backward(given: Nested) -> Gradients:
+    """The gradient of x, and copies."""
+    return Gradients(given.dtwice * given.step.scale, Result(*map(torch.clone, given.result)))
+
+
+def test_a_step_within_a_step_stands_for_its_fields():
+    op = torch.library.custom_op("tokenmix_tests::scaled_backward", _scaled_backward, mutates_args=())
+    op.register_fake(_scaled_backward)
+    schema = str(op._opoverload._schema)
+    inputs, outputs = (
+        "Tensor dtwice, Tensor twice, Tensor rest, Tensor x, Tensor? weight, float scale=2.",
+        "Tensor, " * 3,
+    )
+    assert schema.endswith(f"({inputs}) -> ({outputs.removesuffix(', ')})")
+    tensors = torch.randn(4, 3)
+    dtwice, twice, rest, x = (t.clone() for t in tensors)
+    torch.library.opcheck(op, (dtwice, twice, rest, x, None, 3.0))
+    for scale in ({}, {"scale": 3.0}):
+        wanted = scale.get("scale", 2.0) * dtwice, twice, rest
+        for run in (op, _scaled_backward):
+            output = run(dtwice, twice, rest, x, None, **scale)
+            assert type(output) is tuple
+            assert all(map(torch.equal, output, wanted))
+    named = _scaled_backward(dtwice, weight=None, x=x, rest=rest, twice=twice)
+    assert all(map(torch.equal, named, (2 * dtwice, twice, rest)))
+
+
+class Ambiguous(NamedTuple):
+    """A step with two fields of one name."""
+
+    x: Tensor
+    step: Step
+
+
+class Unordered(NamedTuple):
+    """A step whose default is followed by a field without."""
+
+    step: Step
+    y: Tensor
+
+
+@pytest.mark.parametrize(("step", "said"), [(Ambiguous, "duplicate parameter"), (Unordered, "non-default argument")])
+def test_steps_that_are_no_signature_are_refused(step, said):
+    def run(given): ...
+
+    run.__annotations__["given"] = step
+    with pytest.raises(ValueError, match=said):
+        of_fields(run)
+
+
 def _fake(step: Step) -> Result:
     return Result(torch.empty_like(step.x), torch.empty_like(step.x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -83,7 +83,11 @@ def recorded_op(name: str, run: Callable | None = None, *, mutates_args: Iterabl
 def of_fields(run: Callable) -> Callable:
     """`run(step)`, of a NamedTuple, as a function of the fields one by one, as torch and `Replayed` take tensors.
 
-    It has the fields' names, types and defaults, and returns what `run` does, of a NamedTuple a plain tuple.
+    It has the fields' names, types and defaults, and returns what `run` does, of a NamedTuple a plain tuple. A field
+    that is itself a NamedTuple is replaced by its fields, given and returned.
+
+    Raises:
+        ValueError: fields of one name, or one without a default after one with a default.
     """
     types = get_type_hints(run)
     returned = types.pop("return", inspect.Signature.empty)
@@ -92,20 +96,54 @@ def of_fields(run: Callable) -> Callable:
         # as torch spells it
         returned = None
     elif hasattr(returned, "_fields"):
-        returned = tuple[tuple(get_type_hints(returned).values())]  # type: ignore[misc]
+        returned = tuple[tuple(x.annotation for x in _flat(returned))]  # type: ignore[misc]
+    signature = inspect.Signature(list(_flat(step)), return_annotation=returned)
+    made = _made(step)
 
     def call(*inputs, **named):
-        output = run(step(*inputs, **named))
-        return tuple(output) if hasattr(output, "_fields") else output
+        if named:
+            bound = signature.bind(*inputs, **named)
+            bound.apply_defaults()
+            inputs = bound.args
+        output = run(made(*inputs))
+        return _leaves(output) if hasattr(output, "_fields") else output
 
-    kind, nothing = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    fields = [
-        inspect.Parameter(name, kind, default=step._field_defaults.get(name, nothing), annotation=x)
-        for name, x in get_type_hints(step).items()
-    ]
-    vars(call)["__signature__"] = inspect.Signature(fields, return_annotation=returned)
+    vars(call)["__signature__"] = signature
     call.__name__, call.__doc__ = run.__name__, run.__doc__
     return call
+
+
+def _flat(step: Any) -> Iterator[inspect.Parameter]:
+    """The fields of a NamedTuple; one that is itself a NamedTuple is replaced by its fields."""
+    for name, x in get_type_hints(step).items():
+        if hasattr(x, "_fields"):
+            yield from _flat(x)
+        else:
+            default = step._field_defaults.get(name, inspect.Parameter.empty)
+            yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=x)
+
+
+def _made(step: Any) -> Callable:
+    """`step` as a function of its `_flat` fields."""
+    parts, first = [], 0
+    for x in get_type_hints(step).values():
+        end = first + (len(list(_flat(x))) if hasattr(x, "_fields") else 1)
+        if hasattr(x, "_fields"):
+            parts.insert(0, (first, end, _made(x)))
+        first = end
+
+    def made(*fields):
+        # from the last, so that the others stay in their places
+        for first, end, part in parts:
+            fields = *fields[:first], part(*fields[first:end]), *fields[end:]
+        return step(*fields)
+
+    return made if parts else step
+
+
+def _leaves(step: Any) -> tuple:
+    """The values of a NamedTuple's `_flat` fields."""
+    return tuple([leaf for x in step for leaf in (_leaves(x) if isinstance(x, tuple) else (x,))])
 
 
 def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None) -> Callable:
