@@ -184,7 +184,7 @@ class TestAttention(OpContract):
             options = (None, True, None, 0, 0.5, impl)
             yield attention_op, (q, k, v, *options)
             o, lse = (x.detach() for x in attention_op(q, k, v, *options))
-            yield attention_backward_op, (*(x.detach() for x in (q, k, v)), o, lse, o, None, *options)
+            yield attention_backward_op, (*(x.detach() for x in (q, k, v)), *options, o, lse, o, None)
 
 
 def by_decoding(cache_seqlens, **options):

@@ -359,7 +359,7 @@ def test_operators_keep_torchs_rules():
         torch.library.opcheck(attention_op, (q, k, v, *options))
         o, lse = (t.detach() for t in attention_op(q, k, v, *options))
         q, k, v = (t.detach() for t in (q, k, v))
-        torch.library.opcheck(attention_backward_op, (q, k, v, o, lse, o, None, *options))
+        torch.library.opcheck(attention_backward_op, (q, k, v, *options, o, lse, o, None))
     lengths = torch.tensor([100], device="cuda")
     torch.library.opcheck(attention_decode_op, (q[:, :1], k, v, lengths, None, 0, 0.5, "triton"))
 

@@ -229,12 +229,12 @@ class TestKeptAttention(OpContract):
         tensors, _ = inputs(TQ=6, dtype=torch.float32, device=device)
         until = torch.full((1, 6, 1), 5, device=device)
         for impl in ("triton", "reference"):
-            options = (1, 2, 0.5, impl)
-            yield kept_attention_op, (*tensors, until, None, *options)
-            saved = [x.detach() for x in (*tensors, *kept_attention_op(*tensors, until, None, *options))]
+            rest = (until, None, 1, 2, 0.5, impl)
+            yield kept_attention_op, (*tensors, *rest)
+            found = [x.detach() for x in kept_attention_op(*tensors, *rest)]
+            given = (*(x.detach() for x in tensors), *rest)
             for through_keep in (True, False):
-                args = (*saved, saved[4], None, until, None, through_keep, *options)
-                yield kept_attention_backward_op, args
+                yield kept_attention_backward_op, (*given, *found, found[0], None, through_keep)
 
 
 @pytest.mark.parametrize("unit", [1, 64])

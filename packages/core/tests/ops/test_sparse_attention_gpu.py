@@ -254,10 +254,11 @@ def test_operators_keep_torchs_rules(filled):
     # calls that are replayed fill no memory, whatever torch is asked for
     torch.use_deterministic_algorithms(filled, warn_only=True)
     tensors, _ = inputs(B=1, TQ=70, dtype=torch.float32)
-    options = (1, 20, 0.5, "triton")
-    torch.library.opcheck(kept_attention_op, (*tensors, None, None, *options))
-    saved = [x.detach() for x in (*tensors, *kept_attention_op(*tensors, None, None, *options))]
-    torch.library.opcheck(kept_attention_backward_op, (*saved, saved[4], None, None, None, True, *options))
+    rest = (None, None, 1, 20, 0.5, "triton")
+    torch.library.opcheck(kept_attention_op, (*tensors, *rest))
+    found = [x.detach() for x in kept_attention_op(*tensors, *rest)]
+    given = (*(x.detach() for x in tensors), *rest)
+    torch.library.opcheck(kept_attention_backward_op, (*given, *found, found[0], None, True))
 
 
 def test_memory_is_that_of_causal_attention():

@@ -34,19 +34,11 @@ class Inputs(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and their gradients; None is zero."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    inputs: Inputs
     o: Tensor
     lse: Tensor
     do: Tensor | None
     dlse: Tensor | None
-    cu_seqlens: Tensor | None
-    causal: bool
-    window: int | None
-    sinks: int
-    scale: float
-    impl: str | None
 
 
 class DecodeInputs(NamedTuple):
@@ -88,13 +80,14 @@ def _(x: Inputs):
 
 @retried
 @of_fields
-def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous."""
+    x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0:
         return _zeros(x.q), _zeros(x.k), _zeros(x.v)
-    backend = backends.load(backends.backward_impl(x.impl, x.q, x.dlse is not None))
+    backend = backends.load(backends.backward_impl(x.impl, x.q, dlse is not None))
     dq, dk, dv = backend.backward(
-        q=x.q, k=x.k, v=x.v, o=x.o, lse=x.lse, do=torch.zeros_like(x.o) if x.do is None else x.do, dlse=x.dlse,
+        q=x.q, k=x.k, v=x.v, o=o, lse=lse, do=torch.zeros_like(o) if do is None else do, dlse=dlse,
         cu_seqlens=x.cu_seqlens, mask=backends.Mask(x.causal, x.window, x.sinks), scale=x.scale,
     )  # fmt: skip
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -106,7 +99,8 @@ attention_backward = direct_when_eager(attention_backward_op, _backward)
 
 @attention_backward_op.register_fake
 @of_fields
-def _(x: BackwardInputs):
+def _(given: BackwardInputs):
+    x = given.inputs
     return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
 
 
@@ -123,8 +117,8 @@ def _gradients(ctx, do, dlse):
     rest = [None] * (len(Inputs._fields) - 3)
     if do is None and dlse is None:
         return None, None, None, *rest
-    x = BackwardInputs(q=q, k=k, v=v, o=o, lse=lse, do=do, dlse=dlse, cu_seqlens=cu_seqlens, **ctx.options)
-    return *attention_backward(*x), *rest
+    x = Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, **ctx.options)
+    return *attention_backward(*x, o, lse, do, dlse), *rest
 
 
 attention = differentiable(attention_op, _forward, _save, _gradients)

@@ -37,23 +37,11 @@ class Outputs(NamedTuple):
 class BackwardInputs(NamedTuple):
     """What was given and found, the gradients of o and of the log-sum-exp (None: 0), and whether `keep` has one."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    keep: Tensor
-    o: Tensor
-    lse: Tensor
-    ranks: Tensor
-    lists: Tensor
+    inputs: Inputs
+    outputs: Outputs
     do: Tensor | None
     dlse: Tensor | None
-    until: Tensor | None
-    cu_seqlens: Tensor | None
     through_keep: bool
-    unit: int
-    window: int | None
-    scale: float
-    impl: str
 
 
 class Gradients(NamedTuple):
@@ -99,31 +87,31 @@ def _(x: Inputs) -> Outputs:
 
 
 @of_fields
-def _backward(x: BackwardInputs) -> Gradients:
+def _backward(given: BackwardInputs) -> Gradients:
     """dq and delta by queries, then dk, dv and the gradient of `keep` by keys."""
+    x, out, do, dlse, through_keep = given
     if x.q.numel() == 0 or x.k.numel() == 0:
-        dq, dk, dv, d_keep = _empty_gradients(x)
-        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_keep.zero_())
-    do = torch.zeros_like(x.o) if x.do is None else x.do
+        return Gradients(*(grad.zero_() for grad in _empty_gradients(x, through_keep)))
+    do = torch.zeros_like(out.o) if do is None else do
     options = dict(until=x.until, cu_seqlens=x.cu_seqlens, unit=x.unit, window=x.window, scale=x.scale)
     if x.impl == "reference":
         from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference_backward
 
-        dlse = None if x.dlse is None else x.dlse.transpose(1, 2)
+        dlse = None if dlse is None else dlse.transpose(1, 2)
         *grads, d_keep = kept_attention_reference_backward(
-            q=x.q, k=x.k, v=x.v, keep=x.keep, o=x.o, do=do, dlse=dlse, **options
+            q=x.q, k=x.k, v=x.v, keep=x.keep, o=out.o, do=do, dlse=dlse, **options
         )
-        d_keep = d_keep.to(x.keep.dtype) if x.through_keep else x.keep.new_empty(0)
-        return Gradients(*(x.contiguous() for x in (*grads, d_keep)))
+        d_keep = d_keep.to(x.keep.dtype) if through_keep else x.keep.new_empty(0)
+        return Gradients(*(grad.contiguous() for grad in (*grads, d_keep)))
     from tokenmix_core.ops.sparse_attention.backward_keys import kept_attention_backward_keys
     from tokenmix_core.ops.sparse_attention.backward_queries import kept_attention_backward_queries
 
-    options |= dict(ranks=x.ranks, lists=x.lists, impl=x.impl)
+    options |= dict(ranks=out.ranks, lists=out.lists, impl=x.impl)
     dq, delta = kept_attention_backward_queries(
-        q=x.q, k=x.k, v=x.v, o=x.o, do=do, lse=x.lse, dlse=x.dlse, **options
+        q=x.q, k=x.k, v=x.v, o=out.o, do=do, lse=out.lse, dlse=dlse, **options
     )  # fmt: skip
     dk, dv, d_keep = kept_attention_backward_keys(
-        q=x.q, k=x.k, v=x.v, do=do, lse=x.lse, delta=delta, keep=x.keep if x.through_keep else None, **options
+        q=x.q, k=x.k, v=x.v, do=do, lse=out.lse, delta=delta, keep=x.keep if through_keep else None, **options
     )
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
 
@@ -134,28 +122,25 @@ kept_attention_backward = direct_when_eager(kept_attention_backward_op, _backwar
 
 @kept_attention_backward_op.register_fake
 @of_fields
-def _(x: BackwardInputs) -> Gradients:
-    return _empty_gradients(x)
+def _(given: BackwardInputs) -> Gradients:
+    return _empty_gradients(given.inputs, given.through_keep)
 
 
 def _save(ctx, inputs, output):
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.save_for_backward(x.q, x.k, x.v, x.keep, *out, x.until, x.cu_seqlens)
-    through_keep = bool(ctx.needs_input_grad[3]) and x.keep.is_floating_point()
-    ctx.options = dict(through_keep=through_keep, unit=x.unit, window=x.window, scale=x.scale, impl=x.impl)
+    ctx.through_keep = bool(ctx.needs_input_grad[3]) and x.keep.is_floating_point()
+    ctx.options = dict(unit=x.unit, window=x.window, scale=x.scale, impl=x.impl)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, dlse, *_unused):
-    q, k, v, keep, o, lse, ranks, lists, until, cu_seqlens = ctx.saved_tensors
+    q, k, v, keep, *outputs, until, cu_seqlens = ctx.saved_tensors
     if do is None and dlse is None:
         return (None,) * len(Inputs._fields)
-    x = BackwardInputs(
-        q=q, k=k, v=v, keep=keep, o=o, lse=lse, ranks=ranks, lists=lists, do=do, dlse=dlse, until=until,
-        cu_seqlens=cu_seqlens, **ctx.options,
-    )  # fmt: skip
-    dq, dk, dv, d_keep = kept_attention_backward(*x)
-    return dq, dk, dv, d_keep if x.through_keep else None, *[None] * (len(Inputs._fields) - 4)
+    x = Inputs(q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, **ctx.options)
+    dq, dk, dv, d_keep = kept_attention_backward(*x, *outputs, do, dlse, ctx.through_keep)
+    return dq, dk, dv, d_keep if ctx.through_keep else None, *[None] * (len(Inputs._fields) - 4)
 
 
 kept_attention = differentiable(kept_attention_op, _forward, _save, _gradients, outputs=2)
@@ -171,6 +156,6 @@ def _outputs(x: Inputs) -> Outputs:
     return Outputs(o, lse, ranks, lists)
 
 
-def _empty_gradients(x: BackwardInputs) -> Gradients:
-    d_keep = x.keep.new_empty(x.keep.shape if x.through_keep else 0)
+def _empty_gradients(x: Inputs, through_keep: bool) -> Gradients:
+    d_keep = x.keep.new_empty(x.keep.shape if through_keep else 0)
     return Gradients(*(t.new_empty(t.shape) for t in (x.q, x.k, x.v)), d_keep)

@@ -97,11 +97,10 @@ def _gradients(ctx, do, *_):
     if do is None:
         return None, None, None, *rest
     q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
-    causal = autograd.BackwardInputs(
-        q=q, k=k, v=v, o=o, lse=lse, do=do, dlse=None, cu_seqlens=cu_seqlens, **_CAUSAL._asdict(), scale=ctx.scale,
-        impl=ctx.impl,
+    causal = autograd.Inputs(
+        q=q, k=k, v=v, cu_seqlens=cu_seqlens, **_CAUSAL._asdict(), scale=ctx.scale, impl=ctx.impl
     )  # fmt: skip
-    return *autograd.attention_backward(*causal), *rest
+    return *autograd.attention_backward(*causal, o, lse, do, None), *rest
 
 
 _attention = differentiable(_prefix_op, _forward, _save, _gradients, outputs=1)
