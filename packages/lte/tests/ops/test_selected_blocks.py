@@ -113,11 +113,10 @@ class TestBlockAttention(OpContract):
     def operators(self, device):
         (q, k, v), options = inputs(TQ=20, size=16, dtype=torch.float32, device=device)
         q, k, v = (x.detach() for x in (q, k, v))
-        arguments = (options["blocks"], None, 16, 0.5)
-        yield block_attention_op, (q, k, v, *arguments), "test_schema", "test_faketensor"
-        o, lse = block_attention_op(q, k, v, *arguments)
-        saved = (q, k, v, arguments[0], o, lse, o, None, None, 16, 0.5)
-        yield block_attention_backward_op, saved, "test_schema", "test_faketensor"
+        given = (q, k, v, options["blocks"], None, 16, 0.5)
+        yield block_attention_op, given, "test_schema", "test_faketensor"
+        o, lse = block_attention_op(*given)
+        yield block_attention_backward_op, (*given, o, lse, o, None), "test_schema", "test_faketensor"
 
 
 def choice(B=1, TQ=9, HQ=4, H=1, U=6, K=16, dtype=torch.float64, device="cpu", seed=0):

@@ -122,7 +122,7 @@ class TestSelectedAttention(OpContract):
         from tokenmix_oryx.ops.selected_queries.autograd import selected_attention_op
 
         x, mask = made(1, 24, 24, 1, 1, 16, 16, torch.float32, device), chosen("runs", 1, 24, device)
-        inputs = (*(t.requires_grad_() for t in x.values()), mask, None, 0.25)
+        inputs = (*(t.requires_grad_() for t in x.values()), mask, None, 0.25, None)
         yield selected_attention_op, inputs, "test_schema", "test_faketensor"
 
 

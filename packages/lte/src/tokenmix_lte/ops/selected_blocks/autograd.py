@@ -26,17 +26,11 @@ class Inputs(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and their gradients; None is zero."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    blocks: Tensor
+    inputs: Inputs
     o: Tensor
     lse: Tensor
     do: Tensor | None
     dlse: Tensor | None
-    cu_seqlens: Tensor | None
-    block_size: int
-    scale: float
 
 
 class SelectInputs(NamedTuple):
@@ -85,15 +79,17 @@ def _(x: Inputs):
 
 
 @of_fields
-def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
+    x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
         return x.q.new_zeros(x.q.shape), x.k.new_zeros(x.k.shape), x.v.new_zeros(x.v.shape)
     from tokenmix_lte.ops.selected_blocks.backward import block_attention_backward
 
-    do = torch.zeros_like(x.o) if x.do is None else x.do
-    wide = {name: filled(t) for name, t in (x._asdict() | {"do": do}).items() if name in ("q", "k", "v", "o", "do")}
-    dq, dk, dv = block_attention_backward(**x._replace(**wide)._asdict())
+    q, k, v, o, do = (filled(t) for t in (x.q, x.k, x.v, o, torch.zeros_like(o) if do is None else do))
+    dq, dk, dv = block_attention_backward(
+        **x._replace(q=q, k=k, v=v)._asdict(), o=o, lse=lse, do=do, dlse=dlse
+    )  # fmt: skip
     K, V = x.q.shape[3], x.v.shape[3]
     return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
 
@@ -104,7 +100,8 @@ block_attention_backward = direct_when_eager(block_attention_backward_op, _backw
 
 @block_attention_backward_op.register_fake
 @of_fields
-def _(x: BackwardInputs):
+def _(given: BackwardInputs):
+    x = given.inputs
     return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
 
 
@@ -120,10 +117,8 @@ def _gradients(ctx, do, dlse):
     rest = [None] * (len(Inputs._fields) - 3)
     if do is None and dlse is None:
         return None, None, None, *rest
-    x = BackwardInputs(
-        q=q, k=k, v=v, blocks=blocks, o=o, lse=lse, do=do, dlse=dlse, cu_seqlens=cu_seqlens, **ctx.options
-    )
-    return *block_attention_backward(*x), *rest
+    x = Inputs(q=q, k=k, v=v, blocks=blocks, cu_seqlens=cu_seqlens, **ctx.options)
+    return *block_attention_backward(*x, o, lse, do, dlse), *rest
 
 
 block_attention = differentiable(block_attention_op, _forward, _save, _gradients)

@@ -24,17 +24,11 @@ class Inputs(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The same, and the gradient of its result."""
 
-    linear: Tensor
-    softmax: Tensor
-    gate: Tensor
-    linear_norm: Tensor
-    softmax_norm: Tensor | None
-    logits: Tensor | None
+    inputs: Inputs
     dy: Tensor
-    eps: float
 
 
-def _contiguous(x: Inputs | BackwardInputs) -> dict:
+def _contiguous(x: Inputs) -> dict:
     return {name: t.contiguous() if isinstance(t, Tensor) else t for name, t in x._asdict().items()}
 
 
@@ -47,17 +41,17 @@ def _forward(x: Inputs) -> Tensor:
 
 
 @of_fields
-def _all_gradients(x: BackwardInputs) -> tuple:
+def _all_gradients(given: BackwardInputs) -> tuple:
     """Gradients of the tensors, in their order, None where there is none."""
     from tokenmix_nats_l.ops.merge.backward import merge_backward
 
-    return merge_backward(**_contiguous(x))
+    return merge_backward(**_contiguous(given.inputs), dy=given.dy.contiguous())
 
 
 @of_fields
-def _backward(x: BackwardInputs) -> list[Tensor]:
+def _backward(given: BackwardInputs) -> list[Tensor]:
     """Gradients of the tensors, in their order, without what does not exist."""
-    return [grad for grad in _all_gradients(*x) if grad is not None]
+    return [grad for grad in _all_gradients(*given.inputs, given.dy) if grad is not None]
 
 
 merge_forward_op = recorded_op("tokenmix_nats_l::merge_forward", _forward, mutates_args=())
@@ -74,8 +68,8 @@ merge_backward_op = recorded_op("tokenmix_nats_l::merge_backward", _backward, mu
 
 @merge_backward_op.register_fake
 @of_fields
-def _(x: BackwardInputs):
-    return [t.new_empty(t.shape) for t in x[:6] if t is not None]
+def _(given: BackwardInputs):
+    return [t.new_empty(t.shape) for t in given.inputs[:6] if t is not None]
 
 
 backward = direct_when_eager(merge_backward_op, _all_gradients)
@@ -88,11 +82,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dy):
-    saved = dict(zip(Inputs._fields, ctx.saved_tensors, strict=False))
+    tensors = ctx.saved_tensors
     if dy is None:
         return (None,) * len(Inputs._fields)
-    grads = (x for x in backward(*BackwardInputs(**saved, dy=dy, eps=ctx.eps)) if x is not None)
-    return *(None if x is None else next(grads) for x in saved.values()), None
+    grads = (x for x in backward(*tensors, ctx.eps, dy) if x is not None)
+    return *(None if x is None else next(grads) for x in tensors), None
 
 
 merge_triton = differentiable(merge_forward_op, _forward, _save, _gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,8 @@ from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule
 from tokenmix_core.ops.ssd import autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
-# inputs that have gradients, the first ones
-_DIFFERENTIABLE = 8
-_OPTIONS = (
-    "silu_shared", "silu_attention_query", "silu_linear_query", "turn_linear", "gate_before", "groups", "eps", "impl",
-)  # fmt: skip
+# inputs that have gradients, the first ones, and inputs that are tensors, which come before all others
+_DIFFERENTIABLE, _TENSORS = 8, 13
 
 
 class Inputs(NamedTuple):
@@ -44,20 +41,23 @@ class Inputs(NamedTuple):
     gate_before: bool
     groups: int
     eps: float
-    impl: str | None = None
+    impl: str | None
+
+    def readable(self) -> Inputs:
+        """The same as kernels read it: products of projections are read by columns, all else is contiguous."""
+        names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "places", "attends"
+        return self._replace(**{name: t.contiguous() for name in names if (t := getattr(self, name)) is not None})
 
 
-class Outputs(NamedTuple):
-    """y, and what the backward pass needs; what there is not is empty.
+class Kept(NamedTuple):
+    """What the backward pass needs; what there is not is empty.
 
     Attributes:
-        y: `[B, T, E]`.
         q, k_turned, k_plain, values: what the mixers read, `[N, E]`; keys before they are turned where linear does.
         o, lse: attention's, of its tokens.
         o_linear, g, dt, beta: the linear mixer's outputs and its rates, and two more tensors of its own.
     """
 
-    y: Tensor
     q: Tensor
     k_turned: Tensor
     k_plain: Tensor
@@ -70,45 +70,21 @@ class Outputs(NamedTuple):
     beta: Tensor
     saved_0: Tensor
     saved_1: Tensor
+
+
+class Outputs(NamedTuple):
+    """y `[B, T, E]`, and what the backward pass needs."""
+
+    y: Tensor
+    kept: Kept
 
 
 class BackwardInputs(NamedTuple):
     """What was given, what it left, and the gradient of y."""
 
-    rows: Tensor
-    shared: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    D: Tensor | None
-    k_weight: Tensor
-    v_weight: Tensor
-    norm_weight: Tensor
-    places: Tensor | None
-    attends: Tensor
-    cos: Tensor
-    sin: Tensor
-    cu_seqlens: Tensor | None
-    q: Tensor
-    k_turned: Tensor
-    k_plain: Tensor
-    values: Tensor
-    o: Tensor
-    lse: Tensor
-    o_linear: Tensor
-    g: Tensor
-    dt: Tensor
-    beta: Tensor
-    saved_0: Tensor
-    saved_1: Tensor
+    inputs: Inputs
+    kept: Kept
     dy: Tensor
-    silu_shared: bool
-    silu_attention_query: bool
-    silu_linear_query: bool
-    turn_linear: bool
-    gate_before: bool
-    groups: int
-    eps: float
-    impl: str | None = None
 
 
 def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
@@ -152,12 +128,6 @@ def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) ->
     return dq, dk, dv, dg, None, None, dbeta
 
 
-def _readable(x: Any) -> Any:
-    """The inputs as kernels read them: the products of projections are read by columns, all else is contiguous."""
-    names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "places", "attends"
-    return x._replace(**{name: t.contiguous() for name in names if (t := getattr(x, name)) is not None})
-
-
 def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
     """k, v, gate and rates: columns of the product of all projections that both modes share."""
     shared = token_rows(shared)
@@ -175,7 +145,7 @@ def _forward(x: Inputs) -> Outputs:
     from tokenmix_oryx.ops.mixing.shared import shared_forward
 
     (B, T), E, H = x.attends.shape, x.rows.shape[1], len(x.A_log)
-    x = _readable(x)
+    x = x.readable()
     k, v, gate, rates = _parts(x.shared, E)
     g, dt, beta = rates_forward(rates, x.A_log, x.dt_bias, with_beta=x.D is None)
     q = queries_forward(
@@ -204,10 +174,11 @@ def _forward(x: Inputs) -> Outputs:
     k_plain, beta, saved_0, saved_1 = (
         x.rows.new_empty(0) if t is None else t for t in (k_plain, beta, *(saved or (None, None)))
     )
-    return Outputs(
-        y=y.view(B, T, E), q=q, k_turned=k_turned, k_plain=k_plain, values=values, o=o, lse=lse, o_linear=o_linear, g=g,
-        dt=dt, beta=beta, saved_0=saved_0, saved_1=saved_1,
+    kept = Kept(
+        q=q, k_turned=k_turned, k_plain=k_plain, values=values, o=o, lse=lse, o_linear=o_linear, g=g, dt=dt, beta=beta,
+        saved_0=saved_0, saved_1=saved_1,
     )  # fmt: skip
+    return Outputs(y.view(B, T, E), kept)
 
 
 mix_op = recorded_op("tokenmix_oryx::mix", _forward, mutates_args=())
@@ -226,18 +197,19 @@ def _(x: Inputs) -> Outputs:
             q=q, k=q, v=q, g=g, beta=g, initial_state=None, cu_seqlens=x.cu_seqlens, scale=1.0, qk_l2norm=True,
             impl=x.impl,
         )  # fmt: skip
-    return Outputs(
-        y=x.rows.new_empty(B, T, E), q=x.rows.new_empty(like_rows), k_turned=x.rows.new_empty(like_rows),
+    kept = Kept(
+        q=x.rows.new_empty(like_rows), k_turned=x.rows.new_empty(like_rows),
         k_plain=x.rows.new_empty(0 if x.turn_linear else like_rows), values=x.rows.new_empty(like_rows),
         o=x.rows.new_empty(heads), lse=x.rows.new_empty(B, H, T, dtype=torch.float32), o_linear=x.rows.new_empty(heads),
         g=g, dt=torch.empty_like(g), beta=x.rows.new_empty(0) if x.D is not None else torch.empty_like(g),
         saved_0=saved[0], saved_1=saved[1],
     )  # fmt: skip
+    return Outputs(x.rows.new_empty(B, T, E), kept)
 
 
 @retried
 @of_fields
-def _backward(x: BackwardInputs) -> list[Tensor]:
+def _backward(given: BackwardInputs) -> list[Tensor]:
     """Gradients of the first eight inputs, those that there are: back through the steps of the forward pass."""
     from tokenmix_core.ops.softmax_attention.backward import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
@@ -245,25 +217,25 @@ def _backward(x: BackwardInputs) -> list[Tensor]:
     from tokenmix_oryx.ops.mixing.rates import rates_backward
     from tokenmix_oryx.ops.mixing.shared import shared_backward
 
+    x, kept = given.inputs.readable(), given.kept
     (B, T), E, H = x.attends.shape, x.rows.shape[1], len(x.A_log)
-    x = _readable(x)
     k, v, gate, rates = _parts(x.shared, E)
     dshared = x.shared.new_empty(x.shared.shape)
     dk, dv, dgate, drates = _parts(dshared, E)
     do, do_linear, dnorm = output_backward(
-        o_attention=x.o.view(-1, E), o_linear=x.o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
-        attends=x.attends, dy=token_rows(x.dy).view(-1, E), dgate=dgate.view(-1, E), groups=x.groups, eps=x.eps,
+        o_attention=kept.o.view(-1, E), o_linear=kept.o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
+        attends=x.attends, dy=token_rows(given.dy).view(-1, E), dgate=dgate.view(-1, E), groups=x.groups, eps=x.eps,
         before=x.gate_before,
     )  # fmt: skip
-    read = x.q, x.k_turned, x.k_turned if x.turn_linear else x.k_plain, x.values, do, do_linear
+    read = kept.q, kept.k_turned, kept.k_turned if x.turn_linear else kept.k_plain, kept.values, do, do_linear
     q4, k4, kl4, v4, do4, dol4 = (t.view(B, T, H, -1) for t in read)
     dq, dk_attention, dv_attention = attention_backward(
-        q=q4, k=k4, v=v4, o=x.o, lse=x.lse, do=do4, dlse=None, cu_seqlens=x.cu_seqlens, mask=CAUSAL,
+        q=q4, k=k4, v=v4, o=kept.o, lse=kept.lse, do=do4, dlse=None, cu_seqlens=x.cu_seqlens, mask=CAUSAL,
         scale=(E // H) ** -0.5, selected=x.attends, fill=False, impl=x.impl,
     )  # fmt: skip
     dq_linear, dk_linear, dv_linear, dg, ddt, dD, dbeta = _linear_backward(
-        q4, kl4, v4, g=x.g, dt=x.dt, D=x.D, beta=None if x.D is not None else x.beta, cu_seqlens=x.cu_seqlens,
-        saved=(x.saved_0, x.saved_1), do=dol4, impl=x.impl,
+        q4, kl4, v4, g=kept.g, dt=kept.dt, D=x.D, beta=None if x.D is not None else kept.beta, cu_seqlens=x.cu_seqlens,
+        saved=(kept.saved_0, kept.saved_1), do=dol4, impl=x.impl,
     )  # fmt: skip
     drows = queries_backward(
         rows=x.rows, places=x.places, attends=x.attends, cos=x.cos, sin=x.sin, dq_attention=dq, dq_linear=dq_linear,
@@ -288,14 +260,14 @@ mix_backward = direct_when_eager(mix_backward_op, _backward)
 
 @mix_backward_op.register_fake
 @of_fields
-def _(x: BackwardInputs):
-    return [t.new_empty(t.shape) for t in x[:_DIFFERENTIABLE] if t is not None]
+def _(given: BackwardInputs):
+    return [t.new_empty(t.shape) for t in given.inputs[:_DIFFERENTIABLE] if t is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    x, out = Inputs(*inputs)._asdict(), Outputs(*output)
-    ctx.options = {name: x.pop(name) for name in _OPTIONS}
-    ctx.save_for_backward(*x.values(), *out[1:])
+    _, *kept = output
+    ctx.options = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -303,10 +275,9 @@ def _gradients(ctx, dy, *_):
     if dy is None:
         return (None,) * len(Inputs._fields)
     # asked for once: activations that are recomputed are there only once
-    saved = dict(zip(BackwardInputs._fields, ctx.saved_tensors, strict=False))
-    x = BackwardInputs(**saved, dy=dy, **ctx.options)
-    grads = iter(mix_backward(*x))
-    found = (None if t is None else next(grads) for t in x[:_DIFFERENTIABLE])
+    saved = ctx.saved_tensors
+    grads = iter(mix_backward(*saved[:_TENSORS], *ctx.options, *saved[_TENSORS:], dy))
+    found = (None if t is None else next(grads) for t in saved[:_DIFFERENTIABLE])
     return *found, *[None] * (len(Inputs._fields) - _DIFFERENTIABLE)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +22,20 @@ class Inputs(NamedTuple):
     selected: Tensor
     cu_seqlens: Tensor | None
     scale: float
-    impl: str | None = None
+    impl: str | None
+
+    def readable(self) -> dict[str, Any]:
+        """The same as kernels read it, by name."""
+        return self._replace(selected=self.selected.contiguous())._asdict()
 
 
 class BackwardInputs(NamedTuple):
     """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    selected: Tensor
+    inputs: Inputs
     o: Tensor
     lse: Tensor
     do: Tensor
-    cu_seqlens: Tensor | None
-    scale: float
-    impl: str | None = None
 
 
 @retried
@@ -46,7 +44,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
     from tokenmix_core.ops.softmax_attention.forward import attention_forward
 
-    return attention_forward(**x._replace(selected=x.selected.contiguous())._asdict(), mask=CAUSAL)
+    return attention_forward(**x.readable(), mask=CAUSAL)
 
 
 selected_attention_op = recorded_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
@@ -61,11 +59,12 @@ def _(x: Inputs):
 
 @retried
 @of_fields
-def _backward(x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     from tokenmix_core.ops.softmax_attention.backward import attention_backward
 
-    return attention_backward(**x._replace(selected=x.selected.contiguous())._asdict(), dlse=None, mask=CAUSAL)
+    x, o, lse, do = given
+    return attention_backward(**x.readable(), o=o, lse=lse, do=do, dlse=None, mask=CAUSAL)
 
 
 selected_attention_backward_op = recorded_op("tokenmix_oryx::selected_attention_backward", _backward, mutates_args=())
@@ -74,7 +73,8 @@ selected_attention_backward = direct_when_eager(selected_attention_backward_op, 
 
 @selected_attention_backward_op.register_fake
 @of_fields
-def _(x: BackwardInputs):
+def _(given: BackwardInputs):
+    x = given.inputs
     return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
 
 
@@ -86,10 +86,8 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, do, dlse):
     q, k, v, selected, o, lse, cu_seqlens = ctx.saved_tensors
-    x = BackwardInputs(
-        q=q, k=k, v=v, selected=selected, o=o, lse=lse, do=do, cu_seqlens=cu_seqlens, scale=ctx.scale, impl=ctx.impl
-    )
-    return *selected_attention_backward(*x), *[None] * (len(Inputs._fields) - 3)
+    x = Inputs(q=q, k=k, v=v, selected=selected, cu_seqlens=cu_seqlens, scale=ctx.scale, impl=ctx.impl)
+    return *selected_attention_backward(*x, o, lse, do), *[None] * (len(Inputs._fields) - 3)
 
 
 selected_attention = differentiable(selected_attention_op, _forward, _save, _gradients)
