@@ -235,7 +235,7 @@ class TestSlotWindowAttention(OpContract):
         from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_op
 
         x = inputs(T=20, **KERNELS, dtype=torch.float32, device=device)
-        arguments = (*x.values(), None, None, None, None, None, None, 0, 4, 0.1)
+        arguments = (*x.values(), None, None, None, None, None, None, 0, 4, 0.1, None)
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
         yield slot_window_attention_op, arguments, *tests
 

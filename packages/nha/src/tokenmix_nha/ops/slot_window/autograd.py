@@ -51,36 +51,21 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What a call was given but for initial slots, what it left, and the gradients of its results.
+    """What a call was given, what it left, and the gradients of its results.
 
     Attributes:
+        inputs: without initial slots, which no gradient needs.
         do, dfinal_k, dfinal_v: None is zero.
         initial: whether there were slots to begin with.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Tensor
-    q_slots: Tensor | None
-    k_slots: Tensor | None
-    start: Tensor | None
-    cu_seqlens: Tensor | None
+    inputs: Inputs
     o: Tensor
     kept: Tensor
     do: Tensor | None
     dfinal_k: Tensor | None
     dfinal_v: Tensor | None
-    before: int
-    window: int
-    scale: float
-    impl: str | None
     initial: bool
-
-    def inputs(self) -> Inputs:
-        """What the call was given."""
-        given = {name: x for name, x in self._asdict().items() if name in Inputs._fields}
-        return Inputs(**given, slots_k=None, slots_v=None)
 
 
 @retried
@@ -110,10 +95,9 @@ def _forward(x: Inputs) -> Outputs:
 
 
 @retried
-@of_fields
 def _backward(given: BackwardInputs) -> Gradients:
     """The queries' gradients, those of the slots back along time, then those of keys, values and gates."""
-    x = given.inputs().aligned()
+    x = given.inputs.aligned()
     y = layout(x)
     kept = Kept(*parts_of(given.kept, kept_layouts(x, y)))
     do, dfinal_k, dfinal_v = map(aligned, (_or_zeros(given.do, given.o), given.dfinal_k, given.dfinal_v))
@@ -170,7 +154,7 @@ def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
 @of_fields
 def _present(given: BackwardInputs) -> list[Tensor]:
     """`_backward` without gradients that there are not: an op returns tensors only."""
-    return [grad for grad in _backward(*given) if grad is not None]
+    return [grad for grad in _backward(given) if grad is not None]
 
 
 slot_window_attention_backward_op = recorded_op(
@@ -182,12 +166,13 @@ _backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
 @slot_window_attention_backward_op.register_fake
 @of_fields
 def _(given: BackwardInputs) -> list[Tensor]:
-    return [grad for grad in empty_gradients(given.inputs(), given.initial) if grad is not None]
+    return [grad for grad in empty_gradients(given.inputs, given.initial) if grad is not None]
 
 
 def _save(ctx, inputs, output) -> None:
     x, out = Inputs(*inputs), Outputs(*output)
-    ctx.options = dict(before=x.before, window=x.window, scale=x.scale, impl=x.impl, initial=x.slots_k is not None)
+    ctx.options = dict(before=x.before, window=x.window, scale=x.scale, impl=x.impl)
+    ctx.initial = x.slots_k is not None
     # else torch would fill gradients of all outputs with zeros, those of the chunks' slots included
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x.q, x.k, x.v, x.f, x.q_slots, x.k_slots, x.start, x.cu_seqlens, out.o, out.kept)
@@ -195,13 +180,13 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, kept = ctx.saved_tensors
-    given = BackwardInputs(
-        q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, start=start, cu_seqlens=cu_seqlens, o=o, kept=kept, do=do,
-        dfinal_k=dfinal_k, dfinal_v=dfinal_v, **ctx.options,
+    x = Inputs(
+        q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=None, slots_v=None, start=start,
+        cu_seqlens=cu_seqlens, **ctx.options,
     )  # fmt: skip
-    dq, dk, dv, df, *grads = _backward_pass(*given)
+    dq, dk, dv, df, *grads = _backward_pass(*x, o, kept, do, dfinal_k, dfinal_v, ctx.initial)
     own = (None, None) if q_slots is None else (grads.pop(0), grads.pop(0))
-    initial = grads if given.initial else (None, None)
+    initial = grads if ctx.initial else (None, None)
     return dq, dk, dv, df, *own, *initial, *[None] * (len(Inputs._fields) - len(Gradients._fields))
 
 

@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     before: int
     window: int
     scale: float
-    impl: str | None = None
+    impl: str | None
 
     def aligned(self) -> Inputs:
         """The same as kernels read it."""
