@@ -12,6 +12,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
+from tokenmix_core.ops.delta_layer.steps import Inputs
 from tokenmix_core.ops.gates.kernels import softplus
 
 
@@ -99,25 +100,18 @@ def delta_layer_step_kernel(
             tl.store(y + i_n * HV * HEAD_V + o_y, b_y.to(y.dtype.element_ty), mask=m_d)
 
 
-def delta_layer_step(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gate: Tensor | None, weights: list[Tensor],
-    inputs: list[Tensor], A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, state: Tensor, arrivals: Tensor,
-    scale: float, max_beta: float, eps: float,
-) -> Tensor:  # fmt: skip
-    """y `[B, HV, V]`; `inputs`, `state` and, until the end, `arrivals` are written to. Rows lie at one stride each."""
-    B, H, head_k = q.shape
-    HV, head_v = v.shape[1:]
-    heads, K, V = state.shape[1:]
-    tile = tuning.gated_delta_rule("step", K, V, q.element_size(), B * heads)
-    o = torch.empty((B, HV, head_v), dtype=torch.float32, device=v.device)
-    y = torch.empty((B, HV, head_v), dtype=v.dtype, device=v.device)
+def delta_layer_step(x: Inputs) -> Tensor:
+    """y `[B, HV, V]`; the last inputs, the state and, until the end, `arrivals` are written to."""
+    B, H, head_k = x.q.shape
+    HV, head_v = x.v.shape[1:]
+    heads, K, V = x.state.shape[1:]
+    tile = tuning.gated_delta_rule("step", K, V, x.q.element_size(), B * heads)
+    o = torch.empty((B, HV, head_v), dtype=torch.float32, device=x.v.device)
+    y = torch.empty((B, HV, head_v), dtype=x.v.dtype, device=x.v.device)
+    rows = dict(q=x.q, k=x.k, v=x.v, a=x.a, b=x.b, gate=x.gate)
     delta_layer_step_kernel[(B * heads * (V // tile.BV),)](
-        q=q, k=k, v=v, a=a, b=b, gate=gate, q_weight=weights[0], k_weight=weights[1], v_weight=weights[2],
-        q_inputs=inputs[0], k_inputs=inputs[1], v_inputs=inputs[2], A_log=A_log, dt_bias=dt_bias,
-        norm_weight=norm_weight, state=state, arrivals=arrivals, o=o, y=y,
-        stride_q=q.stride(0), stride_k=k.stride(0), stride_v=v.stride(0), stride_a=a.stride(0), stride_b=b.stride(0),
-        stride_gate=0 if gate is None else gate.stride(0), scale=scale, max_beta=max_beta, eps=eps,
+        **x._asdict(), o=o, y=y, **{f"stride_{name}": 0 if t is None else t.stride(0) for name, t in rows.items()},
         H=H, group=HV // H, parts=heads // HV, HEAD_K=head_k, HEAD_V=head_v, K=K, V=V, BV=tile.BV,
-        BD=next_power_of_2(head_v), W=weights[0].shape[1], num_warps=tile.num_warps,
+        BD=next_power_of_2(head_v), W=x.q_weight.shape[1], num_warps=tile.num_warps,
     )  # fmt: skip
     return y
