@@ -10,9 +10,8 @@ from torch import Tensor
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
 from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
 
-# k, v, weights and biases of three convolutions, weight and bias of the linear map
-_DIFFERENTIABLE = 10
-_OPTIONS = ("threshold", "first", "middle", "last")
+# k, v, weights and biases of three convolutions, weight and bias of the linear map; all tensors, which come first
+_DIFFERENTIABLE, _TENSORS = 10, 13
 
 
 @of_fields
@@ -29,7 +28,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     from tokenmix_lte.ops.scorer.backward import scorer_layer_backward
     from tokenmix_lte.ops.scorer.forward import scorer_beginnings
 
-    cut, x = given.inputs().sizes(), given.inputs().readable()
+    cut, x = given.inputs.sizes(), given.inputs.readable()
     z1, z2, dz3, dweight, dbias = scorer_beginnings(x, given.dlogits.contiguous(), cut)
     (dz2,), dw3, dbias3 = scorer_layer_backward(x, cut, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
     (dz1,), dw2, dbias2 = scorer_layer_backward(x, cut, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
@@ -37,7 +36,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     # parts of one tensor, which outputs of an operator may not be
     of_map = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
     grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *of_map
-    return [grad.to(t.dtype) for grad, t in zip(grads, given[:_DIFFERENTIABLE], strict=True)]
+    return [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]
 
 
 scorer_forward_op = recorded_op("tokenmix_lte::scorer_forward", _forward, mutates_args=())
@@ -55,16 +54,15 @@ scorer_backward_op = recorded_op("tokenmix_lte::scorer_backward", _backward, mut
 @scorer_backward_op.register_fake
 @of_fields
 def _(given: BackwardInputs):
-    return [x.new_empty(x.shape) for x in given[:_DIFFERENTIABLE]]
+    return [x.new_empty(x.shape) for x in given.inputs[:_DIFFERENTIABLE]]
 
 
 backward = direct_when_eager(scorer_backward_op, _backward)
 
 
 def _save(ctx, inputs, output) -> None:
-    x = Inputs(*inputs)
-    ctx.save_for_backward(*x[: -len(_OPTIONS)])
-    ctx.options = {name: getattr(x, name) for name in _OPTIONS}
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.options = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
@@ -72,8 +70,7 @@ def _gradients(ctx, dlogits):
     rest = [None] * (len(Inputs._fields) - _DIFFERENTIABLE)
     if dlogits is None:
         return *[None] * _DIFFERENTIABLE, *rest
-    saved = dict(zip(Inputs._fields, ctx.saved_tensors, strict=False))
-    return *backward(*BackwardInputs(**saved, **ctx.options, dlogits=dlogits)), *rest
+    return *backward(*ctx.saved_tensors, *ctx.options, dlogits), *rest
 
 
 scorer = differentiable(scorer_forward_op, _forward, _save, _gradients)

@@ -53,25 +53,5 @@ class Inputs(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The same, and the gradient of the logits."""
 
-    k: Tensor
-    v: Tensor
-    w1: Tensor
-    bias1: Tensor
-    w2: Tensor
-    bias2: Tensor
-    w3: Tensor
-    bias3: Tensor
-    weight: Tensor
-    bias: Tensor
-    begin: Tensor | None
-    cu_seqlens: Tensor | None
-    seed: Tensor | None
-    threshold: int
-    first: int
-    middle: int
-    last: int
+    inputs: Inputs
     dlogits: Tensor
-
-    def inputs(self) -> Inputs:
-        """What the call was given."""
-        return Inputs(*self[:-1])
