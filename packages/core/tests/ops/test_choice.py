@@ -33,6 +33,7 @@ from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare as portable_prepare
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.ssd import plan as ssd_plan
 
 GLUON = delta_rule_plan.GLUON

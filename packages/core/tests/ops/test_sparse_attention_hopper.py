@@ -99,10 +99,11 @@ def test_values_and_gradients_answer_to_float64(by_gluon, monkeypatch, case, row
     wanted = torch.autograd.grad((out.o, out.lse.masked_fill(blind, 0)), exact, up)
 
     rest = (unit, case["window"], 0.125, "triton")
-    o, lse, *lists = autograd._forward(q, k, v, keep, None, cu, *rest)
+    given = (q, k, v, keep, None, cu, *rest)
+    o, lse, *lists = autograd._forward(*given)
     torch.testing.assert_close(o, out.o.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.transpose(1, 2), out.lse.float(), rtol=1e-4, atol=1e-5)
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    grads = autograd._backward(q, k, v, keep, o, lse, *lists, do, dlse, None, cu, True, *rest)
+    grads = autograd._backward(*given, o, lse, *lists, do, dlse, True)
     for got, x in zip(grads, wanted, strict=True):
         torch.testing.assert_close(got, x.float(), rtol=1e-4, atol=3e-5)

@@ -21,6 +21,8 @@ from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
 from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.sparse_attention import plan as kept_plan
+from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd import plan as ssd_plan
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
@@ -94,6 +96,12 @@ def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     return {WHOLE: chosen} if chosen not in (None, "gluon", "triton") else attention_steps(q, k, v, chosen)
 
 
+def _kept_attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    q, k, v = (tensors[name] for name in "qkv")
+    found = whole("kept_attention", tensors, impl, kept_plan.GLUON)
+    return {WHOLE: "gluon"} if found[WHOLE] == "triton" and kept_plan.takes_gluon(impl, q, k, v, None) else found
+
+
 def _step_limit(tensors: Tensors) -> str | None:
     return delta_rule_plan.step_limit(*tensors["state"].shape[2:])
 
@@ -151,6 +159,16 @@ register_operation(
         _attention,
         attention_plan.GLUON,
         lambda x: attention_plan.limit(x["q"], x["k"], x["v"]),
+    )
+)
+register_operation(
+    Operation(
+        kept_attention,
+        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
+        {"B": 8, "T": 4096, "HQ": 32, "H": 8, "K": 64, "V": 64},
+        _kept_attention,
+        kept_plan.GLUON,
+        lambda x: kept_plan.limit(x["q"], x["k"], x["v"], None),
     )
 )
 register_operation(

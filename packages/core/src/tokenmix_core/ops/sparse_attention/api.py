@@ -59,8 +59,8 @@ def kept_attention(
         until: position, counted as the queries' are, of the first query that no longer sees a kept key; int32 or int64.
         scale: factor of the scores, positive; None is K ** −0.5.
         cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "triton", "reference", or None: "triton" on CUDA for heads up to 256, "reference" otherwise; "gluon", our
-            kernels for Hopper (bfloat16 or float16, K and V of 64 or 128, no `until`), where it is asked for.
+        impl: "triton" (heads up to 256), "reference", "gluon", our kernels for Hopper (bfloat16 or float16, K and V of
+            64 or 128, no `until`), or None, the fastest that takes the call; with K = 128 Gluon has to be asked for.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
@@ -77,7 +77,7 @@ def kept_attention(
 
 
 @Checked
-def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple[int | None, float, str]:
+def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple[int | None, float, str | None]:
     """Validate a call; return the window that tells apart, the scale and the implementation."""
     op = "kept_attention"
     dims = bind_shapes(
@@ -111,7 +111,7 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
     mask, packed = Mask(True, window, 0), cu_seqlens is not None
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed)
     if impl is None:
-        impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
+        impl = None if q.is_cuda and limit("triton", call) is None else "reference"
     elif impl == "gluon":
         if not torch.compiler.is_compiling():
             plan.GLUON.require(op, q.device, q.dtype, plan.limit(q, k, v, until))

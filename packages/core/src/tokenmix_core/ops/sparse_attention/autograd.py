@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 
 
 class Inputs(NamedTuple):
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     unit: int
     window: int | None
     scale: float
-    impl: str
+    impl: str | None
 
 
 class Outputs(NamedTuple):
@@ -53,6 +53,7 @@ class Gradients(NamedTuple):
     d_keep: Tensor
 
 
+@retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
     """The lists of kept keys, then attention over them."""
@@ -86,6 +87,7 @@ def _(x: Inputs) -> Outputs:
     return _outputs(x)
 
 
+@retried
 @of_fields
 def _backward(given: BackwardInputs) -> Gradients:
     """dq and delta by queries, then dk, dv and the gradient of `keep` by keys."""

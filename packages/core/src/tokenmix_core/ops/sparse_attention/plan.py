@@ -22,7 +22,7 @@ def limit(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> str | None:
     return unreadable(q, k, v)
 
 
-def takes_gluon(impl: str, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> bool:
+def takes_gluon(impl: str | None, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> bool:
     """Tell whether kernels in Gluon make a call. Keys of 128 were not yet measured: they wait to be asked for.
 
     Raises:
