@@ -244,12 +244,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=129, help="new tokens of a generation, the prompt's included")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="generations of which the median counts")
     parser.add_argument("--layers", action="store_true", help="a layer's step, too")
-    parser.add_argument("--out", type=Path, help="folder of the JSON; for a GPU results/ beside this file")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; for a GPU results/decode/ beside this file")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.models if name not in MODELS]:
         parser.error(f"there is no model {unknown[0]!r}, but {', '.join(MODELS)}")
     size = given.size or ("tiny" if given.device == "cpu" else "380m")
-    folder = given.out or (Path(__file__).parent / "results" if given.device != "cpu" else None)
+    folder = given.out or (Path(__file__).parent / "results" / "decode" if given.device != "cpu" else None)
     wanted = {"names": given.models or MODELS, "only": given.only, "repeats": given.repeats}
     for batch in given.batch:
         for row in _rows(size, batch, given.prompt, given.tokens, given.device, **wanted):

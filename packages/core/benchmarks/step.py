@@ -51,8 +51,8 @@ RESULTS = Path(__file__).parent / "results" / "step"
 # by kind, what names of kernels have; the first that fits
 KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
-    "attention": r"flash|fmha|cudnn.*sdpa|attention",
-    "delta rule, scans": r"gated_delta|delta_rule|chunk_|prepare_|segment_|entering_|ssd|slot_window|recurrent",
+    "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$",
+    "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_|entering_|ssd|slot_window|recurrent",
     "convolutions": r"conv",
     "norms": r"norm|rstd",
     "rotation": r"rotate|rotary|rope",

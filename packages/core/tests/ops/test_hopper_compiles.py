@@ -77,8 +77,9 @@ def kept_attention(
     keep = torch.empty(B, U, HM)
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
     rest = unit, window, K**-0.5, "gluon"
-    o, lse, *lists = autograd._forward(q, k, v, keep, None, cu_seqlens, *rest)
-    autograd._backward(q, k, v, keep, o, lse, *lists, o, lse, None, cu_seqlens, through_keep, *rest)
+    given = q, k, v, keep, None, cu_seqlens, *rest
+    o, lse, *lists = autograd._forward(*given)
+    autograd._backward(*given, o, lse, *lists, o, lse, through_keep)
 
 
 def step(op, N=32, H=16, K=128, V=128):
