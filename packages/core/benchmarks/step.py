@@ -52,8 +52,8 @@ RESULTS = Path(__file__).parent / "results" / "step"
 KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$",
-    "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_|entering_"
-    r"|ssd|slot_window|recurrent",
+    "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
+    r"|entering_|ssd|slot_window|recurrent",
     "convolutions": r"conv",
     "norms": r"norm|rstd",
     "rotation": r"rotate|rotary|rope",
