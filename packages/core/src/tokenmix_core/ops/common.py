@@ -277,16 +277,17 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
     return lambda *inputs: apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
 
 
-def row_impl(op: str, impl: str | None, x: Tensor) -> str:
+def row_impl(op: str, impl: str | None, x: Tensor, *, tried: bool = True) -> str:
     """The implementation of what works row by row between matrix products: "triton" or "reference".
 
     None is Triton for CUDA tensors in eager mode. Where torch traces, or
     operations are watched, it is the reference, also if Triton was asked for: compilers fuse it with its neighbours.
+    `tried` is as in `resolve_impl`.
 
     Raises:
         ValueError: as `resolve_impl`.
     """
-    found = resolve_impl(op, impl, x)
+    found = resolve_impl(op, impl, x, tried=tried)
     return "reference" if found == "reference" or x.dtype == torch.float64 or not is_plain(x) else "triton"
 
 
