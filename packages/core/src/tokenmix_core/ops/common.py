@@ -280,9 +280,8 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
 def row_impl(op: str, impl: str | None, x: Tensor, *, tried: bool = True) -> str:
     """The implementation of what works row by row between matrix products: "triton" or "reference".
 
-    None is Triton for CUDA tensors in eager mode. Where torch traces, or
-    operations are watched, it is the reference, also if Triton was asked for: compilers fuse it with its neighbours.
-    `tried` is as in `resolve_impl`.
+    None is Triton for CUDA tensors in eager mode. Where torch traces, or operations are watched, it is the reference,
+    also if Triton was asked for: compilers fuse it with its neighbours. `tried` is as in `resolve_impl`.
 
     Raises:
         ValueError: as `resolve_impl`.
