@@ -91,9 +91,17 @@ def sinks():
     both(attention, q, k, v, window=256, sinks=4)
 
 
+def layers():
+    from tokenmix_core.ops import linears
+
+    x, *weights = (torch.empty(N, 1024, dtype=torch.float16) for N in (1, 768, 768, 1536, 6, 6, 1536))
+    linears(x, weights, impl="triton")
+
+
 CALLS = {
     "norms": norms, "rotation": rotation, "products": products, "gates": gates, "convolutions": convolutions,
     "layer's step": layer_step, "kept keys": kept_keys, "sinks": sinks,
+    "layers": layers,
 }  # fmt: skip
 
 

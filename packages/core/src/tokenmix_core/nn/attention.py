@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode
@@ -107,9 +108,9 @@ class Attention(Mixer):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         rotary: Rotation | None = None,
     ) -> MixerOutput:
-        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(hidden_states).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q, k, v = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if self.rotary_dim is not None:
             assert rotary is not None
             q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)

@@ -11,6 +11,7 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
@@ -162,15 +163,16 @@ class GatedDeltaNet(Mixer):
     def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
         """The gated outputs of one token of each sequence."""
         x, heads, values = x.squeeze(1), (self.num_heads, self.head_dim), (self.num_v_heads, self.value_dim)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        layers = [self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj]
+        q, k, v, a, b, *z = projected(x, *layers, *([] if self.g_proj is None else [self.g_proj]))
         convs, last = (self.q_conv, self.k_conv, self.v_conv), (state.q_conv, state.k_conv, state.v_conv)
         y = delta_layer_step(
             q.unflatten(-1, heads),
             k.unflatten(-1, heads),
             v.unflatten(-1, values),
-            self.a_proj(x),
-            self.b_proj(x),
-            None if self.g_proj is None else self.g_proj(x).unflatten(-1, values),
+            a,
+            b,
+            z[0].unflatten(-1, values) if z else None,
             [conv.weight for conv in convs],
             [part.get(x.shape[0], y) for part, y in zip(last, (q, k, v), strict=True)],
             self.A_log,

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.nn.projections import is_plain_linear, projected
 from tokenmix_core.ops import swiglu, swiglu_linear
 
 
@@ -25,18 +26,9 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = projected(x, self.gate_proj, self.up_proj)
         if not is_plain_linear(self.down_proj):
             return self.down_proj(swiglu(gate, up))
         weight = self.down_proj.weight
         # what autocast would do at the layer
         return swiglu_linear(gate, up, weight.to(gate.dtype) if torch.is_autocast_enabled(gate.device.type) else weight)
-
-
-def is_plain_linear(layer: nn.Module) -> bool:
-    """Tell whether a layer is torch's own without a bias, and nobody has changed or watches its forward pass.
-
-    Adapters, quantisation and hooks do: their layers have to be called.
-    """
-    watched = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and layer.bias is None and not watched and "forward" not in layer.__dict__

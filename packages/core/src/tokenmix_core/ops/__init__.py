@@ -12,6 +12,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
 )
 from tokenmix_core.ops.gated_units.api import swiglu, swiglu_linear
 from tokenmix_core.ops.gates.api import delta_gates
+from tokenmix_core.ops.linears.api import linears
 from tokenmix_core.ops.norms.api import gated_rms_norm, rms_norm
 from tokenmix_core.ops.rotary.api import rotate
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
@@ -30,6 +31,7 @@ __all__ = [
     "gated_delta_rule_step",
     "gated_rms_norm",
     "kept_attention",
+    "linears",
     "merge_attention",
     "recurrent_gated_delta_rule",
     "recurrent_ssd",

@@ -17,6 +17,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
+from tokenmix_core.ops.linears.api import linears
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
@@ -193,5 +194,14 @@ register_operation(
         {"x": "B D", "weight": "D W"},
         {"B": 8, "D": 2048, "W": 4},
         lambda x, impl: whole("short_conv_step", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        linears,
+        {"x": "B D"},
+        {"B": 8, "D": 2048},
+        lambda x, impl: whole("linears", x, impl, tried=False),
+        tried=False,
     )
 )

@@ -195,7 +195,8 @@ class OpContract:
         exact, eager = (reference(**x)._asdict() for x in (wide, call.tensors))
         for name, x in kernels(**call.tensors)._asdict().items():
             if x.is_floating_point():
-                assert_within(name, x, exact[name], eager[name], factor=self.factor)
+                floor = None if self.floor is None else self.floor(name, torch.finfo(x.dtype).eps)
+                assert_within(name, x, exact[name], eager[name], factor=self.factor, floor=floor)
             else:
                 assert torch.equal(x, eager[name]), name
 

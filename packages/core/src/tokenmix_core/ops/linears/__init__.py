@@ -1,0 +1,1 @@
+"""Linear layers of one input in one launch."""

@@ -1,0 +1,126 @@
+"""Several linear layers of one input: each weight's product, by one launch, wherever it is taken."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tokenmix_core.nn import projections
+from tokenmix_core.nn.projections import projected
+from tokenmix_core.ops import linears
+from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
+
+SIZES = (20, 3, 16)
+
+
+def products(x, w0, w1, w2, impl=None):
+    """By name."""
+    return Results({f"y{i}": y for i, y in enumerate(linears(x, [w0, w1, w2], impl=impl))})
+
+
+class TestLinears(OpContract):
+    covers = (linears,)
+    absent: ClassVar = {
+        "lengths": "a row stands alone: sizes of tiles are among the kernels' cases",
+        "pieces": "a row stands alone, without a state",
+        "packed": "rows belong to no sequence",
+        "step": "it is of one token",
+        "malformed_steps": "no steps",
+        "traced": "it has no axis of tokens: a graph of its own is below",
+    }
+    forms: ClassVar = {"together": products}
+    differentiable = False
+    tokens = ("x",)
+    shared = ("w0", "w1", "w2")
+    cases: ClassVar = {"three weights": dict(B=3, D=5)}
+    kernels: ClassVar = {
+        "one row": KernelCase(dict(B=1, D=300)),
+        "more rows than sixteen": KernelCase(dict(B=17, D=64)),
+    }
+    neighbours: ClassVar = dict(B=3, D=16)
+    replayed: ClassVar = dict(B=1, D=16)
+    malformed: ClassVar = {
+        "a weight of other columns": ({"w1": torch.zeros(3, 4)}, r"weights\[1\] must have shape \[N, D\] with D=5"),
+        "another dtype": ({"w2": torch.zeros(16, 5).double()}, "dtype"),
+        "a list": ({"x": [1.0]}, "x must be a tensor of shape .*, got list"),
+        "integers": ({"x": torch.zeros(3, 5).long()}, "x must be"),
+        "kernels for many rows": ({"x": torch.zeros(65, 5), "impl": "triton"}, "takes up to 64 rows, got 65"),
+    }
+    valid: ClassVar = dict(B=3, D=5)
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, D=16, T=None) -> Call:
+        rng = torch.Generator().manual_seed(seed)
+        shapes = {"x": (T or B, D)} | {f"w{i}": (N, D) for i, N in enumerate(SIZES)}
+        # numbers that all dtypes hold
+        drawn = {name: torch.randn(shape, generator=rng).half() for name, shape in shapes.items()}
+        return Call({name: t.to(device, dtype) for name, t in drawn.items()}, {})
+
+    def definition(self, x, w0, w1, w2):
+        weights = enumerate((w0, w1, w2))
+        return Results({f"y{i}": torch.stack([(row * w).sum(1) for row in x]) for i, w in weights})
+
+    def floor(self, name, eps):
+        # sums of hundreds of products, in another order
+        return 2 * eps
+
+    def operators(self, device):
+        from tokenmix_core.ops.linears.autograd import linears_op
+
+        x, *weights = self.make(torch.float32, device).tensors.values()
+        yield linears_op, (x, *weights, None, None, None), "test_schema", "test_faketensor"
+
+
+@pytest.mark.operation
+def test_one_graph_serves_all_numbers_of_rows(device):
+    impl = "triton" if device == "cuda" else "reference"
+    weight, other = torch.randn(4, 16, device=device), torch.randn(5, 16, device=device)
+    compiled = torch.compile(lambda x: linears(x, [weight, other], impl=impl), fullgraph=True, backend="aot_eager")
+    for rows in (2, 3, 5):
+        x = torch.randn(rows, 16, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        for y, wanted in zip(compiled(x), linears(x, [weight, other], impl=impl), strict=True):
+            torch.testing.assert_close(y, wanted)
+
+
+def test_numbers_of_weights_are_bounded():
+    x, weight = torch.zeros(1, 4), torch.zeros(2, 4)
+    for number in (1, 7):
+        with pytest.raises(ValueError, match=f"linears: expected two to 6 weights, got {number}"):
+            linears(x, [weight] * number)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How many calls of `linears` were made."""
+    calls = []
+    monkeypatch.setattr(projections, "linears", lambda *args: calls.append(args) or linears(*args))
+    return calls
+
+
+@torch.no_grad()
+def test_layers_of_few_tokens_are_one_call_and_give_what_they_give(launches, device):
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, N, bias=False, device=device) for N in (4, 2)]
+    for shape, number in (((3, 8), 1), ((2, 1, 8), 2), ((65, 8), 2)):
+        x = torch.randn(shape, device=device)
+        for y, layer in zip(projected(x, *layers), layers, strict=True):
+            torch.testing.assert_close(y, layer(x))
+        assert len(launches) == number
+
+
+def test_layers_are_called_where_they_do_more_or_are_watched(launches, device):
+    x = torch.randn(3, 8, device=device)
+    plain, biased, watched = (nn.Linear(8, 4, bias=bias, device=device) for bias in (False, True, False))
+    seen = []
+    watched.register_forward_hook(lambda *_: seen.append(1))
+    for layers in ((plain, biased), (plain, watched), (plain, nn.Sequential(plain))):
+        with torch.no_grad():
+            projected(x, *layers)
+    projected(x, plain, plain)
+    with torch.no_grad(), torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert projected(x, plain, plain)[0].dtype == torch.bfloat16
+    assert not launches
+    assert seen
