@@ -13,6 +13,7 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput
 from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv, convolved
@@ -229,7 +230,7 @@ class NatsL(Mixer):
         """q, k, v after convolution and SiLU, as both operations take them, and the gates."""
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
-            (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
+            projected(x, self.q_proj, self.k_proj, self.v_proj),
             (None, None, None) if state is None else (state.q_conv, state.k_conv, state.v_conv),
             cu_seqlens=cu_seqlens,
             step=step,

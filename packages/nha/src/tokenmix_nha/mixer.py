@@ -15,6 +15,7 @@ from tokenmix_core.nn.attention import cached_attention_lse, mean_visible
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
@@ -178,9 +179,9 @@ class NhaMixer(Mixer):
         return self._keep_in_graph(self.o_proj(o.flatten(-2))), None
 
     def _project(self, x: Tensor, call: Call, rotary: Rotation | None) -> Heads:
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q, k, v = projected(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, self.head_dim)) for y in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         placed = q, k

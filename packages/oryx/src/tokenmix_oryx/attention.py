@@ -9,6 +9,7 @@ from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn.attention import cached_attention, mean_visible
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import KVState, LayerState
@@ -72,7 +73,7 @@ class NormedAttention(Mixer):
     ) -> MixerOutput:
         assert rotary is not None, "the model turns every call's positions"
         step = stepping(hidden_states, state)
-        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         if self.k_conv is not None and self.v_conv is not None:
             past = (None, None) if state is None else (state.k_conv, state.v_conv)
             k = self.k_conv(k, state=past[0], cu_seqlens=cu_seqlens, step=step)
