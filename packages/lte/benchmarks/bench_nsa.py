@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure
-from tokenmix_lte.ops import block_attention, select_blocks
+from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 
 
@@ -130,8 +130,7 @@ def _branches(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Ten
     blocks = select_blocks(q, pooled[0], lse, case.blocks, block_size=size)
     selected = block_attention(q, k, v, blocks, block_size=size).o
     window = attention(q, k, v, window=case.window).o
-    a, b, c = gates.unsqueeze(-1).unbind(-2)
-    return torch.addcmul(torch.addcmul(a * compressed, b, selected), c, window)
+    return gated_sum(compressed, selected, window, gates)
 
 
 def _through(gates: Tensor, run: Callable[[], Tensor]) -> Callable[[], Tensor]:

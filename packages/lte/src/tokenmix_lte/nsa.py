@@ -18,7 +18,7 @@ from tokenmix_core.nn.state import KVState, LayerState, TensorState
 from tokenmix_core.ops import attention, attention_decode
 from tokenmix_core.ops.common import Impl
 from tokenmix_lte.nsa_state import PooledKVState
-from tokenmix_lte.ops import block_attention, select_blocks
+from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 from tokenmix_lte.ops.selected_blocks.reference import most_attended
 
@@ -113,10 +113,7 @@ class Nsa(Mixer):
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._go_on)(q, k, v, state)
-        # each sum in one pass
-        a, b, c = gates.unsqueeze(-1).unbind(-2)
-        o = torch.addcmul(torch.addcmul(a * branches.compressed, b, branches.selected), c, branches.window)
-        return self.o_proj(o.flatten(-2)), None
+        return self.o_proj(gated_sum(*branches, gates, impl=self.impl).flatten(-2)), None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pooled_k: Tensor, pooled_v: Tensor, *, cu_seqlens: Tensor | None = None

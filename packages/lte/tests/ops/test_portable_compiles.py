@@ -1,4 +1,4 @@
-"""The scorer's, the eviction's and selected blocks' kernels compile for Hopper, without a GPU."""
+"""Every kernel of this package compiles for Hopper, without a GPU."""
 
 from __future__ import annotations
 
@@ -47,10 +47,19 @@ def selected_blocks(count=16):
         select_blocks(q, half(B, T // 64, 2, K), lse, count, impl="triton")
 
 
+def branches():
+    from tokenmix_lte.ops import gated_sum
+
+    given = [half(B, T, 32, channels).requires_grad_() for channels in (K, K, K, 3)]
+    o = gated_sum(*given, impl="triton")
+    torch.autograd.grad(o, given, torch.empty_like(o))
+
+
 CALLS = {
     **{f"scorer in {dtype}": partial(scorer, dtype) for dtype in DTYPES},
     "eviction": eviction,
     "selected blocks": selected_blocks,
+    "sum of branches": branches,
 }
 
 

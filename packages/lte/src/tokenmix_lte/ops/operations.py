@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokenmix_core.ops.explanation import Operation, register_operation
 from tokenmix_core.ops.operations import whole
+from tokenmix_lte.ops.branches.api import gated_sum
 from tokenmix_lte.ops.eviction.api import evict_step
 from tokenmix_lte.ops.scorer.api import retention_logits
 from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
@@ -38,5 +39,14 @@ register_operation(
         {"q": "B T HQ K", "k": "B T H K", "v": "B T H K"},
         {"B": 8, "T": 4096, "HQ": 32, "H": 2, "K": 64},
         lambda x, impl: whole("block_attention", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        gated_sum,
+        {"compressed": "B T HQ V", "selected": "B T HQ V", "window": "B T HQ V"},
+        {"B": 8, "T": 4096, "HQ": 32, "V": 64},
+        lambda x, impl: whole("gated_sum", x, impl, tried=False),
+        tried=False,
     )
 )

@@ -1,0 +1,1 @@
+"""The sum of three branches' outputs, each head's weighed by gates."""

@@ -1,0 +1,54 @@
+"""The public function: shapes, checks and the choice of an implementation."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tokenmix_core.launch.replay import Checked
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, row_impl
+from tokenmix_lte.ops.branches.reference import gated_sum_reference
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def gated_sum(
+    compressed: Float[Tensor, "B T HQ V"],
+    selected: Float[Tensor, "B T HQ V"],
+    window: Float[Tensor, "B T HQ V"],
+    gates: Float[Tensor, "B T HQ 3"],
+    *,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T HQ V"]:
+    """a · compressed + b · selected + c · window, with gates (a, b, c) for each token and head.
+
+    Differentiable in all four; the gradient keeps them. Kernels compute in float32 and round once.
+
+    Args:
+        compressed, selected, window: outputs of NSA's branches, bfloat16, float16, float32 or float64, of one dtype.
+        gates: in their dtype, in the branches' order.
+        impl: "triton", "reference" (any device), or None: the reference, as no GPU has run the kernels yet, or with
+            `TOKENMIX_UNTRIED=1` Triton for CUDA tensors. Where torch.compile traces it is the reference, which is
+            fused with its neighbours.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or an `impl` that cannot do what is asked.
+    """
+    _check(compressed, selected, window, gates)
+    if row_impl("gated_sum", impl, compressed) == "reference" or not compressed.numel():
+        return gated_sum_reference(compressed, selected, window, gates)
+    from tokenmix_lte.ops.branches.autograd import gated_sum_triton
+
+    return gated_sum_triton(compressed, selected, window, gates)
+
+
+@Checked
+def _check(compressed, selected, window, gates) -> None:
+    op, shape = "gated_sum", "B T HQ V"
+    bind_shapes(
+        op, {}, compressed=(compressed, shape), selected=(selected, shape), window=(window, shape),
+        gates=(gates, "B T HQ 3"),
+    )  # fmt: skip
+    check_dtype(op, _FLOATS, compressed=compressed)
+    check_same_dtype(op, compressed=compressed, selected=selected, window=window, gates=gates)
