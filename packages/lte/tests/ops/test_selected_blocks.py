@@ -212,6 +212,33 @@ def test_queries_taken_in_runs_give_the_same(monkeypatch, device):
     torch.testing.assert_close(run(block_attention, tensors, options), whole)
 
 
+@pytest.mark.parametrize("cu", [None, [0, 5, 5, 40, 90]], ids=["one sequence", "packed"])
+def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
+    from tokenmix_lte.ops.selected_blocks.lists import make_lists
+
+    B, T, H, S, size, piece = 1 if cu else 2, 90, 2, 4, 16, 8
+    _, options = inputs(B=B, TQ=T, H=H, S=S, size=size, cu=cu, device=device)
+    U = -(-T // size) if cu is None else T // size + len(cu) - 1
+    lists = make_lists(
+        options["blocks"], options.get("cu_seqlens"), first=0, TQ=T, TK=T, U=U, block_size=size, piece=piece
+    )  # fmt: skip
+    # several runs, in which none of the others' pairs count
+    assert 2 * plan.ranked(U) < T * S
+    borders, begin = [0, T] if cu is None else cu, 0
+    for r, slots in enumerate(lists.slots.flatten(0, 1).repeat_interleave(U, 0)):
+        pairs = (slots == r % U).nonzero().flatten().tolist()
+        end = begin + len(pairs)
+        assert lists.ends[r] == end
+        assert lists.listed[begin:end].tolist() == pairs
+        # those that need no mask
+        for t, s in (divmod(p, S) for p in pairs[lists.masked[r] :]):
+            last = (options["blocks"][r // U // H, t, r // U % H, s] + 1) * size - 1
+            assert t - max(x for x in borders if x <= t) >= last
+        owned = range(begin // piece + r, end // piece + r + 1)
+        assert lists.owners[owned.start : owned.stop].tolist() == [r] * len(owned)
+        begin = end
+
+
 def test_the_list_of_a_block_that_all_queries_name_is_cut_into_pieces(monkeypatch, device):
     tensors, options = inputs(TQ=50, HQ=2, H=1, S=2, size=16, dtype=torch.float32, device=device)
     options["blocks"][..., 0] = 0

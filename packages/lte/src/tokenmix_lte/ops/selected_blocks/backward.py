@@ -19,7 +19,7 @@ from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, store_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, rows_of, sizes
-from tokenmix_lte.ops.selected_blocks.lists import block_of, masked_pairs, owner
+from tokenmix_lte.ops.selected_blocks.lists import block_of, borders, owner
 from tokenmix_lte.ops.selected_blocks.plan import slices
 
 
@@ -79,22 +79,22 @@ def meet_gradients(
 @cached_launch
 @triton.jit
 def _meet_blocks_backward(
-    q, k, v, do, lse, delta, part_q, part_k, part_v, listed, ends, owners, cu_seqlens,
+    q, k, v, do, lse, delta, part_q, part_k, part_v, listed, ends, masked, owners, cu_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_lb, s_lh,
-    T, TQ, TK, first, B, H, S, U, N, runs, scale,
+    T, TQ, TK, first, B, H, S, U, N, scale,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A piece of a block's list a program."""
     i_x = tl.program_id(0)
     blocks = B * H * U
-    if i_x >= tl.load(ends + tl.cast(blocks, tl.int64) * runs - 1) // P + blocks:
+    if i_x >= tl.load(ends + blocks - 1) // P + blocks:
         return
-    i_b, i_h, i_u, i_r, p_list, begin, low, high = owner(owners, ends, listed, i_x, H, U, runs, P)
+    i_b, i_h, i_u, i_r, p_list, low, high = owner(owners, ends, listed, i_x, H, U, P)
     if low >= high:
         return
     start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
-    masked = masked_pairs(ends, begin, i_r, row, T, S, runs, BLOCK, RUN)
+    inside = tl.load(masked + i_r)
     b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
     b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
     p_q = q + i_b * s_qb + i_h * G * s_qh
@@ -104,7 +104,7 @@ def _meet_blocks_backward(
     part_q += (i_b * H + i_h) * T * S * G * K
     b_dk = tl.zeros([BLOCK, BK], tl.float32)
     b_dv = tl.zeros([BLOCK, BV], tl.float32)
-    clear = tl.cdiv(tl.minimum(tl.maximum(masked - low, 0), high - low) * G, BM)
+    clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
         b_dk, b_dv = meet_gradients(
@@ -124,7 +124,7 @@ def _meet_blocks_backward(
 @cached_launch
 @triton.jit
 def _join_keys(
-    part_k, part_v, dk, dv, ends, cu_seqlens, TK, H, U, N, runs, scale,
+    part_k, part_v, dk, dv, ends, cu_seqlens, TK, H, U, N, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -133,12 +133,11 @@ def _join_keys(
     i_b = (i_r // U // H).to(tl.int64)
     i_h = i_r // U % H
     start, keys, key, _ = block_of(i_r % U, TK, TK, 0, N, cu_seqlens, BLOCK, PACKED)
-    begin = tl.load(ends + i_r.to(tl.int64) * runs - 1, mask=i_r > 0, other=0)
-    count = tl.load(ends + (i_r.to(tl.int64) + 1) * runs - 1) - begin
+    begin, end = borders(ends, i_r)
     i_first = begin // P + i_r
     b_dk = tl.zeros([BLOCK, BK], tl.float32)
     b_dv = tl.zeros([BLOCK, BV], tl.float32)
-    for i in range(i_first, i_first + tl.cdiv(count, P)):
+    for i in range(i_first, i_first + tl.cdiv(end - begin, P)):
         b_dk += load_tile(part_k, i * BLOCK, 0, BK, BK, BLOCK, BK, False)
         b_dv += load_tile(part_v, i * BLOCK, 0, BV, BV, BLOCK, BV, False)
     b_dk *= scale
@@ -196,18 +195,18 @@ def block_attention_backward(
         b_q, b_do, b_dq, b_lse, b_delta = q[:, run], do[:, run], dq[:, run], lse[:, :, run], delta[:, :, run]
         lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
         shape = sizes(q, k, blocks, run, cu_seqlens, block_size)
-        options = constants("backward", q, v, lists, block_size, cu_seqlens)
+        options = constants("backward", q, v, block_size, cu_seqlens)
         part_q = q.new_empty(lists.listed.numel() * G * K)
         part_k, part_v = (lse.new_empty(len(lists.owners), block_size, size) for size in (options["BK"], options["BV"]))
         _meet_blocks_backward[(len(lists.owners),)](
             q=b_q, k=k, v=v, do=b_do, lse=b_lse, delta=b_delta, part_q=part_q, part_k=part_k, part_v=part_v,
-            listed=lists.listed, ends=lists.ends, owners=lists.owners, cu_seqlens=cu_seqlens,
+            listed=lists.listed, ends=lists.ends, masked=lists.masked, owners=lists.owners, cu_seqlens=cu_seqlens,
             **strides(q=b_q, k=k, v=v, d=b_do), s_lb=lse.stride(0), s_lh=lse.stride(1), **shape,
-            runs=lists.runs, scale=scale * math.log2(math.e), **options,
+            scale=scale * math.log2(math.e), **options,
         )  # fmt: skip
         _join_keys[(B * H * shape["U"],)](
             part_k=part_k, part_v=part_v, dk=dk, dv=dv, ends=lists.ends, cu_seqlens=cu_seqlens, TK=TK, H=H,
-            U=shape["U"], N=shape["N"], runs=lists.runs, scale=scale,
+            U=shape["U"], N=shape["N"], scale=scale,
             **{name: options[name] for name in ("K", "V", "BLOCK", "BK", "BV", "P", "PACKED")}, ADD=i > 0,
             num_warps=8,
         )  # fmt: skip

@@ -17,8 +17,8 @@ from tokenmix_core.ops.softmax_attention.forward import block_size as width
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import load_tile
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, make_lists, masked_pairs, owner
-from tokenmix_lte.ops.selected_blocks.plan import RANKED, piece, slices, tile
+from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, make_lists, owner
+from tokenmix_lte.ops.selected_blocks.plan import piece, slices, tile
 
 
 @triton.jit
@@ -82,28 +82,28 @@ def meet_rows(
 @cached_launch
 @triton.jit
 def _meet_blocks(
-    q, k, v, part_o, part_lse, listed, ends, owners, cu_seqlens,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T, TQ, TK, first, B, H, S, U, N, runs, scale,
+    q, k, v, part_o, part_lse, listed, ends, masked, owners, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T, TQ, TK, first, B, H, S, U, N, scale,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A piece of a block's list a program."""
     i_x = tl.program_id(0)
     blocks = B * H * U
-    if i_x >= tl.load(ends + tl.cast(blocks, tl.int64) * runs - 1) // P + blocks:
+    if i_x >= tl.load(ends + blocks - 1) // P + blocks:
         return
-    i_b, i_h, i_u, i_r, p_list, begin, low, high = owner(owners, ends, listed, i_x, H, U, runs, P)
+    i_b, i_h, i_u, i_r, p_list, low, high = owner(owners, ends, listed, i_x, H, U, P)
     if low >= high:
         return
     start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
-    masked = masked_pairs(ends, begin, i_r, row, T, S, runs, BLOCK, RUN)
+    inside = tl.load(masked + i_r)
     b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
     b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
     p_q = q + i_b * s_qb + i_h * G * s_qh
     part_o += (i_b * H + i_h) * T * S * G * V
     part_lse += (i_b * H + i_h) * T * S * G
     # tiles whose rows all exist and see the whole block
-    clear = tl.cdiv(tl.minimum(tl.maximum(masked - low, 0), high - low) * G, BM)
+    clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
         meet_rows(
@@ -166,9 +166,9 @@ def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, 
         part_o, part_lse = (x.new_empty(lists.listed.numel() * G * size) for x, size in ((o, V), (lse, 1)))
         _meet_blocks[(len(lists.owners),)](
             q=b_q, k=k, v=v, part_o=part_o, part_lse=part_lse, listed=lists.listed, ends=lists.ends,
-            owners=lists.owners, cu_seqlens=cu_seqlens, **strides(q=b_q, k=k, v=v),
-            **sizes(q, k, blocks, run, cu_seqlens, block_size), runs=lists.runs, scale=scale * math.log2(math.e),
-            **constants("forward", q, v, lists, block_size, cu_seqlens),
+            masked=lists.masked, owners=lists.owners, cu_seqlens=cu_seqlens, **strides(q=b_q, k=k, v=v),
+            **sizes(q, k, blocks, run, cu_seqlens, block_size), scale=scale * math.log2(math.e),
+            **constants("forward", q, v, block_size, cu_seqlens),
         )  # fmt: skip
         join_outputs(part_o, part_lse, lists, b_o, b_lse, S=S, G=G)
 
@@ -208,12 +208,12 @@ def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, in
     }
 
 
-def constants(step: str, q, v, lists: Lists, block_size: int, cu_seqlens) -> dict:
+def constants(step: str, q, v, block_size: int, cu_seqlens) -> dict:
     """The constants that all kernels of a call are compiled for."""
-    K, V = q.shape[3], v.shape[3]
+    K, V, G = q.shape[3], v.shape[3], q.shape[2] // v.shape[2]
     BM, warps, stages = tile(step, max(K, V), q.dtype)
     return {
-        **{"G": q.shape[2] // v.shape[2], "K": K, "V": V, "BM": BM, "BLOCK": block_size},
-        **{"BK": width(K), "BV": width(V), "P": lists.piece, "RUN": RANKED, "PACKED": cu_seqlens is not None},
+        **{"G": G, "K": K, "V": V, "BM": BM, "BLOCK": block_size},
+        **{"BK": width(K), "BV": width(V), "P": piece(G), "PACKED": cu_seqlens is not None},
         **{"PRECISION": precision(q.dtype), "num_warps": warps, "num_stages": stages},
     }

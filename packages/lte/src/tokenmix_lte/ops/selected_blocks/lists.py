@@ -1,8 +1,8 @@
 """Lists of blocks turned round: of each block of keys the queries that named it, in order, without atomics.
 
-A **pair** is an entry of `blocks`: a query and one of its blocks. Pairs are ranked in runs of RANKED among those of the
-same block; sums of the counts of all runs before say where each stands in one list, block after block. Nothing is read
-by the host: sizes are bounds.
+A **pair** is an entry of `blocks`: a query and one of its blocks. Pairs are ranked by runs, among those of their block;
+sums of the counts of all runs before say where each stands in one list, block after block. Nothing is read by the host:
+sizes are bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_lte.ops.selected_blocks.plan import RANKED
+from tokenmix_lte.ops.selected_blocks.plan import ranked
 
 _ELEMENTS = 1024
 
@@ -28,16 +28,16 @@ class Lists(NamedTuple):
     Attributes:
         slots: `[B, H, T · S]`, the place of each pair's block among all blocks, −1 where the query sees none of it.
         listed: the pairs of each row and head, by block; a pair is t · S + s.
-        ends: `[B · H · U · runs]`, how many pairs are listed up to a block and run of pairs.
+        ends: `[B · H · U]`, how many pairs are listed up to a block, that of a row and head.
+        masked: `[B · H · U]`, how many of a block's pairs, its first ones, may be of queries that do not see all of it.
         owners: whose piece of the list each program takes: a row, head and block.
     """
 
     slots: Tensor
     listed: Tensor
     ends: Tensor
+    masked: Tensor
     owners: Tensor
-    runs: int
-    piece: int
 
 
 @triton.jit
@@ -52,20 +52,25 @@ def sequence_of(o_t, N, cu_seqlens):
 
 
 @triton.jit
-def owner(owners, ends, listed, i_x, H, U, runs, P: tl.constexpr):
+def owner(owners, ends, listed, i_x, H, U, P: tl.constexpr):
     """Whose piece of a list a program takes.
 
     Returns:
-        row, head (int64) and block; its number among all, its list and where that begins; the pairs `low` … `high − 1`
-        of the list that are the program's, none where it has no piece.
+        row, head (int64) and block; its number among all, and its list; the pairs `low` … `high − 1` of the list that
+        are the program's, none where it has no piece.
     """
     i_r = tl.load(owners + i_x)
     i_b = (i_r // U // H).to(tl.int64)
     i_h = (i_r // U % H).to(tl.int64)
-    begin = tl.load(ends + i_r.to(tl.int64) * runs - 1, mask=i_r > 0, other=0)
-    count = tl.load(ends + (i_r.to(tl.int64) + 1) * runs - 1) - begin
+    begin, end = borders(ends, i_r)
     low = (i_x - begin // P - i_r) * P
-    return i_b, i_h, i_r % U, i_r, listed + begin, begin, tl.minimum(low, count), tl.minimum(low + P, count)
+    return i_b, i_h, i_r % U, i_r, listed + begin, tl.minimum(low, end - begin), tl.minimum(low + P, end - begin)
+
+
+@triton.jit
+def borders(ends, i_r):
+    """Where the list of block `i_r` of all begins and ends."""
+    return tl.load(ends + i_r - 1, mask=i_r > 0, other=0), tl.load(ends + i_r)
 
 
 @triton.jit
@@ -83,15 +88,6 @@ def block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.
         key = i_u * BLOCK
         row = key - (TK - TQ) - first
     return start, keys, key, row
-
-
-@triton.jit
-def masked_pairs(ends, begin, i_r, row, T, S, runs, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """How many of a block's pairs may be of queries inside of the block, which do not see all of it: the first ones."""
-    stop = tl.minimum(tl.maximum(row + BLOCK, 0), T) * S
-    i_run = tl.maximum(stop - 1, 0) // RUN
-    count = tl.load(ends + i_r.to(tl.int64) * runs + i_run) - begin
-    return tl.where(stop > 0, count, 0)
 
 
 @cached_launch
@@ -131,14 +127,15 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
     rest = pairs - i_run * RUN
     o_e = tl.arange(0, RUN)
     b_slot = tl.load(p_slot + o_e, mask=o_e < rest, other=-1)
-    b_rank = tl.zeros([RUN], tl.int32)
-    b_all = tl.zeros([RUN], tl.int32)
+    # those before a pair in the lower half of a number, all in the upper one; columns are added once, at the end
+    b_count = tl.zeros([RUN, BJ], tl.int32)
     for i in range(0, RUN, BJ):
         o_j = i + tl.arange(0, BJ)
         b_other = tl.load(p_slot + o_j, mask=o_j < rest, other=-1)
-        m_same = b_slot[:, None] == b_other[None, :]
-        b_all += tl.sum(m_same.to(tl.int32), 1)
-        b_rank += tl.sum((m_same & (o_j[None, :] < o_e[:, None])).to(tl.int32), 1)
+        b_one = tl.where(o_j[None, :] < o_e[:, None], 0x10001, 0x10000)
+        b_count += tl.where(b_slot[:, None] == b_other[None, :], b_one, 0)
+    b_both = tl.sum(b_count, 1)
+    b_rank, b_all = b_both & 0xFFFF, b_both >> 16
     tl.store(ranks + i_bh * pairs + i_run * RUN + o_e, b_rank, mask=o_e < rest)
     # the last of a block tells its number
     m_last = (b_slot >= 0) & (b_rank + 1 == b_all)
@@ -147,28 +144,39 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
 
 @cached_launch
 @triton.jit
-def _list_pairs(slots, ranks, ends, listed, pairs, U, runs, RUN: tl.constexpr, BE: tl.constexpr):
+def _list_pairs(slots, ranks, sums, listed, pairs, U, runs, RUN: tl.constexpr, BE: tl.constexpr):
     """Write each pair into the list of its block."""
     pieces = tl.cdiv(pairs, BE)
     i_bh = (tl.program_id(0) // pieces).to(tl.int64)
     o_e = tl.program_id(0) % pieces * BE + tl.arange(0, BE)
     b_slot = tl.load(slots + i_bh * pairs + o_e, mask=o_e < pairs, other=-1)
     b_place = (i_bh * U + tl.maximum(b_slot, 0)) * runs + o_e // RUN
-    b_begin = tl.load(ends + b_place - 1, mask=(b_slot >= 0) & (b_place > 0), other=0)
+    b_begin = tl.load(sums + b_place - 1, mask=(b_slot >= 0) & (b_place > 0), other=0)
     b_rank = tl.load(ranks + i_bh * pairs + o_e, mask=b_slot >= 0, other=0)
     tl.store(listed + b_begin + b_rank, o_e, mask=b_slot >= 0)
 
 
 @cached_launch
 @triton.jit
-def _own_pieces(ends, owners, runs, P: tl.constexpr, BP: tl.constexpr):
-    """Name a block as the owner of its programs: from ⌊its list's beginning / P⌋ + its number on.
+def _own_pieces(
+    sums, ends, masked, owners, cu_seqlens, T, TQ, TK, first, S, U, N, runs,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Write of a block where its list ends and how many of its pairs need a mask, and name it as its programs' owner.
 
-    So blocks never share a program, and no table of their numbers of pieces is needed.
+    Its programs are those from ⌊its list's beginning / P⌋ + its number on: blocks never share one, and no table of
+    their numbers of pieces is needed.
     """
     i_r = tl.program_id(0)
-    begin = tl.load(ends + i_r.to(tl.int64) * runs - 1, mask=i_r > 0, other=0)
-    end = tl.load(ends + (i_r.to(tl.int64) + 1) * runs - 1)
+    p_sum = sums + i_r.to(tl.int64) * runs
+    begin = tl.load(p_sum - 1, mask=i_r > 0, other=0)
+    end = tl.load(p_sum + runs - 1)
+    tl.store(ends + i_r, end)
+    # pairs of queries inside of the block come first, and those of runs that begin with such a query
+    _, _, _, row = block_of(i_r % U, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
+    stop = tl.minimum(tl.maximum(row + BLOCK, 0), T) * S
+    inside = tl.load(p_sum + tl.maximum(stop - 1, 0) // RUN) - begin
+    tl.store(masked + i_r, tl.where(stop > 0, inside, 0))
     for i in range(begin // P + i_r, end // P + i_r + 1, BP):
         o_x = i + tl.arange(0, BP)
         tl.store(owners + o_x, tl.full([BP], 0, tl.int32) + i_r, mask=o_x <= end // P + i_r)
@@ -179,26 +187,32 @@ def make_lists(
 ) -> Lists:
     """The lists of queries `blocks [B, T, H, S]`, which are rows `first` … of all TQ, for U blocks of keys a row."""
     B, T, H, S = blocks.shape
-    pairs, runs = T * S, cdiv(T * S, RANKED)
+    pairs, RUN = T * S, ranked(U)
+    runs = cdiv(pairs, RUN)
     slots, ranks = (blocks.new_empty(B, H, pairs, dtype=torch.int32) for _ in range(2))
     listed = blocks.new_empty(B * H * pairs, dtype=torch.int32)
     owners = blocks.new_empty(B * H * pairs // piece + B * H * U, dtype=torch.int32)
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    N, packed = 0 if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens is not None
+    ends, masked = (blocks.new_empty(B * H * U, dtype=torch.int32) for _ in range(2))
     # a packed row is found among all borders, for each pair
     found = _ELEMENTS if N == 0 else _ELEMENTS // 4
     _find_slots[(B * H * cdiv(pairs, found),)](
         blocks=blocks, slots=slots, cu_seqlens=cu_seqlens,
         **dict(zip(("s_b", "s_t", "s_h", "s_s"), blocks.stride(), strict=True)),
         T=T, TQ=TQ, TK=TK, first=first, H=H, S=S, U=U, N=N,
-        BLOCK=block_size, PACKED=cu_seqlens is not None, BE=found, num_warps=8,
+        BLOCK=block_size, PACKED=packed, BE=found, num_warps=8,
     )  # fmt: skip
     counts = blocks.new_zeros(B * H * U * runs, dtype=torch.int32)
     _rank_pairs[(B * H * runs,)](
-        slots=slots, ranks=ranks, counts=counts, pairs=pairs, U=U, runs=runs, RUN=RANKED, BJ=16, num_warps=8
-    )
-    ends = counts.cumsum(0, dtype=torch.int32)
-    _list_pairs[(B * H * cdiv(pairs, _ELEMENTS),)](
-        slots=slots, ranks=ranks, ends=ends, listed=listed, pairs=pairs, U=U, runs=runs, RUN=RANKED, BE=_ELEMENTS
+        slots=slots, ranks=ranks, counts=counts, pairs=pairs, U=U, runs=runs, RUN=RUN, BJ=16,
+        num_warps=4 if RUN < 512 else 8,
     )  # fmt: skip
-    _own_pieces[(B * H * U,)](ends=ends, owners=owners, runs=runs, P=piece, BP=64)
-    return Lists(slots, listed, ends, owners, runs, piece)
+    sums = counts.cumsum(0, dtype=torch.int32)
+    _list_pairs[(B * H * cdiv(pairs, _ELEMENTS),)](
+        slots=slots, ranks=ranks, sums=sums, listed=listed, pairs=pairs, U=U, runs=runs, RUN=RUN, BE=_ELEMENTS
+    )  # fmt: skip
+    _own_pieces[(B * H * U,)](
+        sums=sums, ends=ends, masked=masked, owners=owners, cu_seqlens=cu_seqlens, T=T, TQ=TQ, TK=TK, first=first, S=S,
+        U=U, N=N, runs=runs, BLOCK=block_size, RUN=RUN, P=piece, BP=64, PACKED=packed,
+    )  # fmt: skip
+    return Lists(slots, listed, ends, masked, owners)

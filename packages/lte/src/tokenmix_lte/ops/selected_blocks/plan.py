@@ -8,10 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import cdiv, next_power_of_2
 
-# pairs of a query and a block, one after the other in `blocks`, that one program ranks
-RANKED = 512
 # rows, a query and a head, of one program: enough to be worth a block of keys and what is known of it
 _ROWS = 4096
 # bytes of partial outputs, or of partial gradients of queries, that lie in memory at one time
@@ -50,6 +48,15 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
     if block_size not in (None, 16, 32, 64, 128):
         return f"takes blocks of 16, 32, 64 or 128 keys, got {block_size}; pass impl='reference'"
     return None
+
+
+def ranked(U: int) -> int:
+    """Pairs, one after the other in `blocks`, that one program ranks, where rows have U blocks.
+
+    Twice as many are twice the comparisons for a pair, and half of its U / RANKED counts: of these there are at most 8
+    up to 4,096 blocks.
+    """
+    return min(512, max(128, next_power_of_2(U) // 8))
 
 
 def piece(group: int) -> int:
