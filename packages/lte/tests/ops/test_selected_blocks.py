@@ -8,12 +8,16 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_lte.ops import block_attention, select_blocks
 from tokenmix_lte.ops.selected_blocks import plan
 from tokenmix_lte.ops.selected_blocks.autograd import block_attention_backward_op, block_attention_op
+
+# of 17 tokens with 4 heads, 3 blocks, and 64 channels, as kernels hold fewer, of 4 bytes
+_ROOM = 17 * 4 * 3 * 64 * 4
 
 
 def inputs(
@@ -205,9 +209,9 @@ def test_queries_taken_in_runs_give_the_same(monkeypatch, device):
     tensors, options = inputs(TQ=40, size=16, dtype=torch.float32, device=device)
     options["impl"] = "triton"
     whole = run(block_attention, tensors, options)
-    # a token takes 4 heads · 3 blocks · 8 channels · 4 bytes
-    monkeypatch.setattr(plan, "_ROOM", 17 * 384)
-    assert [(x.start, x.stop) for x in plan.slices(tensors[0], 8, 3)] == [(0, 14), (14, 28), (28, 40)]
+    monkeypatch.setattr(plan, "_ROOM", _ROOM)
+    wide = torch.empty(1, 40, 4, 64)
+    assert [(x.start, x.stop) for x in plan.slices(wide, 64, 3)] == [(0, 14), (14, 28), (28, 40)]
     monkeypatch.setattr(plan, "_ROWS", 8)
     torch.testing.assert_close(run(block_attention, tensors, options), whole)
 
@@ -237,6 +241,18 @@ def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
         owned = range(begin // piece + r, end // piece + r + 1)
         assert lists.owners[owned.start : owned.stop].tolist() == [r] * len(owned)
         begin = end
+
+
+def test_lists_are_made_once_for_a_call_and_its_gradient(monkeypatch, device):
+    from tokenmix_lte.ops.selected_blocks import forward
+
+    make, made = forward.make_lists, []
+    monkeypatch.setattr(forward, "make_lists", lambda *x, **named: made.append(named) or make(*x, **named))
+    tensors, options = inputs(TQ=40, size=16, dtype=torch.float32, device=device)
+    monkeypatch.setattr(plan, "_ROOM", _ROOM)
+    Replayed.forget()
+    run(block_attention, tensors, options | {"impl": "triton"})
+    assert [x["first"] for x in made] == [0, 14, 28]
 
 
 def test_the_list_of_a_block_that_all_queries_name_is_cut_into_pieces(monkeypatch, device):

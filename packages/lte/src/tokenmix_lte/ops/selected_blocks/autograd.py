@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmix_core.launch.replay import Replayed, is_plain
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
 
 
@@ -58,6 +61,13 @@ def filled(x: Tensor) -> Tensor:
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    o, lse, *_ = _keep(*x)
+    return o, lse
+
+
+def _keep(*inputs) -> tuple[Tensor, ...]:
+    """The same, and the tensors of all lists, whose shapes would cut graphs up: there the backward pass makes them."""
+    x = Inputs(*inputs)
     o, lse = _outputs(x.q, x.v)
     if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
         return o.zero_(), lse.fill_(float("-inf"))
@@ -65,8 +75,8 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
 
     q, k, v = (filled(t) for t in (x.q, x.k, x.v))
     wide = o if v is x.v else o.new_empty(*o.shape[:3], v.shape[3])
-    block_attention_forward(**x._replace(q=q, k=k, v=v)._asdict(), o=wide, lse=lse)
-    return o if wide is o else o.copy_(wide[..., : o.shape[3]]), lse
+    made = block_attention_forward(**x._replace(q=q, k=k, v=v)._asdict(), o=wide, lse=lse)
+    return o if wide is o else o.copy_(wide[..., : o.shape[3]]), lse, *itertools.chain(*made)
 
 
 block_attention_op = recorded_op("tokenmix_lte::block_attention", _forward, mutates_args=())
@@ -81,21 +91,34 @@ def _(x: Inputs):
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
+    return _after(given, ())
+
+
+def _after_keep(*fields) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, of `BackwardInputs`' fields and what `_keep` kept behind them."""
+    inputs, end = len(Inputs._fields), len(Inputs._fields) + len(BackwardInputs._fields) - 1
+    return _after(BackwardInputs(Inputs(*fields[:inputs]), *fields[inputs:end]), fields[end:])
+
+
+def _after(given: BackwardInputs, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
         return x.q.new_zeros(x.q.shape), x.k.new_zeros(x.k.shape), x.v.new_zeros(x.v.shape)
     from tokenmix_lte.ops.selected_blocks.backward import block_attention_backward
+    from tokenmix_lte.ops.selected_blocks.lists import Lists
 
+    each = len(Lists._fields)
+    made = [Lists(*kept[i : i + each]) for i in range(0, len(kept), each)]
     q, k, v, o, do = (filled(t) for t in (x.q, x.k, x.v, o, torch.zeros_like(o) if do is None else do))
     dq, dk, dv = block_attention_backward(
-        **x._replace(q=q, k=k, v=v)._asdict(), o=o, lse=lse, do=do, dlse=dlse
+        **x._replace(q=q, k=k, v=v)._asdict(), o=o, lse=lse, do=do, dlse=dlse, made=made
     )  # fmt: skip
     K, V = x.q.shape[3], x.v.shape[3]
     return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
 
 
 block_attention_backward_op = recorded_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
-block_attention_backward = direct_when_eager(block_attention_backward_op, _backward)
+_replayed_backward = Replayed(_after_keep)
 
 
 @block_attention_backward_op.register_fake
@@ -107,21 +130,22 @@ def _(given: BackwardInputs):
 
 def _save(ctx, inputs, output):
     x = Inputs(*inputs)
-    ctx.save_for_backward(x.q, x.k, x.v, x.blocks, *output, x.cu_seqlens)
+    ctx.save_for_backward(x.q, x.k, x.v, x.blocks, x.cu_seqlens, *output)
     ctx.options = dict(block_size=x.block_size, scale=x.scale)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, do, dlse):
-    q, k, v, blocks, o, lse, cu_seqlens = ctx.saved_tensors
+    q, k, v, blocks, cu_seqlens, o, lse, *kept = ctx.saved_tensors
     rest = [None] * (len(Inputs._fields) - 3)
     if do is None and dlse is None:
         return None, None, None, *rest
     x = Inputs(q=q, k=k, v=v, blocks=blocks, cu_seqlens=cu_seqlens, **ctx.options)
-    return *block_attention_backward(*x, o, lse, do, dlse), *rest
+    given = *x, o, lse, do, dlse
+    return *(_replayed_backward(*given, *kept) if is_plain(q) else block_attention_backward_op(*given)), *rest
 
 
-block_attention = differentiable(block_attention_op, _forward, _save, _gradients)
+block_attention = differentiable(block_attention_op, _forward, _save, _gradients, outputs=2, keep=_keep)
 
 
 @of_fields

@@ -7,6 +7,7 @@ leave theirs for queries; both are added in order.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, store_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, rows_of, sizes
-from tokenmix_lte.ops.selected_blocks.lists import block_of, borders, owner
+from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, borders, owner
 from tokenmix_lte.ops.selected_blocks.plan import slices
 
 
@@ -177,9 +178,9 @@ def _join_queries(
 
 
 def block_attention_backward(
-    q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *, block_size, scale
+    q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *, block_size, scale, made: Sequence[Lists] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+    """dq, dk and dv; lists that are not `made` yet are made."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (TK, H, V), S = q.shape, v.shape[1:], blocks.shape[3]
     G, delta, dq = HQ // H, torch.empty_like(lse), q.new_empty(q.shape)
@@ -193,7 +194,7 @@ def block_attention_backward(
     dk, dv = (x.new_empty(x.shape, dtype=x.dtype if len(runs) == 1 else torch.float32) for x in (k, v))
     for i, run in enumerate(runs):
         b_q, b_do, b_dq, b_lse, b_delta = q[:, run], do[:, run], dq[:, run], lse[:, :, run], delta[:, :, run]
-        lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
+        lists = made[i] if made else lists_of(q, k, blocks, run, cu_seqlens, block_size)
         shape = sizes(q, k, blocks, run, cu_seqlens, block_size)
         options = constants("backward", q, v, block_size, cu_seqlens)
         part_q = q.new_empty(lists.listed.numel() * G * K)

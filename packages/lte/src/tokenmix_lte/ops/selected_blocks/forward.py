@@ -156,10 +156,11 @@ def _join_outputs(
     tl.store(lse + i_b * s_lb + i_hq * s_lh + o_t, b_lse, mask=m_r)
 
 
-def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, scale) -> None:
-    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, scale) -> list[Lists]:
+    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`; the lists of each run of queries."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
     G, V, S = q.shape[2] // k.shape[2], v.shape[3], blocks.shape[3]
+    made = []
     for run in slices(q, V, S):
         b_q, b_o, b_lse = q[:, run], o[:, run], lse[:, :, run]
         lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
@@ -171,6 +172,8 @@ def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, 
             **constants("forward", q, v, block_size, cu_seqlens),
         )  # fmt: skip
         join_outputs(part_o, part_lse, lists, b_o, b_lse, S=S, G=G)
+        made.append(lists)
+    return made
 
 
 def join_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: int, G: int) -> None:
