@@ -47,6 +47,19 @@ def test_queries_see_the_means_of_blocks_that_are_complete(T):
         torch.testing.assert_close(gradients(*got, tensors), gradients(*wanted, tensors))
 
 
+@pytest.mark.parametrize("shift", [0, 2])
+def test_kernels_read_queries_where_they_lie(shift, device):
+    exact, (q, k, v) = inputs(T=15), (x.detach().float().to(device).requires_grad_() for x in inputs(T=15))
+    found = {}
+    for impl, (a, b, c) in {"reference": exact, "triton": (q, k, v)}.items():
+        pooled = pool_blocks(b, BLOCK), pool_blocks(c, BLOCK)
+        out = compressed_attention(a[:, shift:], *pooled, BLOCK, shift=shift, impl=impl)
+        # kernels carry the gradient of o alone, as the layer has it
+        found[impl] = [*out, *torch.autograd.grad(out.o.square().sum(), (a, b, c))]
+    for got, want in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(got.cpu(), want.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_queries_that_begin_later_see_the_same():
     q, k, v = inputs()
     pooled = pool_blocks(k, BLOCK), pool_blocks(v, BLOCK)

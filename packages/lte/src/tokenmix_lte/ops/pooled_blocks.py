@@ -1,7 +1,9 @@
 """Blocks of tokens as their means, and attention to those that are complete: NSA's compressed branch.
 
-Query i sees the m = ⌊(i + 1) / block⌋ complete blocks of its sequence. The `block` queries with one m are taken for as
-many heads of one query, which stands at block m − 1: that is causal attention among blocks, which core's kernels do.
+Query i sees the m = ⌊(i + 1) / block⌋ complete blocks of its sequence. The `block` queries with one m, a group, are
+taken for as many heads of one query, which stands at block m − 1: that is causal attention among blocks, which core's
+kernels do. Every query of a group has its own copy of the pooled keys, all of which take no more than k does: queries
+are read where they lie, and no key head's gradient waits for all heads of a group.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ def pool_blocks(
 
     Blocks of packed sequences stand as in `select_blocks`; those that belong to none are 0. Differentiable.
     """
+    wide = torch.promote_types(x.dtype, torch.float32)
     if cu_seqlens is None:
         T, U = x.shape[1], cdiv(x.shape[1], block)
-        parts = F.pad(at_least_float32(x), (0, 0, 0, 0, 0, U * block - T)).unflatten(1, (U, block))
+        parts = F.pad(x, (0, 0, 0, 0, 0, U * block - T)).unflatten(1, (U, block))
         sizes = (T - torch.arange(U, device=x.device) * block).clamp(max=block)
-        return (parts.sum(2) / sizes.view(-1, 1, 1)).to(x.dtype)
+        return (parts.sum(2, dtype=wide) / sizes.view(-1, 1, 1)).to(x.dtype)
     index, there = _tokens_of_blocks(x.shape[1], block, cu_seqlens, 0)
-    parts = at_least_float32(x[:, index]) * there[..., None, None]
-    return (parts.sum(2) / there.sum(1).clamp(min=1).view(-1, 1, 1)).to(x.dtype)
+    parts = x[:, index] * there[..., None, None]
+    return (parts.sum(2, dtype=wide) / there.sum(1).clamp(min=1).view(-1, 1, 1)).to(x.dtype)
 
 
 def compressed_attention(
@@ -57,20 +60,24 @@ def compressed_attention(
     """
     if cu_seqlens is not None:
         return _packed(q, pooled_k, pooled_v, block, cu_seqlens, impl)
-    T, complete = q.shape[1], (shift + q.shape[1]) // block
-    # the first queries of a sequence see nothing
+    # queries that see nothing, the rest of a group that began before, whole groups, and the beginning of one
+    T = q.shape[1]
     blind = min(T, max(0, block - 1 - shift))
-    if blind == T:
-        return AttentionOutput(
-            pooled_v.new_zeros(*q.shape[:3], pooled_v.shape[3]), at_least_float32(q[..., 0]).new_full((), -torch.inf)
-            .expand(q.shape[:3])
-        )  # fmt: skip
-    first = (shift + blind + 1) % block
-    rows = cdiv(first + T - blind, block)
-    grouped = F.pad(q[:, blind:], (0, 0, 0, 0, first, rows * block - first - (T - blind))).unflatten(1, (rows, block))
-    out = _among_blocks(grouped, pooled_k[:, :complete], pooled_v[:, :complete], None, impl)
-    o, lse = (x.flatten(1, 2)[:, first : first + T - blind] for x in out)
-    return AttentionOutput(F.pad(o, (0, 0, 0, 0, blind, 0)), F.pad(lse, (0, 0, blind, 0), value=-torch.inf))
+    first = min(T - blind, -(shift + blind + 1) % block)
+    groups = (T - blind - first) // block
+    unseeing, *parts = q.split([blind, first, groups * block, T - blind - first - groups * block], 1)
+    none = torch.full_like(at_least_float32(unseeing[..., 0]), -torch.inf)
+    outputs, end = [(pooled_v.new_zeros(*unseeing.shape[:3], pooled_v.shape[3]), none)], shift + blind
+    for part, rows in zip(parts, (1, groups, 1), strict=True):
+        if not part.shape[1]:
+            continue
+        end += part.shape[1]
+        complete = end // block
+        grouped = part.unflatten(1, (rows, part.shape[1] // rows))
+        out = _among_blocks(grouped, pooled_k[:, :complete], pooled_v[:, :complete], None, impl)
+        outputs.append(tuple(x.flatten(1, 2) for x in out))
+    o, lse = (torch.cat(x, 1) for x in zip(*outputs, strict=True))
+    return AttentionOutput(o, lse)
 
 
 def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | None) -> AttentionOutput:
@@ -90,11 +97,10 @@ def _among_blocks(
     grouped: Float[Tensor, "B rows block HQ K"], pooled_k: Tensor, pooled_v: Tensor, slots: Tensor | None, impl
 ) -> tuple[Float[Tensor, "B rows block HQ V"], Float[Tensor, "B rows block HQ"]]:
     """Causal attention of groups of queries to blocks, the last group standing at the last block."""
-    H, block = pooled_k.shape[2], grouped.shape[2]
-    heads = grouped.unflatten(3, (H, -1)).transpose(2, 3)
-    o, lse = attention(heads.flatten(2, 4), pooled_k, pooled_v, cu_seqlens=slots, impl=impl)
-    o, lse = (x.unflatten(2, (H, block, -1)).transpose(2, 3).flatten(3, 4) for x in (o, lse))
-    return o, lse
+    block = grouped.shape[2]
+    k, v = (x.unsqueeze(2).expand(-1, -1, block, -1, -1).flatten(2, 3) for x in (pooled_k, pooled_v))
+    o, lse = attention(grouped.flatten(2, 3), k, v, cu_seqlens=slots, impl=impl)
+    return o.unflatten(2, (block, -1)), lse.unflatten(2, (block, -1))
 
 
 def _tokens_of_blocks(

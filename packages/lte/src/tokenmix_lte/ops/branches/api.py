@@ -36,7 +36,7 @@ def gated_sum(
         ValueError: shapes, dtypes or devices that do not fit, or an `impl` that cannot do what is asked.
     """
     _check(compressed, selected, window, gates)
-    if row_impl("gated_sum", impl, compressed) == "reference" or not compressed.numel():
+    if row_impl("gated_sum", impl, compressed, tried=False) == "reference" or not compressed.numel():
         return gated_sum_reference(compressed, selected, window, gates)
     from tokenmix_lte.ops.branches.autograd import gated_sum_triton
 
