@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
+from tokenmix_lte.ops.branches.reference import gated_sum_reference
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 
 
@@ -95,6 +96,7 @@ def _rows(case: Case, device: str) -> Iterator[dict]:
     leaves = (q, k, v, gates)
     yield from measure("nsa", shape, device, forwards, leaves, first_calls=first, repeats=_repeats(device))
     yield from _steps(case, shape, device, q, k, v)
+    yield from _sums(shape, device, gates, [torch.randn_like(q).requires_grad_() for _ in range(3)])
 
 
 def _steps(case: Case, shape: str, device: str, q: Tensor, k: Tensor, v: Tensor) -> Iterator[dict]:
@@ -120,6 +122,19 @@ def _steps(case: Case, shape: str, device: str, q: Tensor, k: Tensor, v: Tensor)
         return chosen.float() + 0 * q[0, 0, 0, 0].float()
 
     yield from measure("nsa, choice of blocks", shape, device, {"tokenmix": choose}, (q,), repeats=repeats)
+
+
+def _sums(shape: str, device: str, gates: Tensor, branches: list[Tensor]) -> Iterator[dict]:
+    """The branches' sum by gates, beside torch's operations one by one and fused."""
+    forwards = {
+        "tokenmix": lambda: gated_sum(*branches, gates),
+        "torch, eager": lambda: gated_sum_reference(*branches, gates),
+    }
+    if device != "cpu":
+        compiled = torch.compile(gated_sum_reference)
+        forwards["torch, compiled"] = lambda: compiled(*branches, gates)
+    leaves = (*branches, gates)
+    yield from measure("nsa, sum of branches", shape, device, forwards, leaves, repeats=_repeats(device))
 
 
 def _branches(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
