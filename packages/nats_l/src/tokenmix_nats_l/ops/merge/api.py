@@ -43,8 +43,8 @@ def merge_operations(
         softmax_norm: γ₂; None for one norm after the sum (Table 4, *w/o Attn Norm*).
         logits: of the linear operation's weight and of the softmax operation's, for each head; None for weights of 1.
         eps: of the norms.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
-            no kernels in Gluon, as reading and writing is all that takes time here.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors with heads it takes, the
+            reference for others. There are no kernels in Gluon, as reading and writing is all that takes time here.
 
     Returns:
         y `[B, T, E]` in the dtype of `linear`.
@@ -75,11 +75,13 @@ def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) 
     impl = resolve_impl(op, impl, linear)
     if dims["E"] != dims["H"] * dims["V"]:
         raise ValueError(f"{op}: gate must have H · V = {dims['H'] * dims['V']} channels, got {dims['E']}")
-    if impl != "reference" and dims["V"] > WIDEST:
+    if impl == "triton" and dims["V"] > WIDEST:
         raise ValueError(
-            f"{op}: impl={impl or 'triton'!r} takes heads of up to {WIDEST} channels, got {dims['V']}; "
-            "pass impl='reference'"
+            f"{op}: impl='triton' takes heads of up to {WIDEST} channels, got {dims['V']}; pass impl='reference', or "
+            "None for what runs here"
         )
+    if dims["V"] > WIDEST:
+        impl = "reference"
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, linear=linear, linear_norm=linear_norm, softmax_norm=softmax_norm, logits=logits)
     check_same_dtype(op, linear=linear, softmax=softmax, gate=gate)
