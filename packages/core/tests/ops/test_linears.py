@@ -67,7 +67,7 @@ class TestLinears(OpContract):
         return 2 * eps
 
     def operators(self, device):
-        from tokenmix_core.ops.linears.autograd import linears_op
+        from tokenmix_core.ops.projections.autograd import linears_op
 
         x, *weights = self.make(torch.float32, device).tensors.values()
         yield linears_op, (x, *weights, None, None, None), "test_schema", "test_faketensor"

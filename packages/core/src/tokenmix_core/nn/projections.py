@@ -6,24 +6,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tokenmix_core.launch.replay import is_plain
 from tokenmix_core.ops import linears
-from tokenmix_core.ops.common import is_plain
-from tokenmix_core.ops.linears.sizes import MOST_ROWS
+from tokenmix_core.ops.projections.sizes import MOST_ROWS
 
 
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of two to six linear layers: by `linears` without gradients and for few tokens, else each layer's."""
-    rows = x.numel() // x.shape[-1]
-    if torch.is_grad_enabled() or rows > MOST_ROWS or not all(_takes(layer, x) for layer in layers):
+    # numbers of tokens are not asked for where torch traces: a graph would be made for either answer
+    few = is_plain(x) and not torch.is_grad_enabled() and x.numel() <= MOST_ROWS * x.shape[-1]
+    if not few or not all(_takes(layer, x) for layer in layers):
         return tuple(layer(x) for layer in layers)
-    found = linears(x.reshape(rows, x.shape[-1]), [layer.weight for layer in layers])  # type: ignore[misc]
+    found = linears(x.reshape(-1, x.shape[-1]), [layer.weight for layer in layers])  # type: ignore[misc]
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 
 def _takes(layer: nn.Module, x: Tensor) -> bool:
     """Tell whether a layer is its weight's product with x alone, to a kernel's eye."""
-    # what autocast or a compiler makes of the layer is theirs
-    plain = is_plain(x) and not torch.is_autocast_enabled(x.device.type) and is_plain_linear(layer)
+    # what autocast makes of the layer is its own
+    plain = not torch.is_autocast_enabled(x.device.type) and is_plain_linear(layer)
     return plain and layer.weight.dtype == x.dtype  # type: ignore[union-attr]
 
 

@@ -12,8 +12,8 @@ from tokenmix_core.ops.gated_delta_rule.api import (
 )
 from tokenmix_core.ops.gated_units.api import swiglu, swiglu_linear
 from tokenmix_core.ops.gates.api import delta_gates
-from tokenmix_core.ops.linears.api import linears
 from tokenmix_core.ops.norms.api import gated_rms_norm, rms_norm
+from tokenmix_core.ops.projections.api import linears
 from tokenmix_core.ops.rotary.api import rotate
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
 from tokenmix_core.ops.sparse_attention.api import kept_attention

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, resolve_impl
-from tokenmix_core.ops.linears.reference import linears_reference
-from tokenmix_core.ops.linears.sizes import MOST_ROWS, MOST_WEIGHTS
+from tokenmix_core.ops.projections.reference import linears_reference
+from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,7 +38,7 @@ def linears(
     """
     if _check(impl, x, *weights) == "reference":
         return linears_reference(x, weights)
-    from tokenmix_core.ops.linears.autograd import linears_triton
+    from tokenmix_core.ops.projections.autograd import linears_triton
 
     return tuple(linears_triton(x, *weights, *[None] * (MOST_WEIGHTS - len(weights))))
 

@@ -28,7 +28,7 @@ def _weights(given: Inputs) -> list[Tensor]:
 @of_fields
 def _run(given: Inputs) -> list[Tensor]:
     """`[B, N]` of each weight."""
-    from tokenmix_core.ops.linears.kernel import linears_forward
+    from tokenmix_core.ops.projections.kernel import linears_forward
 
     x = given.x if given.x.stride(1) == 1 else given.x.contiguous()
     return linears_forward(x, [w.contiguous() for w in _weights(given)])

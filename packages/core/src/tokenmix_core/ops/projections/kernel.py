@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.linears.sizes import MOST_WEIGHTS
+from tokenmix_core.ops.projections.sizes import MOST_WEIGHTS
 from tokenmix_core.ops.softmax_attention.forward import precision
 
 # rows of weights that a program takes, and columns that it reads at a time
