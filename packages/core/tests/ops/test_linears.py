@@ -111,6 +111,10 @@ def test_layers_of_few_tokens_are_one_call_and_give_what_they_give(launches, dev
         assert len(launches) == number
 
 
+class OfAnotherClass(torch.Tensor):
+    """As weights of quantised layers are."""
+
+
 def test_layers_are_called_where_they_do_more_or_are_watched(launches, device):
     x = torch.randn(3, 8, device=device)
     plain, biased, watched = (nn.Linear(8, 4, bias=bias, device=device) for bias in (False, True, False))
@@ -120,6 +124,10 @@ def test_layers_are_called_where_they_do_more_or_are_watched(launches, device):
         with torch.no_grad():
             projected(x, *layers)
     projected(x, plain, plain)
+    quantised = nn.Linear(8, 4, bias=False, device=device)
+    quantised.weight = nn.Parameter(quantised.weight.detach().as_subclass(OfAnotherClass), requires_grad=False)
+    with torch.no_grad():
+        projected(x, plain, quantised)
     with torch.no_grad(), torch.autocast(x.device.type, dtype=torch.bfloat16):
         assert projected(x, plain, plain)[0].dtype == torch.bfloat16
     assert not launches

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tokenmix_core.launch.replay import is_plain
+from tokenmix_core.launch.replay import is_plain, is_real
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.projections.sizes import MOST_ROWS
 
@@ -23,9 +23,10 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module) -> tuple[Tensor
 
 def _takes(layer: nn.Module, x: Tensor) -> bool:
     """Tell whether a layer is its weight's product with x alone, to a kernel's eye."""
-    # what autocast makes of the layer is its own
-    plain = not torch.is_autocast_enabled(x.device.type) and is_plain_linear(layer)
-    return plain and layer.weight.dtype == x.dtype  # type: ignore[union-attr]
+    # what autocast makes of the layer is its own, and so is what a weight of another class, quantised or sharded, holds
+    if torch.is_autocast_enabled(x.device.type) or not is_plain_linear(layer):
+        return False
+    return is_real(layer.weight) and layer.weight.dtype == x.dtype  # type: ignore[arg-type, union-attr]
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
