@@ -55,11 +55,11 @@ def inputs(B, T, H, HV, K, V=None, N=None, decay=0.3):
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-def check(x, **options):
+def check(x, half=False, **options):
     options = {"qk_l2norm": True} | options
     form = partial(chunk_gated_delta_rule, **options)
     function, reference = partial(form, impl="gluon"), partial(form, impl="reference")
-    if x["q"].shape[-1] == x["v"].shape[-1] == 64:
+    if x["q"].shape[-1] == x["v"].shape[-1] == 64 and not half:
         assert_agrees(function, reference, x)
         return
     # other heads take k̂ · dk̂ as a difference of two sums: nothing to 16 bits, while float32 loses two of its own
@@ -142,10 +142,13 @@ def test_few_programs_take_two_steps(on_hopper, monkeypatch):
     assert on_hopper == set(STEPS) - {"backward"}
 
 
+# of the first 256 tokens and of the rest: in 128 of them all is forgotten, or nothing
+DECAYS = [(0.5, 0.5), (0.001, 0.001), (0.5, 0.001), (0.001, 0.5)]
 WITHHELD = {
-    "heads of 128": (dict(K=128), {"forward", "backward_state"}),
-    "heads of 64": (dict(K=64), {"backward_state"}),
-    "wide keys": (dict(K=128, V=64), {"forward_tiled", "backward_state_tiled"}),
+    "heads of 128": (dict(K=128), {"forward", "backward_state", "backward_chunk"}),
+    "heads of 64": (dict(K=64), {"backward_state", "backward_chunk"}),
+    "wide keys": (dict(K=128, V=64), {"forward_tiled", "backward_state_tiled", "backward_chunk"}),
+    "wide values": (dict(K=64, V=256), {"backward_state_tiled", "backward_chunk_tiled"}),
     "without norm": (dict(K=128, norm=False), {"forward", "backward_state"}),
 }
 
@@ -168,6 +171,27 @@ def test_withheld_writes(case, decay, signed, on_hopper, monkeypatch):
     assert on_hopper == {"prepare"} | ran
 
 
+# of what factors beyond 0 and 1 write nothing is forgotten early
+@pytest.mark.parametrize(("decay", "then", "beyond", "forward"), [
+    *((*decays, beyond, 128) for decays in DECAYS for beyond in ("no factor", "one factor")),
+    (0.5, 0.5, "all factors", 128), (0.001, 0.5, "all factors", 128),
+    # without segments of the forward pass there are no M
+    (0.5, 0.5, "no factor", 0), (0.5, 0.5, "one factor", 0), (0.5, 0.001, "one factor", 0),
+])  # fmt: skip
+def test_segments_with_withheld_writes(decay, then, beyond, forward, on_hopper, monkeypatch):
+    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: forward)
+    monkeypatch.setattr(tuning, "gated_delta_rule_backward_segment", lambda *shape: 128)
+    x = inputs(1, 540, 1, 1, 64, N=3, decay=decay)
+    x["g"][:, 256:] *= then / decay
+    x["writes"] = torch.rand(1, 540 // 64 + 3, 1, generator=torch.Generator().manual_seed(2))
+    if beyond == "one factor":
+        x["writes"][:, 5] = -3.0
+    elif beyond == "all factors":
+        x["writes"] = 1.5 - 3 * x["writes"]
+    check(x, half=True, cu_seqlens=torch.tensor([0, 40, 40, 540], dtype=torch.int32))
+    assert on_hopper == {"prepare", "backward_state", "backward_chunk"}
+
+
 def test_writes_of_several_chunks_are_refused(on_hopper, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("tokenmix_core.ops.choice.device_limit", lambda device: None)
@@ -183,8 +207,7 @@ def test_without_norm_or_states(D, on_hopper):
     check(x, qk_l2norm=False, scale=0.3)
 
 
-# in 128 tokens all is forgotten, or nothing
-@pytest.mark.parametrize(("decay", "then"), [(0.5, 0.5), (0.001, 0.001), (0.5, 0.001), (0.001, 0.5)])
+@pytest.mark.parametrize(("decay", "then"), DECAYS)
 @pytest.mark.parametrize("borders", [None, [0, 40, 40, 540]])
 def test_segments(decay, then, borders, on_hopper, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)

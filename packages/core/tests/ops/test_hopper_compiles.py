@@ -104,6 +104,7 @@ CALLS = {
     "window": partial(attention, window=1024),
     "kept keys": kept_attention,
     "gated delta rule, few heads": partial(gated_delta_rule, B=1, T=32768, H=2),
+    "gated delta rule, few heads, withheld": partial(gated_delta_rule, B=1, T=32768, H=6, V=256, withheld=True),
     "gated delta rule without norm": partial(gated_delta_rule, norm=False),
     "gated delta rule in float16": partial(gated_delta_rule, dtype=torch.float16),
     "SSD in float16": partial(ssd, dtype=torch.float16),

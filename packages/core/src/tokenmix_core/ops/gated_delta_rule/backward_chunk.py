@@ -174,6 +174,7 @@ def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: For
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
+    # slots without a chunk are not written
     dwrites = None if x.writes is None else torch.zeros_like(x.writes)
     dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
     # in Gluon a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
@@ -181,11 +182,11 @@ def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: For
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
-        on_hopper.backward_chunk(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta)
+        on_hopper.backward_chunk(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites)
     elif form == "gluon tiled":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk_tiled as by_tiles
 
-        by_tiles.backward_chunk_tiled(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta)
+        by_tiles.backward_chunk_tiled(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites)
     else:
         launch = tuning.gated_delta_rule("backward_chunk", K, V, x.q.element_size(), B * HV)
         bare_ends = None if of_states.of_runs is None else of_states.of_runs.decay

@@ -93,7 +93,7 @@ def plan(
     gluon = GLUON.runs(impl, k.device, k.dtype, limit)
     (B, T, _, K), (HV, V) = k.shape, v.shape[2:]
     half, packed = k.element_size() == 2, cu_seqlens is not None
-    parts = walks(k, v, "triton" if run else impl)
+    parts = walks(k, v, "triton" if run > 1 else impl)
     shape = num_sequences(k, cu_seqlens), HV, B * T
     # only norms of 1 bound what a segment of the reverse pass may leave out
     reverse_segment = tuning.gated_delta_rule_backward_segment(*shape, packed, parts) if qk_l2norm else 0
@@ -124,9 +124,6 @@ def plan(
         reverse = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
     if through_outputs and qk_l2norm:
         chunks = "gluon tiled" if wide else "gluon"
-    if run:
-        # which alone knows the gradients of writes, and takes whole sequences
-        chunks, reverse_segment = "triton", 0
     return GDNPlan(
         segment=segment,
         reverse_segment=reverse_segment,
@@ -135,8 +132,8 @@ def plan(
         keeps=K == V == 128 and room_for(state_layouts(k, v, cu_seqlens)) <= tuning.GATED_DELTA_RULE_KEEPS,
         states=states,
         remainders=remainders,
-        # of normalised heads of 128, where programs keep a GPU busy
-        at_once=chunks == "gluon" and K == V == 128 and _busy(programs),
+        # of normalised heads of 128, where programs keep a GPU busy; it knows no writes
+        at_once=chunks == "gluon" and K == V == 128 and not run and _busy(programs),
         reverse=reverse,
         chunks=chunks,
     )
@@ -159,7 +156,7 @@ def walks(k: Tensor, v: Tensor, impl: str | None) -> int:
 def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None, run: int = 0) -> int:
     """`GDNPlan.segment` alone: what the shapes of a call's results depend on. Segments are whole runs of `writes`."""
     N, tokens = num_sequences(k, cu_seqlens), k.shape[0] * k.shape[1]
-    parts = walks(k, v, "triton" if run else impl)
+    parts = walks(k, v, "triton" if run > 1 else impl)
     segment = tuning.gated_delta_rule_segment(N, v.shape[2], tokens, parts)
     whole = CHUNK * max(1, run)
     segment = cdiv(segment, whole) * whole

@@ -184,9 +184,9 @@ def entering_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def pass_back_kernel(
-    gates, cu_seqlens, transitions, passed, T, HV, tokens, segment,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr,
+    gates, writes, cu_seqlens, transitions, passed, T, HV, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Adds to what each segment passes back by itself Mᵀ times what the next one passes back to it."""
     BC: tl.constexpr = 128
@@ -197,6 +197,8 @@ def pass_back_kernel(
     i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    if WRITES:
+        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
     # the first segment passes nothing on, and to the last nothing is passed
     for i in range(2, segments):
         i_s = segments - i
@@ -205,7 +207,10 @@ def pass_back_kernel(
             o_c = i_c + tl.arange(0, BC)
             p_c = p_gates + (i_s * segment + o_c * BT + BT - 1).to(tl.int64) * 4
             decay += tl.sum(tl.load(p_c, mask=o_c < segment // BT, other=0.0), 0)
-        if decay > ASKED:
+        remembers = decay > ASKED
+        if WRITES:
+            remembers |= bounded(1, p_w, HV, i_s * segment, segment, BT, WRITES) == 0
+        if remembers:
             # what the next segment passes is read by parts, each by all threads
             tl.debug_barrier()
             p_s, p_m = passed + (i_sh + i_s * HV) * K * V, transitions + (i_sh + i_s * HV) * K * K
@@ -226,14 +231,16 @@ def pass_back(
     HV: int,
     segment: int,
     cu_seqlens: Tensor | None,
+    writes: Tensor | None,
+    run: int,
 ) -> None:
     """Turn the gradients that segments pass back if nothing is passed to them, `passed`, into those that they do."""
     K, V = passed.shape[2:]
     launch = tuning.gated_delta_rule("entering", K, V, 4, N * HV)
     pass_back_kernel[(N * HV * (V // launch.BV),)](
-        gates=gates, cu_seqlens=cu_seqlens, transitions=transitions, passed=passed, T=T, HV=HV, tokens=gates.shape[1],
-        segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK, BV=launch.BV, PACKED=cu_seqlens is not None, DOT="tf32x3",
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        gates=gates, writes=writes, cu_seqlens=cu_seqlens, transitions=transitions, passed=passed, T=T, HV=HV,
+        tokens=gates.shape[1], segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK, BV=launch.BV, WRITES=run,
+        PACKED=cu_seqlens is not None, DOT="tf32x3", num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 

@@ -91,6 +91,17 @@ def nonzero(beta_r, r):
 
 
 @gluon.jit
+def withhold(b_x, out_i, beta_i, writes, dwrites, o_w):
+    """The share of X that is written to the state, and of its products with K̂; stores the gradient of that factor."""
+    if writes is not None:
+        share = gl.load(writes + o_w)
+        gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
+        b_x *= share
+        out_i *= share
+    return b_x, out_i
+
+
+@gluon.jit
 def store_gates(
     p_g, p_dg, p_dbeta, p_end, stride, rows, last, beta_i, db_i, dbeta_i, out_i, V: gl.constexpr,
     row: gl.constexpr, WARPS: gl.constexpr,
@@ -112,7 +123,7 @@ def store_gates(
 @cached_launch
 @gluon.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
-    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
+    q, k, g, gates, writes, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta, dwrites,
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -206,6 +217,7 @@ def backward_chunk_kernel(
     b_x = multiply(s_r, s_state.permute((1, 0)), K)
     b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i) * d_i, K)
     out_i = dot_rows(b_x, s_k, row, K) * (r_i / d_i)
+    b_x, out_i = withhold(b_x, out_i, beta_i, writes, dwrites, i_slot.to(gl.int64) * HV + i_hv)
     b_x = accumulate(s_e.permute((1, 0)), s_q, b_x)
     b_x = accumulate(s_f.permute((1, 0)), s_k, b_x)
     b_x = warpgroup_mma_wait(0, deps=[b_x])
@@ -241,17 +253,19 @@ def backward_chunk(
     dk: Tensor,
     dg: Tensor,
     dbeta: Tensor,
+    dwrites: Tensor | None,
     by: Warps | None = None,
 ) -> None:
-    """Write dq and dk of each value head, dg and dβ; q and k are normalised by the operation."""
+    """Write dq and dk of each value head, dg, dβ and the gradients of `writes`; the operation normalises q and k."""
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
     by = by or Warps(backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
     by.kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
-        q=x.q, k=x.k, g=x.g, gates=terms.gates, cu_seqlens=x.cu_seqlens, do=do, dv=of_states.dv,
-        residual=saved.residual, states=saved.states, dstates=of_states.dstates, ends=of_states.ends, dq=dq, dk=dk,
-        dg=dg, dbeta=dbeta, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T,
-        K=K, V=V, BT=CHUNK, PACKED=x.cu_seqlens is not None, num_warps=by.warps, maxnreg=by.registers,
+        q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do,
+        dv=of_states.dv, residual=saved.residual, states=saved.states, dstates=of_states.dstates, ends=of_states.ends,
+        dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), H=H,
+        group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK, PACKED=x.cu_seqlens is not None, num_warps=by.warps,
+        maxnreg=by.registers,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     scale_rows,
     store_gates,
     unnormalise,
+    withhold,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import WARPS
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
@@ -37,7 +38,7 @@ from tokenmix_core.tile.hopper import (
 @cached_launch
 @gluon.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
-    q, k, g, gates, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta,
+    q, k, g, gates, writes, cu_seqlens, do, dv, residual, states, dstates, ends, dq, dk, dg, dbeta, dwrites,
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -170,6 +171,7 @@ def backward_chunk_kernel(
         async_copy.commit_group()
     b_x = scale_rows(b_x, gl.exp2(last - b_i) * d_i, K, WARPS)
     out_i = dot_rows(b_x, s_k, row, K, WARPS) * (r_i / d_i)
+    b_x, out_i = withhold(b_x, out_i, beta_i, writes, dwrites, i_slot.to(gl.int64) * HV + i_hv)
     b_x = accumulate(s_et.permute((1, 0)), s_q, b_x)
     b_x = accumulate(s_ft.permute((1, 0)), s_k, b_x)
     b_x = warpgroup_mma_wait(0, deps=[b_x])

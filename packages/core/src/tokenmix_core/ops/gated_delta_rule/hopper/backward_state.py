@@ -96,7 +96,10 @@ def backward_state_kernel(
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = start_after(p_gates, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED)
+    p_w = writes
+    if writes is not None:
+        p_w += slot.to(gl.int64) * HV + i_hv
+    started = start_after(p_gates, p_w, HV, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED)
     if LOCAL and started == first:
         return
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
@@ -219,7 +222,7 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
     launch_kernel(reverse, None, passed, by or Columns(backward_state_kernel, V, V // 16))
     pass_back(
         gates=terms.gates, transitions=terms.transitions, passed=passed, T=T, N=num_sequences(x.q, x.cu_seqlens), HV=HV,
-        segment=segment, cu_seqlens=x.cu_seqlens,
+        segment=segment, cu_seqlens=x.cu_seqlens, writes=x.writes, run=x.run,
     )  # fmt: skip
     return passed
 

@@ -7,6 +7,8 @@ from tokenmix_core.tile.hopper import add, locate_chunk
 
 # base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
 FORGOTTEN = gl.constexpr(-32.0)
+# stands for the decay of a chunk that decays do not bound: more than all others together take away
+UNBOUNDED = gl.constexpr(1e30)
 
 
 @gluon.jit
@@ -66,7 +68,20 @@ def begun_at(
 
 
 @gluon.jit
-def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
+def decay_of(p_gates, p_w, stride, chunk, end, length):
+    """Base-2 logarithms of the decays of chunks, 0 from `end` on; of a chunk whose factor is not in [0, 1] UNBOUNDED.
+
+    The factors of a sequence's writes begin at `p_w`; None where all is written.
+    """
+    b_last = gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4, mask=chunk < end, other=0.0)
+    if p_w is not None:
+        b_w = gl.load(p_w + chunk.to(gl.int64) * stride, mask=chunk < end, other=0.0)
+        b_last = gl.where((b_w < 0.0) | (b_w > 1.0), UNBOUNDED, b_last)
+    return b_last
+
+
+@gluon.jit
+def started_after(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
     """One past the last chunk that a segment ending before chunk `end` has to start from, `chunks` at most.
 
     What comes later is forgotten there: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
@@ -75,7 +90,7 @@ def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
     if BOUNDED:
         decay = 0.0
         while (chunk < chunks) & (decay > FORGOTTEN):
-            decay = decay + gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4)
+            decay = decay + decay_of(p_gates, p_w, stride, chunk, chunks, length)
             chunk = chunk + 1
     else:
         chunk = chunks
@@ -83,20 +98,19 @@ def started_after(p_gates, end, chunks, length, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def decay_over(p_gates, first, end, length, layout: gl.constexpr):
+def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
     """Base-2 logarithm of the decay over chunks `first` to `end`."""
     decay = 0.0
     for i in range(first, end, 128):
         o_c = i + gl.arange(0, 128, layout)
-        p_c = p_gates + gl.minimum(o_c * 64 + 63, length - 1) * 4
-        decay = decay + gl.sum(gl.load(p_c, mask=o_c < end, other=0.0), 0)
+        decay = decay + gl.sum(decay_of(p_gates, p_w, stride, o_c, end, length), 0)
     return decay
 
 
 @gluon.jit
 def start_after(
-    p_gates, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
-    CARRIED: gl.constexpr,
+    p_gates, p_w, stride, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr,
+    LOCAL: gl.constexpr, CARRIED: gl.constexpr,
 ):  # fmt: skip
     """One past the chunk that a segment of chunks `first` to `end` starts from; `first` if it has nothing to do.
 
@@ -108,12 +122,14 @@ def start_after(
         started = first
         if first > 0:
             # a little more than is going to be used, as sums in another order may differ
-            earlier = decay_over(p_gates, first - segment // 64, first, length, layout)
-            if (decay_over(p_gates, first, end, length, layout) > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
-                started = started_after(p_gates, first, end, length, L2NORM)
+            earlier = decay_over(p_gates, p_w, stride, first - segment // 64, first, length, layout)
+            here = decay_over(p_gates, p_w, stride, first, end, length, layout)
+            if (here > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
+                started = started_after(p_gates, p_w, stride, first, end, length, L2NORM)
     elif CARRIED:
-        if decay_over(p_gates, end, gl.minimum(end + segment // 64, chunks), length, layout) <= FORGOTTEN:
-            started = started_after(p_gates, end, chunks, length, L2NORM)
+        later = gl.minimum(end + segment // 64, chunks)
+        if decay_over(p_gates, p_w, stride, end, later, length, layout) <= FORGOTTEN:
+            started = started_after(p_gates, p_w, stride, end, chunks, length, L2NORM)
     else:
-        started = started_after(p_gates, end, chunks, length, L2NORM)
+        started = started_after(p_gates, p_w, stride, end, chunks, length, L2NORM)
     return started
