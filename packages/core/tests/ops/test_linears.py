@@ -11,7 +11,7 @@ from torch import nn
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import projected
 from tokenmix_core.ops import linears
-from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
+from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract, Results
 
 SIZES = (20, 3, 16)
 
@@ -33,6 +33,7 @@ class TestLinears(OpContract):
     }
     forms: ClassVar = {"together": products}
     differentiable = False
+    dtypes = ("half",)
     tokens = ("x",)
     shared = ("w0", "w1", "w2")
     cases: ClassVar = {"three weights": dict(B=3, D=5)}
@@ -48,6 +49,7 @@ class TestLinears(OpContract):
         "a list": ({"x": [1.0]}, "x must be a tensor of shape .*, got list"),
         "integers": ({"x": torch.zeros(3, 5).long()}, "x must be"),
         "kernels for many rows": ({"x": torch.zeros(65, 5), "impl": "triton"}, "takes up to 64 rows, got 65"),
+        "kernels for float32": ({"x": torch.zeros(2, 5), "impl": "triton"}, "x must be bfloat16, float16"),
     }
     valid: ClassVar = dict(B=3, D=5)
 
@@ -69,17 +71,17 @@ class TestLinears(OpContract):
     def operators(self, device):
         from tokenmix_core.ops.projections.autograd import linears_op
 
-        x, *weights = self.make(torch.float32, device).tensors.values()
+        x, *weights = self.make(HALF, device).tensors.values()
         yield linears_op, (x, *weights, None, None, None), "test_schema", "test_faketensor"
 
 
 @pytest.mark.operation
 def test_one_graph_serves_all_numbers_of_rows(device):
     impl = "triton" if device == "cuda" else "reference"
-    weight, other = torch.randn(4, 16, device=device), torch.randn(5, 16, device=device)
+    weight, other = (torch.randn(N, 16, device=device, dtype=HALF) for N in (4, 5))
     compiled = torch.compile(lambda x: linears(x, [weight, other], impl=impl), fullgraph=True, backend="aot_eager")
     for rows in (2, 3, 5):
-        x = torch.randn(rows, 16, device=device)
+        x = torch.randn(rows, 16, device=device, dtype=HALF)
         torch._dynamo.mark_dynamic(x, 0)
         for y, wanted in zip(compiled(x), linears(x, [weight, other], impl=impl), strict=True):
             torch.testing.assert_close(y, wanted)

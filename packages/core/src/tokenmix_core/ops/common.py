@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 from tokenmix_core.launch import private
 from tokenmix_core.launch.replay import Replayed, is_plain, is_real
 from tokenmix_core.launch.replay_code import next_part
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.choice import NOT_TO_BE_HAD, GluonForm, give_up
 
 Impl = Literal["gluon", "triton", "reference"]
@@ -277,16 +276,16 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
     return lambda *inputs: apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
 
 
-def row_impl(op: str, impl: str | None, x: Tensor, *, tried: bool = True) -> str:
+def row_impl(op: str, impl: str | None, x: Tensor) -> str:
     """The implementation of what works row by row between matrix products: "triton" or "reference".
 
     None is Triton for CUDA tensors in eager mode. Where torch traces, or operations are watched, it is the reference,
-    also if Triton was asked for: compilers fuse it with its neighbours. `tried` is as in `resolve_impl`.
+    also if Triton was asked for: compilers fuse it with its neighbours.
 
     Raises:
         ValueError: as `resolve_impl`.
     """
-    found = resolve_impl(op, impl, x, tried=tried)
+    found = resolve_impl(op, impl, x)
     return "reference" if found == "reference" or x.dtype == torch.float64 or not is_plain(x) else "triton"
 
 
@@ -350,23 +349,20 @@ class _Rehearsed:
         """No gradients are made here."""
 
 
-def resolve_impl(
-    op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None, *, tried: bool = True
-) -> str | None:
+def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None) -> str | None:
     """The implementation asked for, or, where None is, the eager reference for tensors on a CPU.
 
     None stays None for CUDA tensors: the operation's kernels, those in Gluon wherever they run.
 
     Args:
         gluon: the operation's kernels in Gluon, if it has any.
-        tried: whether its kernels have run on a GPU; None is the reference where they have not, see `trial.untried`.
 
     Raises:
         ValueError: an unknown name, "gluon" where there are no such kernels, or "triton" for tensors on a CPU outside
             Triton's interpreter.
     """
     if impl is None:
-        return None if x.is_cuda and (tried or untried()) else "reference"
+        return None if x.is_cuda else "reference"
     if impl not in get_args(Impl):
         raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, get_args(Impl)))}, got {impl!r}")
     if impl == "gluon":

@@ -51,7 +51,6 @@ class Operation(NamedTuple):
         kernels: `(tensors, impl)`, what makes each step of a call by kernels, and nothing of one by the reference.
         gluon: its kernels in Gluon, if it has any.
         limit: `(tensors)`, why these do not take tensors that their device and dtype do not speak against.
-        tried: whether its kernels have run on a GPU.
     """
 
     function: Callable
@@ -60,7 +59,6 @@ class Operation(NamedTuple):
     kernels: Callable[[Tensors, str | None], Mapping[str, str]]
     gluon: GluonForm | None = None
     limit: Callable[[Tensors], str | None] = lambda tensors: None
-    tried: bool = True
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -125,8 +123,6 @@ def explain(
 def _why(known: Operation, chosen: str, x: Tensors, device: torch.device, dtype: torch.dtype, impl: str | None) -> str:
     if impl is not None:
         return "asked for"
-    if chosen == "reference" and device.type == "cuda" and not known.tried:
-        return "its kernels have run on no GPU yet; impl='triton' or TOKENMIX_UNTRIED=1 runs them"
     if chosen == "reference":
         return "kernels need a CUDA device" if device.type != "cuda" else "kernels do not take such heads or numbers"
     if chosen not in ("gluon", "triton"):

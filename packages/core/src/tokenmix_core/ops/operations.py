@@ -18,6 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     recurrent_gated_delta_rule,
 )
 from tokenmix_core.ops.projections.api import linears
+from tokenmix_core.ops.projections.sizes import DTYPES
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
@@ -28,11 +29,9 @@ from tokenmix_core.ops.ssd import plan as ssd_plan
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 
-def whole(
-    op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None, *, tried: bool = True
-) -> Mapping[str, str]:
+def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
     """One kernel, or the reference."""
-    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon, tried=tried)
+    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
     return {WHOLE: impl or "triton"}
 
 
@@ -201,7 +200,6 @@ register_operation(
         linears,
         {"x": "B D"},
         {"B": 8, "D": 2048},
-        lambda x, impl: whole("linears", x, impl, tried=False),
-        tried=False,
+        lambda x, impl: whole("linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
     )
 )

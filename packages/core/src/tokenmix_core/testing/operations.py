@@ -309,7 +309,7 @@ class OpContract:
         return Results({n: x if n in ends else torch.cat([p[n] for p in parts], 1) for n, x in parts[-1].items()})
 
     def test_a_row_does_not_depend_on_its_neighbours(self, form, impl, device):
-        tensors, options = self.make(torch.float32, device, **self.neighbours)
+        tensors, options = self.make(DTYPES[self.dtypes[0]], device, **self.neighbours)
         beside = {n: x if n in self.shared else x.clone() for n, x in tensors.items()}
         for name, x in beside.items():
             if name not in self.shared and x.is_floating_point():
@@ -348,7 +348,7 @@ class OpContract:
         assert graphs.made == 1
 
     def test_replayed_calls_give_what_calls_give(self, form, device):
-        calls = [self.make(torch.float32, device, seed, **self.replayed) for seed in range(3)]
+        calls = [self.make(DTYPES[self.dtypes[0]], device, seed, **self.replayed) for seed in range(3)]
         with replays() as made:
             for tensors, options in calls:
                 function = self._function(form, options, "triton")

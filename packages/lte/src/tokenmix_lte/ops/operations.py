@@ -46,7 +46,6 @@ register_operation(
         gated_sum,
         {"compressed": "B T HQ V", "selected": "B T HQ V", "window": "B T HQ V"},
         {"B": 8, "T": 4096, "HQ": 32, "V": 64},
-        lambda x, impl: whole("gated_sum", x, impl, tried=False),
-        tried=False,
+        lambda x, impl: whole("gated_sum", x, impl),
     )
 )

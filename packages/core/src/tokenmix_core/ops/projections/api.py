@@ -11,9 +11,7 @@ from torch import Tensor
 from tokenmix_core.launch.replay import Checked
 from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, resolve_impl
 from tokenmix_core.ops.projections.reference import linears_reference
-from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+from tokenmix_core.ops.projections.sizes import DTYPES, MOST_ROWS, MOST_WEIGHTS
 
 
 @torch.no_grad()
@@ -25,10 +23,10 @@ def linears(
     With few rows a product takes the time of reading its weight, and less than a launch where that is small.
 
     Args:
-        x: `[B, D]`, one token of B sequences, bfloat16, float16 or float32 (the reference also float64).
+        x: `[B, D]`, one token of B sequences, bfloat16 or float16 (the reference also float32 and float64).
         weights: `[N, D]` each, as of `torch.nn.Linear`, in x's dtype; N may differ.
-        impl: "triton" (up to 64 rows), "reference" (any device), or None: the reference, as no GPU has run the kernel
-            yet, or with `TOKENMIX_UNTRIED=1` Triton for up to 64 rows of CUDA tensors.
+        impl: "triton" (up to 64 rows), "reference" (any device), or None: Triton for up to 64 rows of CUDA tensors of
+            16 bits, else the reference.
 
     Returns:
         `[B, N]` of each weight, in x's dtype; sums are in float32.
@@ -51,7 +49,7 @@ def _check(impl: str | None, x: Tensor, *weights: Tensor) -> str:
     dims = bind_shapes(op, {}, x=(x, "B D"))
     for i, weight in enumerate(weights):
         bind_shapes(op, {"D": dims["D"]}, x=(x, "B D"), **{f"weights[{i}]": (weight, "N D")})
-    found = resolve_impl(op, impl, x, tried=False)
+    found = resolve_impl(op, impl, x)
     if found != "reference" and dims["B"] > MOST_ROWS:
         if impl is not None:
             raise ValueError(
@@ -59,8 +57,8 @@ def _check(impl: str | None, x: Tensor, *weights: Tensor) -> str:
                 "for what runs here"
             )
         found = "reference"
-    if not x.numel():
+    if not x.numel() or (impl is None and x.dtype not in DTYPES):
         found = "reference"
-    check_dtype(op, (*_FLOATS, torch.float64) if found == "reference" else _FLOATS, x=x)
+    check_dtype(op, (*DTYPES, torch.float32, torch.float64) if found == "reference" else DTYPES, x=x)
     check_same_dtype(op, x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
     return found or "triton"

@@ -28,15 +28,14 @@ def gated_sum(
     Args:
         compressed, selected, window: outputs of NSA's branches, bfloat16, float16, float32 or float64, of one dtype.
         gates: in their dtype, in the branches' order.
-        impl: "triton", "reference" (any device), or None: the reference, as no GPU has run the kernels yet, or with
-            `TOKENMIX_UNTRIED=1` Triton for CUDA tensors. Where torch.compile traces it is the reference, which is
-            fused with its neighbours.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors. Where torch.compile traces
+            it is the reference, which is fused with its neighbours.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or an `impl` that cannot do what is asked.
     """
     _check(compressed, selected, window, gates)
-    if row_impl("gated_sum", impl, compressed, tried=False) == "reference" or not compressed.numel():
+    if row_impl("gated_sum", impl, compressed) == "reference" or not compressed.numel():
         return gated_sum_reference(compressed, selected, window, gates)
     from tokenmix_lte.ops.branches.autograd import gated_sum_triton
 
