@@ -306,6 +306,24 @@ def test_graphs_give_the_tokens_that_kernels_give(model, ids, options):
 
 
 @pytest.mark.gpu
+def test_a_repeat_waits_for_what_its_recording_has_begun(model, ids, monkeypatch):
+    """What recording sets on its own stream, such as the offset of random numbers, is set before it is changed."""
+
+    class Slow(torch.cuda.CUDAGraph):
+        def capture_begin(self, *args, **options):
+            torch.cuda._sleep(1 << 28)
+            super().capture_begin(*args, **options)
+
+    model, ids = copy.deepcopy(model).cuda(), ids.cuda()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Slow)
+    said = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        said.append(model.generate(ids, decoding_graph=graph, do_sample=True, max_new_tokens=8))
+    assert torch.equal(*said)
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 def test_repeated_steps_never_wait_for_the_device(model, ids):
     model, ids = copy.deepcopy(model).cuda(), ids.cuda()

@@ -39,6 +39,8 @@ def captures_cuda(device: torch.device) -> Capture:
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             work()
+        # torch sets the random numbers' offset to 0 on that stream: not after the first repeat has set its own
+        torch.cuda.current_stream(device).wait_stream(stream)
         return graph.replay
 
     return capture
