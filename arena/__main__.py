@@ -14,7 +14,10 @@ RESULTS = ROOT / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 75 where time was up before all was done, 2 for what was asked for and cannot be."""
+    """Run a command.
+
+    Returns 0; 75 where time was up before all was done; 1 where a piece failed; 2 for what was asked for and cannot be.
+    """
     args = _parser().parse_args(arguments)
     try:
         return _run(args)
@@ -42,15 +45,17 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     commit = args.commit or _commit()
     deadline = float("inf") if args.minutes is None else time.time() + 60 * args.minutes
-    done = True
+    gpus, ended = args.gpus or (), []
     if args.command in ("run", "all"):
-        gpus = args.gpus or ()
-        done = runner.run(comparison, args.work, commit=commit, deadline=deadline, jobs=args.jobs, gpus=gpus)
+        ended.append(runner.run(comparison, args.work, commit=commit, deadline=deadline, jobs=args.jobs, gpus=gpus))
     if args.command in ("costs", "all"):
-        done &= runner.measure(comparison, commit=commit, deadline=deadline)
+        ended.append(runner.measure(comparison, commit=commit, deadline=deadline, gpus=gpus))
     if args.command == "all":
         print(report.write(comparison))
-    return 0 if done else 75
+    if failed := sum(len(each.failed) for each in ended):
+        print(f"arena: {failed} failed; what was said of each is above, and the next call tries again", file=sys.stderr)
+        return 1
+    return 0 if all(each.done for each in ended) else 75
 
 
 def _commit() -> str:

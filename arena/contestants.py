@@ -221,6 +221,14 @@ CONTESTANTS = {
 }
 
 
+def run_in(name: str, division: str, size: Size) -> str:
+    """The division in which a contestant is run for this one: one whose model is the same in both is run once."""
+    contestant = CONTESTANTS[name]
+    if contestant.candidates is not None and list(contestant.candidates(size)) == [contestant.layers(size)]:
+        return PARAMETERS
+    return division
+
+
 def taking_part(division: str) -> list[Contestant]:
     """The contestants of a division, in the order of the tables."""
     return [contestant for contestant in CONTESTANTS.values() if contestant.takes_part(division)]

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS
-from arena.pieces import Comparison, CostPiece
+from arena.pieces import Comparison
 from arena.sizes import Size
 from arena.tasks import COPY, MQAR, NEEDLE, TEXT
 
@@ -134,8 +134,8 @@ class Scores:
 def costs(comparison: Comparison, division: str) -> dict[Line, dict[int, dict[str, Any]]]:
     """The measured costs by line and length."""
     found: dict[Line, dict[int, dict[str, Any]]] = {}
-    for piece in comparison.costs():
-        if piece.division == division and (result := comparison.read(CostPiece(*piece))) is not None:
+    for piece in comparison.costs(division):
+        if (result := comparison.read(piece)) is not None:
             for row in result["rows"]:
                 if counts(division, (piece.contestant, row["mode"])):
                     found.setdefault((piece.contestant, row["mode"]), {})[piece.length] = row

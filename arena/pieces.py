@@ -7,9 +7,9 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, median
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, solve, taking_part
+from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, run_in, solve, taking_part
 from arena.sizes import Size
 from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
 from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
@@ -94,16 +94,20 @@ class Comparison:
         """The contestants of a division that are looked at."""
         return [c.name for c in taking_part(division) if c.name in self.contestants]
 
-    def runs(self) -> Iterator[tuple[str, str, str]]:
-        """Division, task and contestant of every comparison, tasks first, so that whole rows of a table come early."""
-        for division in self.divisions:
-            for task in self.tasks:
-                for contestant in self.entrants(division):
-                    yield division, task, contestant
+    def runs(self) -> list[tuple[str, str, str]]:
+        """Division, task and contestant of all that is to be run, each once, and a table's rows one after another."""
+        found = [
+            (run_in(contestant, division, self.size), task, contestant)
+            for division in self.divisions
+            for task in self.tasks
+            for contestant in self.entrants(division)
+        ]
+        return list(dict.fromkeys(found))
 
     def tuning(self, division: str, task: str, contestant: str) -> list[Piece]:
         """The pieces that choose the rate: one for each of the grid, at a seed that no result counts."""
         size = self.size
+        division = run_in(contestant, division, size)
         return [Piece(division, contestant, task, rate, size.tuning_seed) for rate in size.rates]
 
     def rate(self, division: str, task: str, contestant: str) -> float | None:
@@ -120,19 +124,32 @@ class Comparison:
     def counted(self, division: str, task: str, contestant: str) -> list[Piece]:
         """The pieces whose results count, at the chosen rate; none before it is chosen."""
         rate = self.rate(division, task, contestant)
+        division = run_in(contestant, division, self.size)
         return [] if rate is None else [Piece(division, contestant, task, rate, seed) for seed in self.size.seeds]
 
-    def costs(self) -> list[CostPiece]:
-        """The measurements of speed and memory."""
-        lengths, divisions = self.size.cost_lengths, self.divisions
-        return [CostPiece(d, name, length) for d in divisions for name in self.entrants(d) for length in lengths]
+    def costs(self, *divisions: str) -> list[CostPiece]:
+        """The measurements of speed and memory for these divisions, by default for all, short contexts first."""
+        found = [
+            CostPiece(run_in(name, division, self.size), name, length)
+            for length in self.size.cost_lengths
+            for division in divisions or self.divisions
+            for name in self.entrants(division)
+        ]
+        return list(dict.fromkeys(found))
 
     def ready(self) -> list[Piece]:
-        """Find the pieces that can be run now: rates that were not tried, and seeds at rates that are chosen."""
+        """Find the pieces that can be run now: rates that were not tried, and seeds at rates that are chosen.
+
+        A contestant's seeds come before the rates of the next, so that a comparison that is cut off has whole rows.
+        """
         found = []
         for run in self.runs():
             found += [p for p in (*self.tuning(*run), *self.counted(*run)) if self.read(p) is None]
         return found
+
+    def unmeasured(self) -> list[CostPiece]:
+        """Find the measurements of speed and memory that are left."""
+        return [piece for piece in self.costs() if self.read(piece) is None]
 
     def read(self, piece: Piece | CostPiece) -> dict[str, Any] | None:
         """The result of a piece; None before it is done.
@@ -155,6 +172,7 @@ class Comparison:
         return result
 
 
+@cache
 def fingerprint(piece: Piece | CostPiece, size: Size) -> str:
     """Hash all that a result depends on beside the code: recipe and suites' options, or shape and length."""
     if isinstance(piece, CostPiece):
@@ -255,8 +273,11 @@ def _training(folder: Path, diverged: bool) -> dict[str, Any]:
     }
 
 
-def run_costs(piece: CostPiece, comparison: Comparison, *, commit: str) -> None:
-    """Measure a training step, a prefill and decoding at one context, in each mode; to be run alone on a GPU."""
+def run_costs(piece: CostPiece, comparison: Comparison, *, commit: str) -> bool:
+    """Measure a training step, a prefill and decoding at one context, in each mode; to be run alone on a GPU.
+
+    Returns True, as its result is there.
+    """
     size, contestant = comparison.size, CONTESTANTS[piece.contestant]
     model = _random_model(piece, size)
     repeats = 3 if size.says_something else 1
@@ -279,6 +300,7 @@ def run_costs(piece: CostPiece, comparison: Comparison, *, commit: str) -> None:
         "environment": {**environment(), "commit": commit},
     }
     _write(result, piece.path(comparison.results, size))
+    return True
 
 
 def _random_model(piece: CostPiece, size: Size) -> Any:
@@ -294,8 +316,3 @@ def _write(result: dict[str, Any], path: Path) -> None:
 
 def _folder(results: Path, size: Size, division: str, contestant: str) -> Path:
     return results / size.name / division / contestant
-
-
-def undone(pieces: Sequence[CostPiece], comparison: Comparison) -> list[CostPiece]:
-    """The measurements that are not there yet."""
-    return [piece for piece in pieces if comparison.read(piece) is None]

@@ -44,7 +44,7 @@ Row = dict[str, Any]
 def plan(comparison: Comparison) -> str:
     """The models of a comparison, and how much of it is done."""
     parts = [models(comparison, division) for division in comparison.divisions]
-    runs, costs = list(comparison.runs()), comparison.costs()
+    runs, costs = comparison.runs(), comparison.costs()
     wanted = len(runs) * (len(comparison.size.rates) + len(comparison.size.seeds))
     pieces = [piece for run in runs for piece in (*comparison.tuning(*run), *comparison.counted(*run))]
     done, measured = (sum(comparison.read(piece) is not None for piece in some) for some in (pieces, costs))

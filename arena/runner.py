@@ -1,16 +1,17 @@
-"""Running pieces: one after another or side by side, on one GPU or several, until all are done or time is up."""
+"""What is left of a comparison, run: training pieces side by side, costs alone."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arena.pieces import Comparison, CostPiece, Piece, run_costs, run_piece
+from arena.pieces import Comparison, run_costs, run_piece
+from arena.processes import Ended, work_off, workers
+
+Say = Callable[[str], None]
+_say: Say = partial(print, flush=True)
 
 
 def run(
@@ -21,9 +22,9 @@ def run(
     deadline: float,
     jobs: int = 1,
     gpus: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-) -> bool:
-    """Run what is left of a comparison; return whether all of it is done.
+    say: Say = _say,
+) -> Ended:
+    """Run what is left of a comparison; see `work_off`.
 
     Args:
         comparison: the comparison.
@@ -40,43 +41,19 @@ def run(
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     options = {"deadline": deadline, "commit": commit, "jobs": jobs}
-    if jobs == 1 and not gpus:
-        while time.time() < deadline and (ready := comparison.ready()):
-            _tell(ready[0], run_piece(ready[0], comparison, work, **options), say)
-        return not comparison.ready()
-    context = multiprocessing.get_context("spawn")
-    slots = context.SimpleQueue()
-    for i in range(jobs):
-        slots.put(gpus[i % len(gpus)] if gpus else "")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_take_gpu, initargs=(slots,)) as pool:
-        running: dict[Future[bool], Piece] = {}
-        while True:
-            # a seed is ready only when its rate is chosen
-            waiting = [p for p in comparison.ready() if p not in running.values()] if time.time() < deadline else []
-            for piece in waiting[: jobs - len(running)]:
-                running[pool.submit(run_piece, piece, comparison, work, **options)] = piece
-            if not running:
-                return not comparison.ready()
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                _tell(running.pop(future), future.result(), say)
+
+    def call(piece: Any) -> Callable[[], bool]:
+        return partial(run_piece, piece, comparison, work, **options)
+
+    return work_off(comparison.ready, call, workers(jobs, gpus), deadline, say)
 
 
-def measure(comparison: Comparison, *, commit: str, deadline: float, say: Callable[[str], None] = print) -> bool:
-    """Measure what is left of the costs, one after another; return whether all of it is done."""
-    pieces = comparison.costs()
-    for piece in pieces:
-        if time.time() >= deadline:
-            break
-        if comparison.read(piece) is None:
-            run_costs(piece, comparison, commit=commit)
-            _tell(piece, True, say)
-    return all(comparison.read(piece) is not None for piece in pieces)
+def measure(
+    comparison: Comparison, *, commit: str, deadline: float, gpus: Sequence[str] = (), say: Say = _say
+) -> Ended:
+    """Measure what is left of the costs, one piece at a time on each GPU that is named; arguments as of `run`."""
 
+    def call(piece: Any) -> Callable[[], bool]:
+        return partial(run_costs, piece, comparison, commit=commit)
 
-def _take_gpu(slots: Any) -> None:
-    if name := slots.get():
-        os.environ["CUDA_VISIBLE_DEVICES"] = name
-
-
-def _tell(piece: Piece | CostPiece, done: bool, say: Callable[[str], None]) -> None:
-    say(f"{' '.join(map(str, piece))}: {'done' if done else 'stopped, and goes on from its checkpoint'}")
+    return work_off(comparison.unmeasured, call, workers(max(1, len(gpus)), gpus), deadline, say)

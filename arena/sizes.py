@@ -24,6 +24,7 @@ class Size:
         words: vocabulary of associative recall.
         deviation: standard deviation of initial weights.
         steps: optimizer steps of a run.
+        readers: processes that make the rows of a run beside it; 0 where as many runs as cores go side by side.
         batch_tokens: tokens of a step, a multiple of both row lengths.
         rates: the grid of learning rates, the same for all.
         tuning_seed: the seed at which a rate is chosen, which no result counts.
@@ -46,6 +47,7 @@ class Size:
     words: int
     deviation: float
     steps: int
+    readers: int
     batch_tokens: int
     rates: tuple[float, ...]
     tuning_seed: int
@@ -77,6 +79,7 @@ SIZES = {
             words=128,
             deviation=0.02,
             steps=3,
+            readers=0,
             batch_tokens=1280,
             rates=(3e-3,),
             tuning_seed=0,
@@ -100,6 +103,7 @@ SIZES = {
             words=1024,
             deviation=0.02,
             steps=2000,
+            readers=2,
             batch_tokens=2**14,
             rates=(5e-4, 1e-3, 2e-3, 4e-3),
             tuning_seed=0,
@@ -123,6 +127,7 @@ SIZES = {
             words=2048,
             deviation=0.005,
             steps=3000,
+            readers=2,
             batch_tokens=2**15,
             rates=(2.5e-4, 5e-4, 1e-3),
             tuning_seed=0,

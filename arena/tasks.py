@@ -135,7 +135,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
         ),
         run=RunRecipe(
             seed=seed,
-            dataloader_num_workers=2 if size.says_something else 0,
+            dataloader_num_workers=size.readers,
             logging_steps=max(1, size.steps // 100),
             save_steps=max(1, size.steps // 4),
             save_total_limit=1,

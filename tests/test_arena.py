@@ -2,9 +2,8 @@
 
 import json
 import math
-import os
+import shutil
 import time
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from arena.contestants import (
     STATE,
     TOLERANCE,
     _target_parameters,
+    run_in,
     solve,
     taking_part,
     target_state,
@@ -151,14 +151,14 @@ def test_a_piece_stops_in_time_goes_on_and_is_skipped_when_done(tmp_path, monkey
     checkpoints = list(work.rglob("checkpoint-*"))
     assert [path.name for path in checkpoints] == ["checkpoint-1"]
     said = []
-    assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append)
+    assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append).done
     assert said == [f"parameters attention mqar {SMOKE.rates[0]:g} 1: done"]
     result = comparison.read(piece)
     assert result["environment"]["commit"] == "test"
     assert [step for step, _ in result["loss"]] == list(range(1, SMOKE.steps + 1))
     assert {row["pairs"] for row in result["rows"]["mqar"]} == {4, 8, 16, 32}
     assert not list(work.rglob("config.json"))
-    assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append)
+    assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append).done
     assert len(said) == 1
     assert "says nothing" not in report.write(comparison).read_text()
     assert report.SMOKE in report.write(comparison).read_text()
@@ -199,31 +199,52 @@ def test_what_was_trained_under_another_rule_is_not_measured(tmp_path, monkeypat
     assert trained == [SMOKE.steps, longer.steps]
 
 
-def test_one_job_at_a_time_runs_on_the_gpu_that_is_named(tmp_path, monkeypatch):
-    class Inline:
-        def __init__(self, jobs, *, initializer, initargs, **_):
-            initializer(*initargs)
-
-        __enter__ = __exit__ = lambda self, *_: self
-
-        def submit(self, run, *call, **options):
-            future = Future()
-            future.set_result(run(*call, **options))
-            return future
-
-    seen = []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", Inline)
-
+def test_an_error_in_one_piece_is_told_by_the_exit_code_and_the_others_are_run(tmp_path, monkeypatch, capsys):
     def run_one(piece, comparison, *_, **__):
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        if piece.contestant == "gdn":
+            raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
         record(comparison, piece)
         return True
 
     monkeypatch.setattr(runner, "run_piece", run_one)
-    comparison = Comparison(SMOKE, tmp_path, (PARAMETERS,), ("attention",), (MQAR,))
-    assert runner.run(comparison, tmp_path, commit="test", deadline=math.inf, gpus=("3",), say=lambda _: None)
-    assert seen == ["3", "3"]
+    options = ["--results", str(tmp_path), "--tasks", MQAR, "--contestants", "gdn,gsa", "--divisions", PARAMETERS]
+    assert main(["run", *options, "--commit", "test"]) == 1
+    told = capsys.readouterr()
+    assert "parameters gdn mqar 0.003 0: failed, RuntimeError: CUDA error: an illegal memory access was" in told.out
+    assert "parameters gsa mqar 0.003 1: done" in told.out
+    assert "arena: 1 failed" in told.err
+
+
+def test_a_model_that_is_the_same_in_both_divisions_is_run_once(tmp_path):
+    both = Comparison(SMALL, tmp_path, DIVISIONS, ("oryx-tm", "mamba2"), (MQAR,))
+    assert both.runs() == [
+        (PARAMETERS, MQAR, "mamba2"),
+        (PARAMETERS, MQAR, "oryx-tm"),
+        (STATE, MQAR, "mamba2"),
+    ]
+    assert both.counted(STATE, MQAR, "oryx-tm") == both.counted(PARAMETERS, MQAR, "oryx-tm")
+    assert both.costs(STATE)[-2:] == [
+        CostPiece(STATE, "mamba2", SMALL.cost_lengths[-1]),
+        CostPiece(PARAMETERS, "oryx-tm", SMALL.cost_lengths[-1]),
+    ]
+    for contestant in taking_part(STATE):
+        same = solve(contestant.name, STATE, SMALL).fields == solve(contestant.name, PARAMETERS, SMALL).fields
+        assert (run_in(contestant.name, STATE, SMALL) == PARAMETERS) == same
+
+
+def test_results_that_were_carried_elsewhere_are_not_made_again(tmp_path):
+    here = Comparison(SMALL, tmp_path / "here", (PARAMETERS,), ("gdn", "attention"), (MQAR,))
+    for piece in here.tuning(PARAMETERS, MQAR, "gdn"):
+        record(here, piece, piece.rate)
+    shutil.copytree(here.results, tmp_path / "there")
+    there = replace(here, results=tmp_path / "there")
+    record(there, there.counted(PARAMETERS, MQAR, "gdn")[0])
+    left = [(p.contestant, p.rate, p.seed) for p in there.ready()]
+    assert [name for name, _, _ in left] == ["attention"] * len(SMALL.rates) + ["gdn"] * (len(SMALL.seeds) - 1)
+    assert {(rate, seed) for name, rate, seed in left if name == "gdn"} == {
+        (SMALL.rates[0], seed) for seed in SMALL.seeds[1:]
+    }
+    assert len(here.ready()) == len(left) + 1
 
 
 def test_time_that_is_up_is_told_by_the_exit_code(tmp_path, capsys):
