@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="plan: the models and what is left to run; run: train and measure; costs: speed and memory, alone on a "
         "GPU; report: tables and pictures of what is there; all: run, costs and report",
     )
-    parser.add_argument("--size", default="smoke", help="smoke, small or medium (default: smoke)")
+    parser.add_argument("--size", default="smoke", help="smoke, compact, small or medium (default: smoke)")
     parser.add_argument("--divisions", type=_names, metavar="A,B", help="parameters, state (default: both)")
     parser.add_argument("--contestants", type=_names, metavar="A,B", help="by name (default: all)")
     parser.add_argument("--tasks", type=_names, metavar="A,B", help="by name (default: all)")

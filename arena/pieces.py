@@ -131,8 +131,8 @@ class Comparison:
         """The measurements of speed and memory for these divisions, by default for all, short contexts first."""
         found = [
             CostPiece(run_in(name, division, self.size), name, length)
-            for length in self.size.cost_lengths
             for division in divisions or self.divisions
+            for length in self.size.cost_lengths
             for name in self.entrants(division)
         ]
         return list(dict.fromkeys(found))

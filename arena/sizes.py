@@ -88,6 +88,33 @@ SIZES = {
             reach=4,
             cost_lengths=(64, 256),
         ),
+        # 0.85M parameters beside the embedding: the least that says something, made for many runs beside each other on
+        # a GPU or two, so that rows are made in the run's own process. 128 pairs are twice the keys that a head's state
+        # can tell apart. Costs end at 16,384 tokens, where attention keeps some hundred times the bytes of Gated
+        # DeltaNet: of models as narrow as these, longer contexts show no more
+        Size(
+            name="compact",
+            width=128,
+            layers=4,
+            head=64,
+            attention_head=64,
+            slots=32,
+            near=32,
+            mlp_step=4,
+            seq_len=512,
+            needle_len=1024,
+            words=512,
+            deviation=0.02,
+            steps=1500,
+            readers=0,
+            batch_tokens=2**13,
+            rates=(1e-3, 2e-3, 4e-3),
+            tuning_seed=0,
+            seeds=(1, 2, 3),
+            examples=128,
+            reach=16,
+            cost_lengths=(1024, 4096, 16384),
+        ),
         # 3M parameters beside the embedding, a minute or two a run
         Size(
             name="small",
