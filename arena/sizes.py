@@ -24,6 +24,7 @@ class Size:
         words: vocabulary of associative recall.
         deviation: standard deviation of initial weights.
         steps: optimizer steps of a run.
+        ramp: the share of them over which examples of recall and copying grow from two pairs or tokens.
         readers: processes that make the rows of a run beside it; 0 where as many runs as cores go side by side.
         batch_tokens: tokens of a step, a multiple of both row lengths.
         rates: the grid of learning rates, the same for all.
@@ -47,6 +48,7 @@ class Size:
     words: int
     deviation: float
     steps: int
+    ramp: float
     readers: int
     batch_tokens: int
     rates: tuple[float, ...]
@@ -79,6 +81,7 @@ SIZES = {
             words=128,
             deviation=0.02,
             steps=3,
+            ramp=0.7,
             readers=0,
             batch_tokens=1280,
             rates=(3e-3,),
@@ -90,8 +93,9 @@ SIZES = {
         ),
         # 0.85M parameters beside the embedding: the least that says something, made for many runs beside each other on
         # a GPU or two, so that rows are made in the run's own process. 128 pairs are twice the keys that a head's state
-        # can tell apart. Costs end at 16,384 tokens, where attention keeps some hundred times the bytes of Gated
-        # DeltaNet: of models as narrow as these, longer contexts show no more
+        # can tell apart. Attention had not learnt two pairs after 400 steps, hence the slow ramp. Costs end at 16,384
+        # tokens, where attention keeps some hundred times the bytes of Gated DeltaNet: of models as narrow as these,
+        # longer contexts show no more
         Size(
             name="compact",
             width=128,
@@ -106,6 +110,7 @@ SIZES = {
             words=512,
             deviation=0.02,
             steps=1500,
+            ramp=0.9,
             readers=0,
             batch_tokens=2**13,
             rates=(1e-3, 2e-3, 4e-3),
@@ -130,6 +135,7 @@ SIZES = {
             words=1024,
             deviation=0.02,
             steps=2000,
+            ramp=0.7,
             readers=2,
             batch_tokens=2**14,
             rates=(5e-4, 1e-3, 2e-3, 4e-3),
@@ -154,6 +160,7 @@ SIZES = {
             words=2048,
             deviation=0.005,
             steps=3000,
+            ramp=0.7,
             readers=2,
             batch_tokens=2**15,
             rates=(2.5e-4, 5e-4, 1e-3),

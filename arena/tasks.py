@@ -60,7 +60,7 @@ TASKS = {
                 # as many as words and row have room for
                 mqar_pairs=min(s.seq_len // 4, s.words // 4),
                 mqar_vocab_size=s.words,
-                mqar_ramp=0.7,
+                mqar_ramp=s.ramp,
             ),
             lambda s: {"mqar": _options(s, lengths=(s.seq_len,), vocab_size=s.words)},
         ),
@@ -69,7 +69,11 @@ TASKS = {
             "Copying",
             lambda s: BYTE_VOCAB,
             lambda s: DataRecipe(
-                sources=list(COPYING), seq_len=s.seq_len, copy_tokens=_copy_tokens(s), copy_vocab_size=64, mqar_ramp=0.7
+                sources=list(COPYING),
+                seq_len=s.seq_len,
+                copy_tokens=_copy_tokens(s),
+                copy_vocab_size=64,
+                mqar_ramp=s.ramp,
             ),
             lambda s: {"copying": _options(s, lengths=(s.seq_len,), vocab_size=64)},
         ),
