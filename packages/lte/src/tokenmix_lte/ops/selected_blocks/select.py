@@ -25,32 +25,13 @@ def ranks_of(b_p, o_c):
     return (b_p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (o_c ^ _NONE).to(tl.int64)
 
 
-@triton.jit
-def rank_blocks(
-    b_q, b_lse, p_k, i, U, s_kt, b_slot, b_own, scale,
-    GROUP: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What sorts blocks `i` … `i + BC − 1` for each query, `[BQ, BC]`; −1 for those that it does not see."""
-    b_k = load_tile(p_k, i, U, s_kt, K, BC, BK, True)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-    o_c = (i + tl.arange(0, BC))[None, :] - b_slot[:, None]
-    m_c = (o_c >= 0) & (o_c < b_own[:, None])
-    # of blocks that a query does not see the exponent may be anything
-    m_s = tl.reshape(tl.broadcast_to(m_c[:, None, :], [BQ, GROUP, BC]), [BQ * GROUP, BC])
-    b_p = tl.where(m_s, tl.exp2(b_s - b_lse[:, None]), 0.0)
-    b_p = tl.sum(tl.reshape(b_p, [BQ, GROUP, BC]), 1)
-    m_forced = (o_c == 0) | (o_c == b_own[:, None]) | (o_c == b_own[:, None] - 1)
-    b_p = tl.where(m_forced, float("inf"), b_p)
-    return tl.where((o_c >= 0) & (o_c <= b_own[:, None]), ranks_of(b_p, o_c), -1)
-
-
 @cached_launch
 @triton.jit
 def _select_blocks(
     q, pooled, lse, blocks, cu_seqlens, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_lb, s_lt, s_lh, TQ, U, H, N, tiles,
     shift, count, scale,
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr, TWO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    S: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The blocks of BQ queries for a head of keys a program, whose rows are queries and heads, GROUP of them each."""
     i_b = (tl.program_id(0) // tiles // H).to(tl.int64)
@@ -79,15 +60,18 @@ def _select_blocks(
     low = tl.min(b_slot, 0)
     high = tl.minimum(tl.max(b_slot + b_own, 0) + 1, U)
     b_best = tl.full([BQ, S], -1, tl.int64)
-    p_k = pooled + i_b * s_kb + i_h * s_kh
-    for i in range(low, high, BC * (2 if TWO else 1)):
-        b_rank = rank_blocks(b_q, b_lse, p_k, i, U, s_kt, b_slot, b_own, scale, GROUP, K, BQ, BC, BK, PRECISION)
-        if TWO:
-            # sorted together, as sorting takes longest
-            b_next = rank_blocks(
-                b_q, b_lse, p_k, i + BC, U, s_kt, b_slot, b_own, scale, GROUP, K, BQ, BC, BK, PRECISION
-            )  # fmt: skip
-            b_rank = tl.reshape(tl.join(b_rank, b_next), [BQ, 2 * BC])
+    for i in range(low, high, BC):
+        b_k = load_tile(pooled + i_b * s_kb + i_h * s_kh, i, U, s_kt, K, BC, BK, True)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        o_c = (i + tl.arange(0, BC))[None, :] - b_slot[:, None]
+        m_c = (o_c >= 0) & (o_c < b_own[:, None])
+        # of blocks that a query does not see the exponent may be anything
+        m_s = tl.reshape(tl.broadcast_to(m_c[:, None, :], [BQ, GROUP, BC]), [BQ * GROUP, BC])
+        b_p = tl.where(m_s, tl.exp2(b_s - b_lse[:, None]), 0.0)
+        b_p = tl.sum(tl.reshape(b_p, [BQ, GROUP, BC]), 1)
+        m_forced = (o_c == 0) | (o_c == b_own[:, None]) | (o_c == b_own[:, None] - 1)
+        b_p = tl.where(m_forced, float("inf"), b_p)
+        b_rank = tl.where((o_c >= 0) & (o_c <= b_own[:, None]), ranks_of(b_p, o_c), -1)
         b_rank = tl.reshape(tl.join(b_best, tl.topk(b_rank, S)), [BQ, 2 * S])
         b_best = tl.topk(b_rank, S)
     # the greatest come first; what is beyond `count` was there to fill a power of two
@@ -106,11 +90,11 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     (B, TQ, HQ, K), (U, H), count = q.shape, pooled.shape[1:3], blocks.shape[3]
     G, S = HQ // H, next_power_of_2(count)
     group = next_power_of_2(G)
-    BQ, BC = max(1, 64 // group), max(64, S)
+    BQ = max(1, 64 // group)
     tiles = triton.cdiv(TQ, BQ)
     _select_blocks[(tiles * H * B,)](
         q=q, pooled=pooled, lse=lse, blocks=blocks, cu_seqlens=cu_seqlens, **strides(q=q, k=pooled, l=lse), TQ=TQ, U=U,
         H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1, tiles=tiles, shift=shift, count=count,
-        scale=scale * math.log2(math.e), G=G, GROUP=group, K=K, BQ=BQ, BC=BC, BK=width(K), S=S, BLOCK=block_size,
-        TWO=U > BC, PACKED=cu_seqlens is not None, PRECISION=precision(q.dtype), num_warps=4, num_stages=2,
+        scale=scale * math.log2(math.e), G=G, GROUP=group, K=K, BQ=BQ, BC=max(64, S), BK=width(K), S=S,
+        BLOCK=block_size, PACKED=cu_seqlens is not None, PRECISION=precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
