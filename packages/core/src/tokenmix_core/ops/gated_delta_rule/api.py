@@ -70,8 +70,8 @@ def chunk_gated_delta_rule(
         impl: "gluon" (Hopper, bfloat16 or float16), "triton" (portable kernels; also float32), both for K and V in {64,
             128, 256}, "reference" (any size and device), or None: the fastest here, which is Gluon where it runs, then
             Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays portable where that is
-            faster; `tokenmix_core.ops.explain` names the kernels. With `writes` most are portable, unless "gluon" is
-            asked for, which takes runs of 64 tokens.
+            faster; `tokenmix_core.ops.explain` names the kernels. With `writes` Gluon takes runs of 64 tokens; longer
+            ones are portable.
 
     Returns:
         `o [B, T, HV, V]` in v's dtype and `final_state [N, HV, K, V]` in float32.
