@@ -90,7 +90,9 @@ CHANGES = {
 
 def mixed(heads, impl=None, **x):
     """The operation, with what each head has one value of as one tensor: their errors are measured together."""
-    return mix(**{"D": None} | x | dict(zip(("A_log", "dt_bias", "D"), heads, strict=False)), impl=impl)
+    # each in memory of its own, as parameters are
+    apart = (x if x is None else x.clone() for x in heads)
+    return mix(**{"D": None} | x | dict(zip(("A_log", "dt_bias", "D"), apart, strict=False)), impl=impl)
 
 
 def z(*shape, dtype=torch.float32):
@@ -103,9 +105,6 @@ class TestMix(OpContract):
         "pieces": "a whole call of a layer: the layer keeps the states of what follows it",
         "step": "a token is decoded mixer by mixer",
         "malformed_steps": "no steps",
-        "operators": "its operators are torch's to check on a GPU: the test of traced calls runs them here",
-        "traced": "angles are of a length: graphs are counted by the models' contract, and calls traced below",
-        "replayed": "kernels of several operations in one call: recorded on a GPU, in test_gpu.py",
     }
     forms: ClassVar = {"mix": mixed}
     # a row's query is part of a table of all
@@ -141,6 +140,8 @@ class TestMix(OpContract):
         "the delta rule": dict(K=4, options=DELTA, delta=True, borders=BORDERS),
     }
     neighbours: ClassVar = dict(B=3, T=5)
+    traced: ClassVar = dict(B=2, kind="runs", order=True)
+    replayed: ClassVar = dict(B=1, T=6, K=64, options=DELTA, delta=True, kind="runs", order=True)
     valid: ClassVar = dict(B=1, T=8)
     malformed: ClassVar = {
         "columns that lack": (lambda x: x | {"shared": x["shared"][..., :-8]}, "at least 98 columns, got 95"),
@@ -221,6 +222,31 @@ class TestMix(OpContract):
         parts = (o * opened if options.gate_before else o).unflatten(-1, (options.groups, -1))
         y = (parts / (parts.square().mean(-1, keepdim=True) + options.eps).sqrt()).flatten(-2) * norm_weight
         return y if options.gate_before else y * opened
+
+    def growing(self, arguments):
+        """Rows too, and angles."""
+        yield from super().growing(arguments)
+        yield arguments["rows"], 0
+        yield arguments["places"], 0
+        yield from ((x, 1) for x in arguments["rotation"])
+
+    def operators(self, device):
+        from tokenmix_oryx.ops.mixing.autograd import Inputs, mix_backward_op, mix_op
+
+        # dispatch ahead of time is what the property of one graph takes
+        tests = "test_schema", "test_autograd_registration", "test_faketensor"
+        for options, K in ((MAMBA2, 16), (DELTA, 64)):
+            call = self.make(torch.float32, device, B=1, T=3, K=K, options=options, delta=options is DELTA, order=True)
+            x = {name: t.requires_grad_() for name, t in call.tensors.items()}
+            form, kind = call.options, options._asdict()
+            del form["options"], kind["heads"]
+            x |= {"D": None} | dict(zip(("A_log", "dt_bias", "D"), x.pop("heads"), strict=False))
+            cos, sin = (angles[0] for angles in form.pop("rotation"))
+            given = Inputs(**x, **form, **kind, cos=cos, sin=sin, cu_seqlens=None, impl="triton")
+            yield mix_op, given, *tests
+            with torch.no_grad():
+                y, *kept = mix_op(*given)
+            yield mix_backward_op, (*given, *kept, y), *tests
 
     def document(self, arguments, n, start, stop):
         """Its queries too, which are in the order of tokens here, and its angles."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import isfunction
 from itertools import pairwise
 from pathlib import Path
@@ -186,6 +186,11 @@ class OpContract:
             alone[self.state[0]] = alone[self.state[0]][n : n + 1]
         return alone
 
+    def growing(self, arguments: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+        """The tensors of a call whose size follows from the number of tokens, each with the axis that does."""
+        for name in {*self.tokens, *self.grows} & arguments.keys():
+            yield arguments[name], 1
+
     def assert_kernels_agree(self, kernels: Callable, reference: Callable, call: Call) -> None:
         """Assert that kernels err at most `factor` times as much as the eager reference in the same dtype."""
         if self.differentiable:
@@ -337,8 +342,8 @@ class OpContract:
             tensors, options = self.make(torch.float32, device, **self.traced, T=length)
 
             def run(made=compiled, options=options, **x):
-                for name in {*self.tokens, *self.grows} & {*x, *options}:
-                    torch._dynamo.mark_dynamic((x | options)[name], 1)
+                for grown, axis in self.growing(x | options):
+                    torch._dynamo.mark_dynamic(grown, axis)
                 return Results(made(**x, **options))
 
             wanted, upstream = self._found(self._function(form, options, impl), tensors)
