@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from itertools import product
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
-from tokenmix_nats_l.chunks import chunk_means, learned_types
-from tokenmix_nats_l.mixer import NatsL
+from tokenmix_nats_l.chunks import Types, chunk_means, learned_types
+from tokenmix_nats_l.mixer import NatsL, Norms
 
 SMALL = partial(NatsL, 32, num_heads=2, head_dim=8, num_softmax_heads=4)
 VARIANTS = {
@@ -165,6 +166,17 @@ def test_every_choice_changes_the_outputs(options):
     }, strict=False)  # fmt: skip
     with torch.no_grad():
         assert relative_error(run_mixer(changed, x), run_mixer(plain, x)) > 1e-3
+
+
+@pytest.mark.parametrize("own_chunk", ["both", "softmax", "linear"])
+@pytest.mark.parametrize("types", get_args(Types))
+def test_every_parameter_has_a_gradient_in_every_combination_of_choices(types, own_chunk):
+    for decay, norm in product((True, False), get_args(Norms)):
+        layer = build(types=types, own_chunk=own_chunk, decay=decay, norm=norm)
+        for borders in (None, torch.tensor([0, 1, 1, 64])):
+            layer.zero_grad()
+            run_mixer(layer, inputs(B=1, T=64), cu_seqlens=borders).square().sum().backward()
+            assert [name for name, p in layer.named_parameters() if p.grad is None] == [], (decay, norm)
 
 
 def test_without_own_chunks_of_attention_the_first_chunk_has_none():

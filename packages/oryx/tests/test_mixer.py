@@ -48,12 +48,9 @@ class _Contract(MixerContract):
         "tg with normalised keys": lambda: make("gated_delta_net", attention_l2_norm="query_key", grouped_norm=False),
     }
 
-    def test_gradients_reach_inputs_and_every_parameter(self, mixer, x):
-        mixed = Modes(None, torch.arange(self.tokens).expand(len(x), -1) % 3 == 0)
-        run_mixer(mixer.train(), x.requires_grad_(), mode=mixed).square().sum().backward()
-        for name, p in [("x", x), *mixer.named_parameters()]:
-            assert p.grad.isfinite().all(), name
-            assert p.grad.any(), name
+    def trained(self, x):
+        """A mode for each token."""
+        return {"mode": Modes(None, torch.arange(x.shape[1]).expand(len(x), -1) % 3 == 0)}
 
 
 class TestNormedAttention(MixerContract):

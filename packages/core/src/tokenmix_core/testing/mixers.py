@@ -111,6 +111,10 @@ class MixerContract:
     def x(self) -> Tensor:
         return torch.randn(3, self.tokens, self.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
+    def trained(self, x: Tensor) -> dict:
+        """The extra inputs of a call in training."""
+        return self.inputs
+
     @torch.no_grad()
     def test_any_split_gives_what_the_whole_gives(self, mixer, x):
         whole, rng = run_mixer(mixer, x, **self.inputs), random.Random(0)
@@ -170,11 +174,17 @@ class MixerContract:
     def test_gradients_reach_inputs_and_every_parameter(self, mixer, x):
         mixer.train()
         x.requires_grad_()
-        run_mixer(mixer, x, **self.inputs).square().sum().backward()
+        run_mixer(mixer, x, **self.trained(x)).square().sum().backward()
         for name, p in [("x", x), *mixer.named_parameters()]:
             assert p.grad is not None, name
             assert p.grad.isfinite().all(), name
             assert p.grad.any(), name
+
+    def test_every_parameter_has_a_gradient_where_a_token_is_all_there_is(self, mixer, x):
+        # of zeros where nothing is learned: what trains on several devices waits for all of them
+        token = x[:, :1]
+        run_mixer(mixer.train(), token, **self.trained(token)).square().sum().backward()
+        assert [name for name, p in mixer.named_parameters() if p.grad is None] == []
 
     def test_named_tensors_stay_in_float32(self, mixer):
         mixer = mixer.float()
