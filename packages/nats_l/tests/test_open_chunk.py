@@ -13,6 +13,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import run_in_pieces
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_nats_l import open_chunk
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
@@ -88,6 +89,27 @@ def test_padded_prompts_of_any_variant_go_on_as_they_would_alone(options):
     for row, tokens, n in zip(padded, ids, lengths, strict=True):
         alone = model(tokens[None, -n - 2 :], use_cache=False).logits[0]
         assert relative_error(row[-n - 2 :], alone) < 1e-11
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"types": "alternate"}, {"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"decay": False}]
+)
+def test_rows_whose_chunks_are_filled_alike_go_on_together(options, monkeypatch):
+    model, rng = build(**options), random.Random(0)
+    # the first and the last of one length, the second a chunk behind them, and one of its own
+    lengths, groups = [150, 86, 33, 150], []
+    evenly = open_chunk._go_on_evenly
+    monkeypatch.setattr(open_chunk, "_go_on_evenly", lambda *x: groups.append(len(x[1])) or evenly(*x))
+    for pieces in ([110, 20, 1, 19], [100, *drawn_pieces(50, rng)]):
+        total = sum(pieces)
+        ids, mask = drawn_ids(rng, 4, total), left_padded(lengths, total)
+        groups.clear()
+        padded = logits_in_pieces(model, ids, pieces, mask)
+        assert max(groups) >= 3
+        for row, tokens, n in zip(padded, ids, lengths, strict=True):
+            alone = model(tokens[None, -n:], use_cache=False).logits[0]
+            assert relative_error(row[-n:], alone) < 1e-11, (pieces, n)
 
 
 @torch.no_grad()

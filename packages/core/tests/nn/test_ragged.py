@@ -124,6 +124,24 @@ def test_a_query_sees_its_heads_tokens_alone():
             assert relative_error(lse[n, :, group], alone.lse[0]) < 1e-6
 
 
+def test_rows_apart_go_on_by_themselves_and_join_again():
+    kv, whole = RaggedKVState(H, K, V), RaggedKVState(H, K, V)
+    for state in (kv, whole):
+        state.append(*tokens(50, 0))
+    # more for row 1 alone, which makes its room the larger one
+    k, v, take = tokens(300, 1)
+    take[0] = False
+    parts = [(rows, kv.rows(rows)) for rows in (torch.tensor([1]), torch.tensor([0]))]
+    parts[0][1].append(k[1:], v[1:], take[1:])
+    assert parts[0][1].places > parts[1][1].places
+    kv.join(parts)
+    whole.append(k, v, take)
+    assert torch.equal(kv.lengths, whole.lengths)
+    for got, expected in zip(lists(kv), lists(whole), strict=True):
+        for pair in zip(got, expected, strict=True):
+            assert all(map(torch.equal, *pair))
+
+
 def test_reordered_rows_take_their_lists_along():
     kv = RaggedKVState(H, K, V)
     kv.append(*tokens(50, 0))

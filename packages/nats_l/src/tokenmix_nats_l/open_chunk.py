@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.ragged import RaggedKVState
-from tokenmix_core.nn.state import LayerState, Span
+from tokenmix_core.nn.state import LayerState
 from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention
 from tokenmix_nats_l.ablations import carried, far_attention, far_softmax
 from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
@@ -74,36 +73,25 @@ def go_on(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[T
     """
     span = state.span
     if span.uniform:
-        return _go_on_evenly(layer, x, tokens, state, span.past)
+        return _go_on_evenly(layer, x, tokens, state, span.past % layer.chunk, span.past // layer.chunk)
     borders, before = [0, *(span.after - span.before).cumsum(0).tolist()], span.before.tolist()
     x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
+    packed = type(tokens)(*flat)
     _prepare(state, x, span.batch)
     if not any(before) and layer.own_chunk != "softmax" and layer.decay:
-        linear, softmax = _begin(layer, x, type(tokens)(*flat), state, borders)
-        return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
-    # later pieces of unequal rows, whose open chunks are filled differently, go on one by one
-    outputs, kept = [], [state.kept.row(n) for n in range(span.batch)]
-    for n, past in enumerate(before):
-        here = slice(borders[n], borders[n + 1])
-        if here.start == here.stop:
-            continue
-        alone = _row(layer, state, n, kept[n])
-        alone.span = Span(1, here.stop - here.start, x.device, past=past)
-        row = type(tokens)(*(y[:, here] for y in flat))
-        outputs.append(_go_on_evenly(layer, x[:, here], row, alone, past))
-        for name in _TENSORS:
-            getattr(state, name).value[n : n + 1] = getattr(alone, name).value
-    state.kept.join(kept)
-    linear, softmax = (torch.cat(y, 1) for y in zip(*outputs, strict=True))
+        linear, softmax = _begin(layer, x, packed, state, borders)
+    else:
+        linear, softmax = _go_on_in_groups(layer, x, packed, state, borders, before)
     return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
 
 
-def _go_on_evenly(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, past: int) -> tuple[Tensor, Tensor]:
-    """`go_on` for rows that all hold `past` tokens."""
+def _go_on_evenly(
+    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, fill: int, number: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """`go_on` for rows whose open chunks have `fill` tokens, and are their sequences' chunk `number`, `[N, 1]`."""
     C, T = layer.chunk, x.shape[1]
     _prepare(state, x, len(x))
-    fill = past % C
-    types = _types(layer, _means(layer, state, x, fill), past // C)
+    types = _types(layer, _means(layer, state, x, fill), number)
     softmax = _attend(layer, tokens, types, state, fill)
 
     # tokens up to the open chunk's end; those of whole chunks; those of the next open chunk
@@ -188,6 +176,34 @@ def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: 
     return torch.cat(outputs, 1)[:, order.argsort()], softmax
 
 
+def _go_on_in_groups(
+    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: list[int], before: list[int]
+) -> tuple[Tensor, Tensor]:
+    """`go_on` for packed sequences: together those whose open chunks are filled alike and that go on by as much."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for n, (start, end) in enumerate(pairwise(borders)):
+        groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
+    hold_nothing(state)
+    kept, places, outputs = [], [], []
+    for (fill, length), numbers in groups.items():
+        rows = torch.tensor(numbers, device=x.device)
+        apart = _rows(layer, state, rows)
+        kept.append((rows, apart.kept))
+        if length == 0:
+            continue
+        at = torch.tensor([range(borders[n], borders[n] + length) for n in numbers], device=x.device)
+        here = type(tokens)(*(y[0, at] for y in tokens))
+        chunks = state.span.before[rows].unsqueeze(1) // layer.chunk
+        outputs.append([y.flatten(0, 1) for y in _go_on_evenly(layer, x[0, at], here, apart, fill, chunks)])
+        places.append(at.flatten())
+        for name in _TENSORS:
+            getattr(state, name).value[rows] = getattr(apart, name).value
+    state.kept.join(kept)
+    back = torch.cat(places).argsort()
+    linear, softmax = (torch.cat(y)[back] for y in zip(*outputs, strict=True))
+    return linear, softmax
+
+
 def _enter(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
     """Take tokens into the open chunk, which has `fill` already; returns the delta rule's outputs."""
     new = type(tokens)(*(y[:, here] for y in tokens))
@@ -234,10 +250,10 @@ def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
     return torch.cat(means, 1)
 
 
-def _types(layer: NatsL, means: Tensor, first: int) -> ChunkTypes:
-    """The types of chunks with these means, the first of which is its sequence's chunk number `first`."""
-    numbers = torch.arange(first, first + means.shape[1], device=means.device).expand(len(means), -1)
-    return layer.types_from(means, numbers)
+def _types(layer: NatsL, means: Tensor, first: int | Tensor) -> ChunkTypes:
+    """The types of chunks with these means, the first of which is its sequence's chunk number `first`, `[N, 1]`."""
+    numbers = torch.arange(means.shape[1], device=means.device) + first
+    return layer.types_from(means, numbers.expand(len(means), -1))
 
 
 def _keep(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor) -> None:
@@ -283,10 +299,10 @@ def hold_nothing(state: LayerState) -> None:
         state.kept.append(keys, values, torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
 
 
-def _row(layer: NatsL, state: LayerState, n: int, kept: RaggedKVState) -> LayerState:
-    """A state of row n alone, with copies of its tensors."""
-    alone = layer.make_state()
+def _rows(layer: NatsL, state: LayerState, rows: Tensor) -> LayerState:
+    """A state of some rows, with copies of their tensors."""
+    apart = layer.make_state()
     for name in _TENSORS:
-        getattr(alone, name).value = getattr(state, name).value[n : n + 1].clone()
-    alone.parts["kept"] = kept
-    return alone
+        getattr(apart, name).value = getattr(state, name).value[rows]
+    apart.parts["kept"] = state.kept.rows(rows)
+    return apart

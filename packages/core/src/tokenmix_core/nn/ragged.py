@@ -113,34 +113,22 @@ class RaggedKVState(StatePart):
             self._stored = kept
             self._fit(0)
 
-    def row(self, n: int) -> RaggedKVState:
-        """The lists of row n alone, as a state of their own."""
-        alone = RaggedKVState(self.heads, self.key_size, self.value_size, capacity=self.capacity, unit=self.unit)
-        if self._stored is not None:
-            keys, values, lengths = (x[n : n + 1].clone() for x in self._stored)
-            alone._stored, alone._bound = (keys, values, lengths), self._bound
-        return alone
+    def rows(self, rows: Int[Tensor, "n"]) -> RaggedKVState:
+        """The lists of some rows, as a state of their own."""
+        apart = RaggedKVState(self.heads, self.key_size, self.value_size, capacity=self.capacity, unit=self.unit)
+        keys, values, lengths = (x[rows] for x in self._held())
+        apart._stored, apart._bound = (keys, values, lengths), self._bound
+        return apart
 
-    def join(self, rows: Sequence[RaggedKVState]) -> None:
-        """Hold what these states of one row each hold."""
-        room = max(row.places for row in rows)
-        if not room:
-            return
-        like = next(row for row in rows if row.places)
-        stored = []
-        for row in rows:
-            if row._stored is None:
-                stored.append(
-                    (
-                        *(x.new_zeros(1, self.heads, room, x.shape[3]) for x in (like.keys, like.values)),
-                        torch.zeros_like(like.lengths),
-                    )
-                )
-            else:
-                padded = (torch.nn.functional.pad(x, (0, 0, 0, room - x.shape[2])) for x in (row.keys, row.values))
-                stored.append((*padded, row.lengths))
-        keys, values, lengths = (torch.cat(x) for x in zip(*stored, strict=True))
-        self._stored, self._bound = (keys, values, lengths), max(row._bound for row in rows)
+    def join(self, parts: Sequence[tuple[Tensor, RaggedKVState]]) -> None:
+        """Hold in these rows, each of which is named once, what these states hold."""
+        N, room = sum(len(rows) for rows, _ in parts), max(part.places for _, part in parts)
+        keys, values = (x.new_zeros(N, self.heads, room, x.shape[3]) for x in (self.keys, self.values))
+        lengths = self.lengths.new_empty(N, self.heads)
+        for rows, part in parts:
+            keys[rows, :, : part.places], values[rows, :, : part.places] = part.keys, part.values
+            lengths[rows] = part.lengths
+        self._stored, self._bound = (keys, values, lengths), max(part._bound for _, part in parts)
 
     def attend(
         self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
