@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.chunking import packed_positions, sequence_ids
 from tokenmix_core.nn.attention import mean_visible
 from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.ragged import RaggedKVState
@@ -103,14 +104,7 @@ class Lte(Mixer):
         impl: Impl | None = None,
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"Lte: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"Lte: without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}"
-            )
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        num_kv_heads, head_dim = attention_heads("Lte", hidden_size, num_heads, num_kv_heads, head_dim)
         if head_dim < 4 or head_dim % 4:
             raise ValueError(f"Lte: head_dim must be a multiple of 4, got {head_dim}")
         if not 0 <= sinks <= cap or cap < 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.nn.attention import mean_visible
+from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
@@ -70,8 +71,7 @@ class Nsa(Mixer):
         impl: Impl | None = None,
     ):
         super().__init__()
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"Nsa: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        attention_heads("Nsa", hidden_size, num_heads, num_kv_heads, head_dim)
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"Nsa: head_dim must be even and positive, got {head_dim}")
         for name, value, least in (("block", block, 1), ("blocks", blocks, 3), ("window", window, 1)):

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixer
+from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
@@ -49,18 +50,13 @@ class GatedSlotAttention(Mixer):
         impl: Impl | None = None,
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads or hidden_size % num_heads:
-            raise ValueError(
-                "GatedSlotAttention: num_kv_heads must divide num_heads, and these hidden_size, "
-                f"got {num_kv_heads}, {num_heads} and {hidden_size}"
-            )
+        num_kv_heads, head_dim = attention_heads("GatedSlotAttention", hidden_size, num_heads, num_kv_heads, None)
         if slots < 1 or not gate_normalizer > 0:
             raise ValueError(
                 f"GatedSlotAttention: slots and gate_normalizer must be positive, got {slots} and {gate_normalizer}"
             )
         self.num_heads, self.num_kv_heads, self.slots = num_heads, num_kv_heads, slots
-        self.head_dim, self.gate_normalizer = hidden_size // num_heads, gate_normalizer
+        self.head_dim, self.gate_normalizer = head_dim, gate_normalizer
         self.impl: Impl | None = impl
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling import KVState, LayerState, Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn.attention import cached_attention_lse, mean_visible
+from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
@@ -90,7 +91,6 @@ class NhaMixer(Mixer):
         impl: Impl | None = None,
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_choices(
             slots=slots,
             window=window,
@@ -100,11 +100,7 @@ class NhaMixer(Mixer):
             long_weight=long_weight,
             gate_normalizer=gate_normalizer,
         )
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}")
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        num_kv_heads, head_dim = attention_heads("Nha", hidden_size, num_heads, num_kv_heads, head_dim)
         rotates = positions in ("window", "both")
         if rotates and head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn.attention import cached_attention, mean_visible
+from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.projections import projected
@@ -30,7 +31,7 @@ class NormedAttention(Mixer):
         impl: implementation of the operations.
 
     Raises:
-        ValueError: without head_dim, heads that do not divide D.
+        ValueError: no heads, or, without head_dim, heads that do not divide D.
     """
 
     def __init__(
@@ -45,10 +46,8 @@ class NormedAttention(Mixer):
         impl: Impl | None = None,
     ):
         super().__init__()
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"NormedAttention: num_heads must divide hidden_size, got {num_heads} and {hidden_size}")
-        self.num_heads = num_heads
-        self.head_dim = self.rotary_dim = hidden_size // num_heads if head_dim is None else head_dim
+        _, head_dim = attention_heads("NormedAttention", hidden_size, num_heads, None, head_dim)
+        self.num_heads, self.head_dim, self.rotary_dim = num_heads, head_dim, head_dim
         self.impl: Impl | None = impl
         inner = num_heads * self.head_dim
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, inner, bias=False) for _ in range(3))

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
@@ -63,16 +64,7 @@ class Attention(Mixer):
         impl: AttentionImpl | None = None,
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"Attention: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
-            )
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"Attention: without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}"
-            )
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        num_kv_heads, head_dim = attention_heads("Attention", hidden_size, num_heads, num_kv_heads, head_dim)
         if head_dim < 1:
             raise ValueError(f"Attention: head_dim must be at least 1, got {head_dim}")
         if rope and head_dim % 2:

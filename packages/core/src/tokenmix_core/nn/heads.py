@@ -1,4 +1,4 @@
-"""Head sizes that kernels do not have, as heads of sizes that they have."""
+"""Numbers of heads and their sizes; sizes that kernels do not have, as heads of sizes that they have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
+
+
+def attention_heads(
+    name: str, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """The heads of keys and values, by default as many as of queries, and a head's size, by default their share of D.
+
+    Raises:
+        ValueError: heads that do not divide; it begins with `name`.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{name}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"{name}: without head_dim, num_heads must divide hidden_size, got {num_heads} and {hidden_size}"
+        )
+    return num_kv_heads, hidden_size // num_heads if head_dim is None else head_dim
 
 
 class HeadFit:
