@@ -7,7 +7,7 @@ length and a window costs what the window holds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,16 +37,12 @@ def attention_reference(
     before they weigh the values, as matrix units need them.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    rows, lses = [], []
+    found = []
     for queries, keys in sequences(q.shape[1], k.shape[1], cu_seqlens):
         for block in _blocks(q[:, queries], k[:, keys], causal, window, sinks):
             b_q, b_k, b_v = q[:, queries][:, block.rows], block.gather(k[:, keys]), block.gather(v[:, keys])
-            p, lse = softmax(b_q, b_k, block.mask, scale)
-            rows.append(torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), b_v).flatten(2, 3))
-            lses.append(lse.flatten(1, 2).transpose(1, 2))
-    if not rows:
-        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
-    return AttentionOutput(torch.cat(rows, 1), torch.cat(lses, 1))
+            found.append(attended(b_q, b_k, b_v, block.mask, scale))
+    return joined(found, q, v)
 
 
 @torch.no_grad()
@@ -102,11 +98,9 @@ def attention_decode_reference(
     o_k = torch.arange(keys, device=q.device)
     o_q = cache_seqlens[:, None] - tq + torch.arange(tq, device=q.device)
     mask = visible(o_q.flatten(), o_k, True, window, sinks).view(len(q), 1, 1, tq, keys)
-    p, lse = softmax(q, k, mask, scale)
     # 0 times whatever lies behind a sequence in its cache must be 0
     v = v.masked_fill((o_k >= cache_seqlens[:, None])[:, :, None, None], 0.0)
-    o = torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3)
-    return AttentionOutput(o, lse.flatten(1, 2).transpose(1, 2).contiguous())
+    return attended(q, k, v, mask, scale)
 
 
 def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
@@ -158,6 +152,22 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int) 
         if far:
             o_k = torch.cat([torch.arange(far, device=q.device), o_k])
         yield _Block(slice(first, last + 1), far, start, stop, visible(o_q, o_k, causal, window, sinks))
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0
+) -> AttentionOutput:
+    """Attention of some queries to the keys that `mask` names, with `bias` added to scores, both as in `softmax`."""
+    p, lse = softmax(q, k, mask, scale, bias)
+    o = torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3)
+    return AttentionOutput(o, lse.flatten(1, 2).transpose(1, 2).contiguous())
+
+
+def joined(parts: Sequence[AttentionOutput], q: Tensor, v: Tensor) -> AttentionOutput:
+    """The results of consecutive queries as those of all of q; of no parts, those of queries that see nothing."""
+    if not parts:
+        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
+    return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
 
 def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:

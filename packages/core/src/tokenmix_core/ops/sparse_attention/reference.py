@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions, sequence_ids
 from tokenmix_core.ops.common import AttentionOutput
-from tokenmix_core.ops.softmax_attention.reference import sequences, softmax, wide
+from tokenmix_core.ops.softmax_attention.reference import attended, joined, sequences, softmax, wide
 
 # scores of one block of queries: 2²⁴ of them are 64 MiB in float32
 _BLOCK_SCORES = 1 << 24
@@ -41,16 +41,12 @@ def kept_attention_reference(
     weights = _by_token(keep, k, unit, cu_seqlens)
     # exp of it is the factor of one
     bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
-    rows, lses = [], []
+    found = []
     for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
         b_q, b_k, b_v = q[:, block.queries], k[:, block.keys], v[:, block.keys]
         b_bias = 0.0 if bias is None else (_over_keys(bias[:, block.keys]) * block.far)[:, :, None]
-        p, lse = softmax(b_q, b_k, block.mask[:, :, None], scale, b_bias)
-        rows.append(torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), b_v).flatten(2, 3))
-        lses.append(lse.flatten(1, 2).transpose(1, 2))
-    if not rows:
-        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
-    return AttentionOutput(torch.cat(rows, 1), torch.cat(lses, 1))
+        found.append(attended(b_q, b_k, b_v, block.mask[:, :, None], scale, b_bias))
+    return joined(found, q, v)
 
 
 @torch.no_grad()

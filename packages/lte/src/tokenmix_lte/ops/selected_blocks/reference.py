@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, packed_positions, sequence_ids
 from tokenmix_core.ops.common import AttentionOutput
-from tokenmix_core.ops.softmax_attention.reference import softmax, wide
+from tokenmix_core.ops.softmax_attention.reference import attended, joined, wide
 
 # scores of one run of queries: 2²⁴ of them are 64 MiB in float32
 _RUN_SCORES = 1 << 24
@@ -54,7 +54,7 @@ def block_attention_reference(
     scale = float(K**-0.5) if scale is None else scale
     queries = places(TQ, cu_seqlens, q.device, shift=TK - TQ)
     keys = places(TK, cu_seqlens, q.device)
-    size, rows, lses = max(16, _RUN_SCORES // max(1, B * HQ * TK)), [], []
+    size, found = max(16, _RUN_SCORES // max(1, B * HQ * TK)), []
     # one block more, which takes what names none
     C = cdiv(TK, block_size)
     named = torch.where((blocks >= 0) & (blocks < C), blocks, C).long()
@@ -65,12 +65,8 @@ def block_attention_reference(
         counts = counts[..., keys.position // block_size].permute(0, 2, 1, 3).unsqueeze(2)
         own = keys.sequence == queries.sequence[run, None]
         mask = (counts > 0) & own & (keys.position <= queries.position[run, None])
-        p, lse = softmax(q[:, run], k, mask, scale, counts.clamp(min=1).log())
-        rows.append(torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3))
-        lses.append(lse.flatten(1, 2).transpose(1, 2))
-    if not rows:
-        return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
-    return AttentionOutput(torch.cat(rows, 1), torch.cat(lses, 1))
+        found.append(attended(q[:, run], k, v, mask, scale, counts.clamp(min=1).log()))
+    return joined(found, q, v)
 
 
 @torch.no_grad()
