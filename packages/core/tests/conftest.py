@@ -30,14 +30,9 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="session")
 def token_file(tmp_path_factory):
     """A token file of 60 documents, a third of them held out."""
-    from tokenmix_core.corpora.prepare import prepare
+    from tokenmix_core.testing.corpora import documents, token_file
 
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "texts").mkdir()
-    for i in range(60):
-        (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
-    prepare(str(folder / "texts"), folder / "tokens", held_out=0.3, progress=False)
-    return str(folder / "tokens")
+    return str(token_file(tmp_path_factory.mktemp("corpus"), documents(60), held_out=0.3))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tokenmix_core.corpora.prepare import prepare
+from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.trainer import train
@@ -116,16 +116,12 @@ def test_recall_compares_models_that_differ_in_their_mixers_alone(size):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "texts").mkdir()
-    for i in range(30):
-        (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
-    prepare(str(folder / "texts"), folder / "tokens", held_out=0.1, progress=False)
+    tokens = token_file(tmp_path_factory.mktemp("corpus"), documents(30))
     flags = "--seq_len 128 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256"
     flags += " --logging_steps 1 --save_steps 3 --save_total_limit 2"
     flags += " --model.hidden_size 32 --model.num_hidden_layers 2 --model.intermediate_size 32"
     flags += " --model.mixers=[gated_delta_net,nats_l]"
-    recipe = overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(folder / "tokens")])
+    recipe = overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(tokens)])
     options = recipe.model["mixer_options"]
     options = {label: {**values, "num_heads": 2, "head_dim": 8} for label, values in options.items()}
     return dataclasses.replace(recipe, model={**recipe.model, "mixer_options": options})

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import tokenmix_core
 import tokenmix_oryx
-from tokenmix_core.corpora.prepare import prepare
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.record import run_record
@@ -186,16 +186,12 @@ def test_figures_4_and_5_have_both_assignments_at_every_size(size):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "texts").mkdir()
-    for i in range(30):
-        (folder / "texts" / f"{i:02}.txt").write_text(" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)))
-    prepare(str(folder / "texts"), folder / "tokens", held_out=0.1, progress=False)
+    tokens = token_file(tmp_path_factory.mktemp("corpus"), documents(30))
     flags = "--seq_len 64 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256"
     flags += " --logging_steps 1 --save_steps 3 --save_total_limit 2 --model.mode_chunk_size 16"
     flags += " --model.hidden_size 32 --model.mixer_options.oryx.head_dim 16"
     flags += " --model.num_hidden_layers 2 --model.intermediate_size 32"
-    return overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(folder / "tokens")])
+    return overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(tokens)])
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])

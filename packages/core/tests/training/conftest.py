@@ -22,13 +22,7 @@ def _one_cache(tmp_path_factory):
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A token file of 40 documents of unequal lengths, bytes."""
-    from tokenmix_core.corpora.prepare import prepare
+    from tokenmix_core.testing.corpora import token_file
 
-    folder = tmp_path_factory.mktemp("corpus")
-    texts = folder / "texts"
-    texts.mkdir()
-    for i in range(40):
-        words = [f"word{(i * 7 + j * j) % 23}" for j in range(3 + 5 * (i % 9))]
-        (texts / f"{i:02}.txt").write_text(" ".join(words) + ".")
-    prepare(str(texts), folder / "tokens", held_out=0.1, progress=False)
-    return folder / "tokens"
+    words = ([f"word{(i * 7 + j * j) % 23}" for j in range(3 + 5 * (i % 9))] for i in range(40))
+    return token_file(tmp_path_factory.mktemp("corpus"), (" ".join(x) + "." for x in words))
