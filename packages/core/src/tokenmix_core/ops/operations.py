@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd import plan as ssd_plan
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
+from tokenmix_core.ops.state_steps import step_limit, step_tile
 
 
 def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
@@ -67,27 +68,22 @@ def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     return found if found[WHOLE] == "reference" else delta_rule_steps(tensors["k"], tensors["v"], impl)
 
 
-def _delta_rule_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    q, state = tensors["q"], tensors["state"]
-    found = whole("gated_delta_rule_step", tensors, impl, delta_rule_plan.GLUON_STEP)
-    if found[WHOLE] == "reference":
-        return found
-    B, HV, K, V = state.shape
-    return {WHOLE: "triton" if delta_rule_plan.step_tile(B * HV, K, V, q, impl) is None else "gluon"}
-
-
 def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     found = whole("chunk_ssd", tensors, impl, ssd_plan.GLUON)
     return found if found[WHOLE] == "reference" else ssd_steps(tensors["q"], tensors["v"], impl)
 
 
-def _ssd_step(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    q, state = tensors["q"], tensors["state"]
-    found = whole("ssd_step", tensors, impl, ssd_plan.GLUON_STEP)
-    if found[WHOLE] == "reference":
-        return found
-    B, HV, K, V = state.shape
-    return {WHOLE: "triton" if ssd_plan.step_tile(B * HV, K, V, q, impl) is None else "gluon"}
+def _state_step(op: str, gluon: GluonForm) -> Callable[[Tensors, str | None], Mapping[str, str]]:
+    """The kernel of one token of an operation."""
+
+    def steps(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+        found = whole(f"{op}_step", tensors, impl, gluon)
+        if found[WHOLE] == "reference":
+            return found
+        tile = step_tile(op, gluon, tensors["state"], tensors["q"], impl)
+        return {WHOLE: "triton" if tile is None else "gluon"}
+
+    return steps
 
 
 def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
@@ -103,7 +99,7 @@ def _kept_attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
 
 
 def _step_limit(tensors: Tensors) -> str | None:
-    return delta_rule_plan.step_limit(*tensors["state"].shape[2:])
+    return step_limit(*tensors["state"].shape[2:])
 
 
 _CHUNKS = {"B": 8, "T": 4096, "H": 16, "HV": 16, "K": 128, "V": 128}
@@ -122,7 +118,7 @@ register_operation(
         gated_delta_rule_step,
         {"q": "B H K", "k": "B H K", "v": "B HV V", "g": "B HV", "beta": "B HV", "state": _STATE},
         {"H": 16, **_ONE},
-        _delta_rule_step,
+        _state_step("gated_delta_rule", delta_rule_plan.GLUON_STEP),
         delta_rule_plan.GLUON_STEP,
         _step_limit,
     )
@@ -146,7 +142,7 @@ register_operation(
         ssd_step,
         {"q": "B G K", "k": "B G K", "v": "B HV V", "g": "B HV", "state": _STATE},
         {"G": 16, **_ONE},
-        _ssd_step,
+        _state_step("ssd", ssd_plan.GLUON_STEP),
         ssd_plan.GLUON_STEP,
         _step_limit,
     )

@@ -20,9 +20,10 @@ from tokenmix_core.ops.common import (
     resolve_impl,
 )
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
-from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP, step_limit
+from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
 from tokenmix_core.ops.gated_delta_rule.steps import Inputs
+from tokenmix_core.ops.state_steps import step_limit
 
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)

@@ -19,11 +19,12 @@ from tokenmix_core.ops.common import (
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term_layouts
-from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan, forward_segment, plan, step_tile
+from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, GDNPlan, forward_segment, plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_states
 from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Saved, Terms
+from tokenmix_core.ops.state_steps import step_tile
 
 
 @retried
@@ -163,7 +164,7 @@ def _step(
     impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The outputs of one token; updates the state."""
-    tile = step_tile(state.shape[0] * state.shape[1], *state.shape[2:], q, impl)
+    tile = step_tile("gated_delta_rule", GLUON_STEP, state, q, impl)
     q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
     o, _ = recurrent_forward(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=state, cu_seqlens=None, scale=scale, qk_l2norm=qk_l2norm,

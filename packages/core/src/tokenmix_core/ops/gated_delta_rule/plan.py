@@ -161,18 +161,3 @@ def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str |
     whole = CHUNK * max(1, run)
     segment = cdiv(segment, whole) * whole
     return segment if segment < tokens else 0
-
-
-def step_tile(sequence_heads: int, K: int, V: int, q: Tensor, impl: str | None) -> tuning.StateStep | None:
-    """The tile of the kernel in Gluon for one token; None for the portable kernel.
-
-    Raises:
-        ValueError: `impl` is "gluon" and the kernel does not run.
-    """
-    tile = tuning.state_step("gated_delta_rule", sequence_heads, K, V)
-    return tile if GLUON_STEP.runs(impl, q.device, q.dtype, step_limit(K, V)) else None
-
-
-def step_limit(K: int, V: int) -> str | None:
-    """Why the kernel in Gluon for one token takes no such heads; None where it does."""
-    return None if K == 128 and V >= 64 else f"takes one token at a time with K = 128 and V ≥ 64, got K={K} and V={V}"

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, recorded_op, retried
-from tokenmix_core.ops.ssd.plan import plan, step_tile
+from tokenmix_core.ops.ssd.plan import GLUON_STEP, plan
 from tokenmix_core.ops.ssd.steps import Gradients, Inputs, token_rows
+from tokenmix_core.ops.state_steps import step_tile
 from tokenmix_core.tuning import SSDStates
 
 
@@ -133,7 +134,7 @@ def run_step(
     """o of one token; `state` is overwritten."""
     from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
 
-    tile = step_tile(state.shape[0] * state.shape[1], *state.shape[2:], q, impl)
+    tile = step_tile("ssd", GLUON_STEP, state, q, impl)
     q, k, v = (token_rows(x.unsqueeze(1)) for x in (q, k, v))
     g, dt, D = map(aligned, (g, dt, D))
     g, dt = (x if x is None else x.unsqueeze(1) for x in (g, dt))

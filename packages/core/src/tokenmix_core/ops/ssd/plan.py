@@ -29,24 +29,9 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> t
     return tuning.ssd(*_sizes(q, v, cu_seqlens), gluon)
 
 
-def step_tile(sequence_heads: int, K: int, V: int, q: Tensor, impl: str | None) -> tuning.StateStep | None:
-    """The tile of the kernel in Gluon for one token; None for the portable kernel.
-
-    Raises:
-        ValueError: `impl` is "gluon" and the kernel does not run.
-    """
-    tile = tuning.state_step("ssd", sequence_heads, K, V)
-    return tile if GLUON_STEP.runs(impl, q.device, q.dtype, step_limit(K, V)) else None
-
-
 def limit(K: int, V: int) -> str | None:
     """Why no kernel in Gluon takes such heads; None where some do."""
     return f"takes K and V of 64, 128 or 256, got K={K} and V={V}" if min(K, V) < 64 else None
-
-
-def step_limit(K: int, V: int) -> str | None:
-    """Why the kernel in Gluon for one token takes no such heads; None where it does."""
-    return None if K == 128 and V >= 64 else f"takes one token at a time with K = 128 and V ≥ 64, got K={K} and V={V}"
 
 
 def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
