@@ -86,6 +86,12 @@ def test_rows_are_ranked_in_pieces_as_they_are_together(monkeypatch):
     assert torch.equal(eviction_times(x, 4, 6), whole)
 
 
+def test_torch_checks_the_one_step_of_graphs():
+    x = scores(1, 9, 2, share=0.6, ties=True)
+    for borders in (None, torch.tensor([0, 4, 9])):
+        torch.library.opcheck(cap._one_step, (x, 2, 3, borders), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_many_keys_leave_as_from_the_heap():
     x = scores(1, 20_000, 1, share=0.5, ties=False)
     kept = x > -torch.inf

@@ -1,5 +1,6 @@
 """The blockwise loss: the value and the gradients of plain cross-entropy, without its logits."""
 
+import itertools
 import sys
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenmix_core.nn.loss import linear_cross_entropy, token_losses
+from tokenmix_core.nn.loss import _blockwise, linear_cross_entropy, token_losses
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 TOKENS, WIDTH, VOCAB = 37, 16, 211
@@ -122,6 +123,13 @@ def test_it_compiles_into_one_graph(data):
     exact = value_and_gradients(linear_cross_entropy, hidden, weight, labels)
     for x, y in zip(value_and_gradients(compiled, hidden, weight, labels), exact, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_torch_checks_the_operator_of_graphs(data):
+    hidden, weight, labels = data[0].float(), data[1].float(), data[2]
+    for wanted in itertools.product((True, False), repeat=2):
+        given = (hidden, weight, labels, -100, 8, False, *wanted)
+        torch.library.opcheck(_blockwise, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_losses_of_single_tokens(data):

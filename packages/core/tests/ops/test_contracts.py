@@ -1,9 +1,10 @@
-"""Every operation of this package is held to a contract."""
+"""Every operation of this package is held to a contract, and every operator to torch's own checks."""
 
 from pathlib import Path
 
+import tokenmix_core
 from tokenmix_core import ops
-from tokenmix_core.testing.operations import described, operations_of
+from tokenmix_core.testing.operations import described, operations_of, unchecked
 
 # operations with tests of their own in place of a contract
 OTHERWISE = {"delta_layer_step": "test_delta_layer.py", "short_convs": "test_short_conv.py"}
@@ -11,3 +12,7 @@ OTHERWISE = {"delta_layer_step": "test_delta_layer.py", "short_convs": "test_sho
 
 def test_no_operation_is_without_a_contract():
     assert described(Path(__file__).parent) == operations_of(ops) - OTHERWISE.keys()
+
+
+def test_torch_checks_every_operator():
+    assert not unchecked(tokenmix_core, Path(__file__).parents[1])

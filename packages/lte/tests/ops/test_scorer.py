@@ -227,12 +227,14 @@ class TestRetentionLogits(OpContract):
             assert_within(name, x, exact[name], eager[name], floor=rounding(dtype))
 
     def operators(self, device):
-        from tokenmix_lte.ops.scorer.autograd import scorer_forward_op
+        from tokenmix_lte.ops.scorer.autograd import scorer_backward_op, scorer_forward_op
 
         x, _ = self.make(torch.float32, device, T=3)
         weights = [x[f"{letter}{i}"] for i in range(3) for letter in "wb"]
         arguments = (x["k"], x["v"], *weights, x["weight"], x["bias"], None, None, None, 0, -2, 0, 2)
         yield scorer_forward_op, arguments, "test_schema", "test_faketensor"
+        dlogits = torch.ones_like(x["k"][..., 0])
+        yield scorer_backward_op, (*arguments, dlogits), "test_schema", "test_faketensor"
 
 
 @pytest.mark.gpu

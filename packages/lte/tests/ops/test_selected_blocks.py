@@ -14,7 +14,11 @@ from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_lte.ops import block_attention, select_blocks
 from tokenmix_lte.ops.selected_blocks import plan
-from tokenmix_lte.ops.selected_blocks.autograd import block_attention_backward_op, block_attention_op
+from tokenmix_lte.ops.selected_blocks.autograd import (
+    block_attention_backward_op,
+    block_attention_op,
+    select_blocks_op,
+)
 
 # of 17 tokens with 4 heads, 3 blocks, and 64 channels, as kernels hold fewer, of 4 bytes
 _ROOM = 17 * 4 * 3 * 64 * 4
@@ -135,7 +139,6 @@ class TestChoice(OpContract):
         "packed": "blocks of packed sequences are pooled apart: core's and NSA's mixers are held to it",
         "step": "a token is decoded by a call of one query",
         "malformed_steps": "no steps",
-        "operators": "numbers without a gradient, made by the operator that block_attention's checks are of",
     }
     forms: ClassVar = {"choice": select_blocks}
     differentiable = False
@@ -174,6 +177,10 @@ class TestChoice(OpContract):
             options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
         tensors = choice(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
         return Call(dict(zip(("q", "pooled", "lse"), tensors, strict=True)), options)
+
+    def operators(self, device):
+        q, pooled, lse = choice(TQ=5, HQ=16, U=2, dtype=torch.float32, device=device)
+        yield select_blocks_op, (q, pooled, lse, None, 3, 4, 0, 0.5), "test_schema", "test_faketensor"
 
     def definition(self, q, pooled, lse, *, count, block_size):
         """Those that are forced, and of the others those with most attention, the lower of equal ones."""

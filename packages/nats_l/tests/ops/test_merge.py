@@ -82,9 +82,11 @@ class TestMerge(OpContract):
         return Merged(m.flatten(2) * gate * gate.sigmoid())
 
     def operators(self, device):
-        from tokenmix_nats_l.ops.merge.autograd import merge_forward_op
+        from tokenmix_nats_l.ops.merge.autograd import merge_backward_op, merge_forward_op
 
-        yield merge_forward_op, (*inputs("each", T=2, dtype=torch.float32, device=device).values(), 1e-6)
+        given = (*inputs("each", T=2, dtype=torch.float32, device=device).values(), 1e-6)
+        yield merge_forward_op, given
+        yield merge_backward_op, (*given, torch.ones_like(given[2]))
 
 
 @pytest.mark.gpu

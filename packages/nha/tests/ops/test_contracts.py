@@ -1,10 +1,15 @@
-"""Every operation of this package is held to a contract."""
+"""Every operation of this package is held to a contract, and every operator to torch's own checks."""
 
 from pathlib import Path
 
-from tokenmix_core.testing.operations import described, operations_of
+import tokenmix_nha
+from tokenmix_core.testing.operations import described, operations_of, unchecked
 from tokenmix_nha import ops
 
 
 def test_no_operation_is_without_a_contract():
     assert described(Path(__file__).parent) == operations_of(ops)
+
+
+def test_torch_checks_every_operator():
+    assert not unchecked(tokenmix_nha, Path(__file__).parents[1])

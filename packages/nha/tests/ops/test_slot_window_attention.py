@@ -232,12 +232,19 @@ class TestSlotWindowAttention(OpContract):
         assert_agrees(kernels, reference, call.tensors, floor=floor)
 
     def operators(self, device):
-        from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_op
+        from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_backward_op, slot_window_attention_op
+        from tokenmix_nha.ops.slot_window.prefix import _prefix_op
 
         x = inputs(T=20, **KERNELS, dtype=torch.float32, device=device)
         arguments = (*x.values(), None, None, None, None, None, None, 0, 4, 0.1, None)
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
         yield slot_window_attention_op, arguments, *tests
+        o, _, _, kept = slot_window_attention_op(*arguments)
+        yield slot_window_attention_backward_op, (*arguments, o, kept, o, None, None, False), *tests
+        yield _prefix_op, (x["q"], x["k"], x["v"], None, 3, 0.1, "triton"), *tests
+        state, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=device)
+        given = (*token(x, 0).values(), None, None, *state.values(), None, length, 0.1, True)
+        yield step._step_op, given, "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("own_keys", [False, True])

@@ -119,11 +119,14 @@ class TestSelectedAttention(OpContract):
         return torch.stack(o, 1)
 
     def operators(self, device):
-        from tokenmix_oryx.ops.selected_queries.autograd import selected_attention_op
+        from tokenmix_oryx.ops.selected_queries.autograd import selected_attention_backward_op, selected_attention_op
 
         x, mask = made(1, 24, 24, 1, 1, 16, 16, torch.float32, device), chosen("runs", 1, 24, device)
         inputs = (*(t.requires_grad_() for t in x.values()), mask, None, 0.25, None)
         yield selected_attention_op, inputs, "test_schema", "test_faketensor"
+        with torch.no_grad():
+            o, lse = selected_attention_op(*inputs)
+        yield selected_attention_backward_op, (*inputs, o, lse, o), "test_schema", "test_faketensor"
 
 
 @pytest.mark.gpu
