@@ -7,7 +7,11 @@ from tokenmix_core import ops
 from tokenmix_core.testing.operations import described, operations_of, unchecked
 
 # operations with tests of their own in place of a contract
-OTHERWISE = {"delta_layer_step": "test_delta_layer.py", "short_convs": "test_short_conv.py"}
+OTHERWISE = {
+    "delta_layer_step": "test_delta_layer.py",
+    "rotate_step": "test_rotate_step.py",
+    "short_convs": "test_short_conv.py",
+}
 
 
 def test_no_operation_is_without_a_contract():

@@ -98,10 +98,18 @@ def layers():
     linears(x, weights, impl="triton")
 
 
+def rotation_step():
+    from tokenmix_core.ops import rotate_step
+
+    q, k, v = half(B, H, K), half(B, 4, K), half(B, 4, K)
+    keys, values = half(B, T, 4, K), half(B, T, 4, K)
+    rotate_step(q, k, v, long(1, K // 2), long(1, K // 2), keys, values, torch.zeros(B, dtype=torch.int64), impl="triton")
+
+
 CALLS = {
     "norms": norms, "rotation": rotation, "products": products, "gates": gates, "convolutions": convolutions,
     "layer's step": layer_step, "kept keys": kept_keys, "sinks": sinks,
-    "layers": layers,
+    "layers": layers, "rotation's step": rotation_step,
 }  # fmt: skip
 
 

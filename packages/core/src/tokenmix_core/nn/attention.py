@@ -15,7 +15,7 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, Span
-from tokenmix_core.ops import attention, attention_decode
+from tokenmix_core.ops import attention, attention_decode, rotate_step
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.backends import AttentionImpl
 
@@ -103,6 +103,10 @@ class Attention(Mixer):
         q, k, v = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
+        if state is not None and state.kv.fixed and self.rotary_dim is not None:
+            # which is one token of each sequence
+            q = self._take_in(q, k, v, state, rotary)
+            return self.o_proj(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2)), None
         if self.rotary_dim is not None:
             assert rotary is not None
             q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
@@ -114,6 +118,16 @@ class Attention(Mixer):
             step = stepping(hidden_states, state)
             o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
         return self.o_proj(o.flatten(-2)), None
+
+    def _take_in(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
+        """q of one token of each sequence, turned; k, turned, and v are stored."""
+        assert rotary is not None
+        norms = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
+        token = (x.squeeze(1) for x in (q, k, v, *rotary))
+        kv, places = state.kv, state.kv.place(state.span.positions)
+        return rotate_step(*token, kv.keys, kv.values, places, **norms).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
         # scores and weighted values: 2 · 2 · K operations a visible key and head
@@ -161,13 +175,7 @@ def cached_attention_lse(
     options = {"window": kv.window, "sinks": kv.sinks, "scale": scale, "impl": impl}
     if step:
         kv.write(k, v, span)
-        # the places that may be filled, known without asking the device; a ring's order does not matter
-        places = min(span.past + 1, kv.places)
-        # the other names have no form for one token
-        kernel = impl if impl in ("triton", "reference") else None
-        return attention_decode(
-            q, kv.keys[:, :places], kv.values[:, :places], kv.filled(span), scale=scale, impl=kernel
-        )
+        return decoded(q, kv, span, scale=scale, impl=impl)
     if span.uniform and span.past and kv.window is None and not k.requires_grad:
         kv.write(k, v, span)
         places = span.past + span.tokens
@@ -181,6 +189,22 @@ def cached_attention_lse(
         out = _ragged_attention(q, k, v, kv, span, scale)
     kv.write(k, v, span)
     return out
+
+
+def decoded(
+    q: Float[Tensor, "N 1 HQ K"],
+    kv: KVState,
+    span: Span,
+    *,
+    scale: float | None = None,
+    impl: AttentionImpl | None = None,
+) -> AttentionOutput:
+    """Attention of one token of each sequence over what `kv` holds, its own key and value included."""
+    # the places that may be filled, known without asking the device; a ring's order does not matter
+    places = min(span.past + 1, kv.places)
+    # the other names have no form for one token
+    kernel = impl if impl in ("triton", "reference") else None
+    return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], kv.filled(span), scale=scale, impl=kernel)
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:

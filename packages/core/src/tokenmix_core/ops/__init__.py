@@ -14,7 +14,7 @@ from tokenmix_core.ops.gated_units.api import swiglu, swiglu_linear
 from tokenmix_core.ops.gates.api import delta_gates
 from tokenmix_core.ops.norms.api import gated_rms_norm, rms_norm
 from tokenmix_core.ops.projections.api import linears
-from tokenmix_core.ops.rotary.api import rotate
+from tokenmix_core.ops.rotary.api import rotate, rotate_step
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
@@ -37,6 +37,7 @@ __all__ = [
     "recurrent_ssd",
     "rms_norm",
     "rotate",
+    "rotate_step",
     "short_conv",
     "short_conv_step",
     "short_conv_steps",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_tensors, row_impl
-from tokenmix_core.ops.rotary.reference import rotate_reference
+from tokenmix_core.launch.replay import Checked
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, check_tensors, row_impl
+from tokenmix_core.ops.rotary.reference import rotate_reference, rotate_step_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -50,3 +51,67 @@ def rotate(
     from tokenmix_core.ops.rotary.autograd import rotate
 
     return rotate(x, weight, cos, sin, eps)
+
+
+@torch.no_grad()
+def rotate_step(
+    q: Float[Tensor, "B HQ K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B H V"],
+    cos: Float[Tensor, "B_or_1 K_over_2"],
+    sin: Float[Tensor, "B_or_1 K_over_2"],
+    keys: Float[Tensor, "B S H K"],
+    values: Float[Tensor, "B S H V"],
+    places: Int[Tensor, "B"],
+    q_weight: Float[Tensor, "K"] | None = None,
+    k_weight: Float[Tensor, "K"] | None = None,
+    *,
+    eps: float = 1e-6,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B HQ K"]:
+    """`rotate` of one token's q and k, the latter and v stored in a cache, all in one launch. Not differentiable.
+
+    Args:
+        q, k, v: of one token of each sequence.
+        cos, sin: of its angles, float32.
+        keys, values: of the cache, of q's dtype, with channels side by side; overwritten at `places`.
+        places: int64, each from 0 to S − 1, which nobody checks.
+        q_weight, k_weight: of the norms of q and k; None for no norm.
+        eps: the norms'.
+        impl: as for `rotate`.
+
+    Returns:
+        q, turned.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    given = q, k, v, q_weight, k_weight, cos, sin, keys, values, places
+    if _check_step(impl, *given) == "reference":
+        return rotate_step_reference(*given, eps)
+    from tokenmix_core.ops.rotary.autograd import rotate_step
+
+    return rotate_step(*given, eps)
+
+
+@Checked
+def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, places) -> str:
+    """Validate a call; return the implementation."""
+    op = "rotate_step"
+    dims = bind_shapes(op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), q_weight=(q_weight, "K?"))
+    check_dtype(op, _FLOATS, q=q, q_weight=q_weight, k_weight=k_weight)
+    check_same_dtype(op, q=q, k=k, v=v, keys=keys, values=values)
+    check_tensors(op, cos=cos, sin=sin)
+    rows, half = len(cos), dims["K"] // 2
+    if dims["K"] % 2 or rows not in (1, dims["B"]):
+        raise ValueError(f"{op}: q must have an even K and cos B or 1 rows, got {list(q.shape)} and {list(cos.shape)}")
+    dims |= {"R": rows, "half": half}
+    bind_shapes(
+        op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half"), sin=(sin, "R half"),
+        keys=(keys, "B S H K"), values=(values, "B S H V"), places=(places, "B"),
+    )  # fmt: skip
+    check_dtype(op, (torch.int64,), places=places)
+    for name, x in (("keys", keys), ("values", values)):
+        if x.stride(3) != 1:
+            raise ValueError(f"{op}: {name} must have channels side by side, got strides {x.stride()}")
+    return "reference" if not q.numel() else row_impl(op, impl, q)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops.common import as_rows, eager_function
-from tokenmix_core.ops.rotary.kernels import rotate_backward, rotate_forward
+from tokenmix_core.ops.rotary import kernels
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def _angles(x: Tensor) -> Tensor:
 
 def _run(x, weight, cos, sin, eps) -> Tensor:
     weight = None if weight is None else weight.contiguous()
-    y = rotate_forward(x=_tokens(x), weight=weight, cos=_angles(cos), sin=_angles(sin), H=x.shape[2], eps=eps)
+    y = kernels.rotate_forward(x=_tokens(x), weight=weight, cos=_angles(cos), sin=_angles(sin), H=x.shape[2], eps=eps)
     return y.view(x.shape)
 
 
@@ -32,11 +32,21 @@ def _save(ctx, inputs, output) -> None:
 def _backward(dy, x, weight, cos, sin, eps):
     x = None if x is None else _tokens(x)
     weight = None if weight is None else weight.contiguous()
-    dx, dweight = rotate_backward(
+    dx, dweight = kernels.rotate_backward(
         x=x, weight=weight, cos=_angles(cos), sin=_angles(sin), dy=_tokens(dy), H=dy.shape[2], eps=eps
     )
     return dx.view(dy.shape), dweight
 
 
+def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, places, eps) -> Tensor:
+    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+    q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
+    return kernels.rotate_step(
+        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos.contiguous(), sin=sin.contiguous(), keys=keys,
+        values=values, places=places, eps=eps,
+    )  # fmt: skip
+
+
+rotate_step = Replayed(_run_step)
 _replayed = Replayed(_backward)
 rotate = eager_function(_run, _save, lambda ctx, dy: (*_replayed(dy, *ctx.saved_tensors, ctx.eps), None, None, None))

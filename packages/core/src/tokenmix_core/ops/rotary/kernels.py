@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core import tuning
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 
 
@@ -39,6 +39,19 @@ def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
     return tl.load(cos + columns, mask=mask, other=0.0), tl.load(sin + columns, mask=mask, other=0.0)
 
 
+@triton.jit
+def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
+    """The halves of the heads at `p_x [BM]`, normalised where there is a weight, and turned by the angles of `o_t`."""
+    b_a, b_b = load_halves(p_x, m_r, HALF, BH)
+    if weight is not None:
+        o_d = tl.arange(0, BH)
+        b_r = tl.rsqrt(tl.sum(b_a * b_a + b_b * b_b, 1) / (2 * HALF) + eps)[:, None]
+        b_a *= b_r * tl.load(weight + o_d, mask=o_d < HALF, other=0.0).to(tl.float32)[None, :]
+        b_b *= b_r * tl.load(weight + HALF + o_d, mask=o_d < HALF, other=0.0).to(tl.float32)[None, :]
+    b_cos, b_sin = load_angles(cos, sin, o_t, m_r, HALF, BH)
+    return b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
+
+
 @cached_launch
 @triton.jit(do_not_specialize=["rows", "turned"])
 def rotate_kernel(
@@ -48,14 +61,38 @@ def rotate_kernel(
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
     o_t = o_r // H
-    b_a, b_b = load_halves(x + o_t * stride_x + (o_r % H) * 2 * HALF, m_r, HALF, BH)
-    if weight is not None:
-        o_d = tl.arange(0, BH)
-        b_r = tl.rsqrt(tl.sum(b_a * b_a + b_b * b_b, 1) / (2 * HALF) + eps)[:, None]
-        b_a *= b_r * tl.load(weight + o_d, mask=o_d < HALF, other=0.0).to(tl.float32)[None, :]
-        b_b *= b_r * tl.load(weight + HALF + o_d, mask=o_d < HALF, other=0.0).to(tl.float32)[None, :]
-    b_cos, b_sin = load_angles(cos, sin, o_t % turned, m_r, HALF, BH)
-    store_halves(y + o_r * 2 * HALF, b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin, m_r, HALF, BH)
+    p_x = x + o_t * stride_x + (o_r % H) * 2 * HALF
+    b_a, b_b = turn(p_x, weight, cos, sin, o_t % turned, m_r, eps, HALF, BH)
+    store_halves(y + o_r * 2 * HALF, b_a, b_b, m_r, HALF, BH)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["turned"])
+def rotate_step_kernel(
+    q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, stride_q, stride_k, stride_v, s_kb, s_kp, s_kh,
+    s_vb, s_vp, s_vh, turned, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """A head of q, k or v of one token a program."""
+    i_h = tl.program_id(0) % (HQ + 2 * H)
+    i_n = (tl.program_id(0) // (HQ + 2 * H)).to(tl.int64)
+    # heads as rows of a block of one
+    o_n = i_n + tl.arange(0, 1)
+    m_n = o_n >= 0
+    place = tl.load(places + i_n).to(tl.int64)
+    if i_h < HQ:
+        p_x = q + o_n * stride_q + i_h * 2 * HALF
+        b_a, b_b = turn(p_x, q_weight, cos, sin, o_n % turned, m_n, eps, HALF, BH)
+        store_halves(y + (o_n * HQ + i_h) * 2 * HALF, b_a, b_b, m_n, HALF, BH)
+    elif i_h < HQ + H:
+        i_k = i_h - HQ
+        p_x = k + o_n * stride_k + i_k * 2 * HALF
+        b_a, b_b = turn(p_x, k_weight, cos, sin, o_n % turned, m_n, eps, HALF, BH)
+        store_halves(keys + o_n * s_kb + place * s_kp + i_k * s_kh, b_a, b_b, m_n, HALF, BH)
+    else:
+        i_v = i_h - HQ - H
+        o_d = tl.arange(0, BV)
+        b_v = tl.load(v + i_n * stride_v + i_v * V + o_d, mask=o_d < V)
+        tl.store(values + i_n * s_vb + place * s_vp + i_v * s_vh + o_d, b_v, mask=o_d < V)
 
 
 @cached_launch
@@ -107,6 +144,36 @@ def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H
     rotate_kernel[(cdiv(tokens * H, tile.BM),)](
         x=x, weight=weight, cos=cos, sin=sin, y=y, stride_x=x.stride(0), rows=tokens * H, turned=len(cos), H=H,
         eps=eps, HALF=width // H // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def rotate_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    eps: float,
+) -> Tensor:
+    """q turned, `[B, HQ, K]`; k, turned, and v are stored at `places [B]` of `keys` and `values`, `[B, S, H, ...]`.
+
+    Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[turned, K / 2]`, contiguous.
+    """
+    (B, HQ, K), (H, V) = q.shape, v.shape[1:]
+    y = torch.empty((B, HQ, K), dtype=q.dtype, device=q.device)
+    s_kb, s_kp, s_kh, _ = keys.stride()
+    s_vb, s_vp, s_vh, _ = values.stride()
+    rotate_step_kernel[(B * (HQ + 2 * H),)](
+        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, y=y, keys=keys, values=values,
+        places=places, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=v.stride(0), s_kb=s_kb, s_kp=s_kp,
+        s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, turned=len(cos), HQ=HQ, H=H, eps=eps, HALF=K // 2, V=V,
+        BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
     return y
 

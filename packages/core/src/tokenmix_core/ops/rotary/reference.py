@@ -14,3 +14,15 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     a, b = (x if x.dtype == torch.float64 else x.float()).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def rotate_step_reference(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    keys: Tensor, values: Tensor, places: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
+    """q turned; k, turned, and v are stored at their places."""
+    angles = cos.unsqueeze(1), sin.unsqueeze(1)
+    rows = torch.arange(len(places), device=places.device)
+    keys.index_put_((rows, places), rotate_reference(k.unsqueeze(1), *angles, k_weight, eps).squeeze(1))
+    values.index_put_((rows, places), v)
+    return rotate_reference(q.unsqueeze(1), *angles, q_weight, eps).squeeze(1)

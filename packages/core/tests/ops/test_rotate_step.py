@@ -1,0 +1,99 @@
+"""One token's rotation, whose keys and values are stored: against the rotation, kernels against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmix_core.ops import rotate, rotate_step
+from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.operations import HALF
+
+# by name; keys and values that are views of heads side by side, or of another order
+CASES = {
+    "heads of one size": dict(),
+    "norms": dict(norm=True),
+    "angles of each sequence": dict(rows=3),
+    "values of another size": dict(V=20, norm=True),
+    "heads before places": dict(head_major=True, rows=3),
+}
+
+
+def inputs(B=3, HQ=4, H=2, K=12, V=12, S=7, rows=1, norm=False, head_major=False, dtype=torch.float64, device="cpu"):
+    """Positional arguments, in their order, of numbers that all dtypes hold."""
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=rng).half().to(device, dtype)
+
+    def cache(size):
+        return draw(B, H, S, size).transpose(1, 2) if head_major else draw(B, S, H, size)
+
+    angles = torch.rand(rows, K // 2, generator=rng).to(device)
+    weights = (draw(K), draw(K)) if norm else (None, None)
+    places = torch.tensor([5, 0, 6], device=device)
+    # a slice of wider rows, as projections may be
+    q = draw(B, 2 * HQ * K)[:, : HQ * K].unflatten(-1, (HQ, K))
+    return q, draw(B, H, K), draw(B, H, V), angles.cos(), angles.sin(), cache(K), cache(V), places, *weights
+
+
+def run(x, impl):
+    """The step's results by name; the caches given stay as they are."""
+    *token, keys, values, places, q_weight, k_weight = x
+    keys, values = keys.clone(memory_format=torch.preserve_format), values.clone(memory_format=torch.preserve_format)
+    q = rotate_step(*token, keys, values, places, q_weight, k_weight, eps=1e-3, impl=impl)
+    return {"q": q, "keys": keys, "values": values}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_rotation_and_leaves_other_places_alone(case):
+    q, k, v, cos, sin, keys, values, places, *weights = x = inputs(**CASES[case])
+    angles, rows = (cos.unsqueeze(1), sin.unsqueeze(1)), torch.arange(3)
+    turned = [rotate(y.unsqueeze(1), *angles, w, eps=1e-3).squeeze(1) for y, w in zip((q, k), weights, strict=True)]
+    keys, values = keys.clone(), values.clone()
+    keys[rows, places], values[rows, places] = turned[1], v
+    wanted = {"q": turned[0], "keys": keys, "values": values}
+    for name, y in run(x, "reference").items():
+        torch.testing.assert_close(y, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.operation
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_err_at_most_twice_as_much_as_the_reference(case, dtype, device):
+    x = inputs(**CASES[case], dtype=dtype, device=device)
+    exact = run([y.double() if torch.is_tensor(y) and y.dtype == dtype else y for y in x], "reference")
+    eager = run(x, "reference")
+    for name, y in run(x, "triton").items():
+        assert_within(name, y, exact[name], eager[name])
+
+
+@pytest.mark.operation
+def test_repeated_calls_read_and_write_what_they_are_given(device):
+    impl = "triton" if device == "cuda" else "reference"
+    # the third call is replayed on a GPU
+    for shift in range(3):
+        x = list(inputs(dtype=torch.float32, device=device))
+        x[0], x[7] = x[0] + shift, x[7] * 0 + shift
+        got, wanted = run(x, impl), run(x, "reference")
+        for name, y in got.items():
+            torch.testing.assert_close(y, wanted[name])
+
+
+@pytest.mark.parametrize(
+    ("place", "bad", "said"),
+    [
+        (0, torch.zeros(3, 4, 11), "k must have shape"),
+        (1, torch.zeros(2, 2, 12), "k must have shape"),
+        (3, torch.zeros(2, 6), "cos B or 1 rows"),
+        (5, torch.zeros(3, 7, 2, 24)[..., ::2], "keys must have channels side by side"),
+        (6, torch.zeros(3, 8, 2, 12), "values must have shape"),
+        (7, torch.zeros(3), "places must be"),
+        (9, torch.zeros(11), "k_weight must have shape"),
+    ],
+)
+def test_malformed_steps_are_refused(place, bad, said):
+    x = list(inputs(dtype=torch.float32))
+    x[place] = bad
+    with pytest.raises(ValueError, match=f"rotate_step: .*{said}"):
+        rotate_step(*x)
