@@ -12,6 +12,8 @@ RESULTS = Path(__file__).parent / "results"
 PAIRS = ("linear → linear", "attention → linear", "linear → attention", "attention → attention")
 SWITCHES = ("attention → linear", "linear → attention")
 AFTER = ("0-16", "16-64", "64-128")
+# kept beside NHA's runs; the arena compares mixers
+OTHERS = ("GDN", "Transformer++")
 
 
 def tables() -> dict[str, dict[str, str]]:
@@ -24,8 +26,7 @@ def tables() -> dict[str, dict[str, str]]:
             "switches": _switches(oryx),
         },
         "nha.md": {
-            "small": _accuracy(_read("recall-nha-small"), averaged=True),
-            "100m": _accuracy(_read("recall-nha-100m"), averaged=False),
+            "small": _accuracy(_read("recall-nha-small")),
             "search": _search(search["rows"]),
         },
     }
@@ -75,16 +76,18 @@ def _switches(runs: Any) -> str:
     return _table(["", "linear alone", "attention alone", *heads], rows)
 
 
-def _accuracy(runs: Any, *, averaged: bool) -> str:
-    """Accuracy by pairs, with the loss at the end and, if `averaged`, the mean over the numbers of pairs."""
+def _accuracy(runs: Any) -> str:
+    """Accuracy by pairs of NHA and its parts, with the loss at the end and the mean over the numbers of pairs."""
     pairs = [str(pairs) for pairs, _ in next(iter(runs.values()))["accuracy"]]
     rows = []
     for name, run in runs.items():
+        if name in OTHERS:
+            continue
         # kept with four digits; the share of 128 rows' queries that it is of, not to round twice
         values = [round(value * 128 * n) / (128 * n) for n, value in run["accuracy"]]
-        average = [_share(mean(values))] if averaged else []
-        rows.append([name, f"{run['parameters']:,}", f"{run['loss'][-1][1]:.3f}", *map(_share, values), *average])
-    return _table(["", "parameters", "last loss", *(f"{n} pairs" for n in pairs), *["mean"] * averaged], rows)
+        shown = map(_share, (*values, mean(values)))
+        rows.append([name, f"{run['parameters']:,}", f"{run['loss'][-1][1]:.3f}", *shown])
+    return _table(["", "parameters", "last loss", *(f"{n} pairs" for n in pairs), "mean"], rows)
 
 
 def _search(found: Any) -> str:
