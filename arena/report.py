@@ -12,7 +12,7 @@ from arena.claims import CLAIMS, NOT_MEASURED, judge
 from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
 from arena.measures import EXCESS, MEAN, Estimate, Line, Scores, front, title
 from arena.pieces import Comparison
-from arena.sizes import Size
+from arena.sizes import LEAST_RATES, Size
 from arena.tasks import MQAR, TASKS, TEXT
 from tokenmix_core.evaluation.report import format_table
 from tokenmix_core.extras import require
@@ -43,13 +43,29 @@ Row = dict[str, Any]
 
 def plan(comparison: Comparison) -> str:
     """The models of a comparison, and how much of it is done."""
-    parts = [models(comparison, division) for division in comparison.divisions]
+    return "\n\n".join([*(models(comparison, division) for division in comparison.divisions), done(comparison)])
+
+
+def done(comparison: Comparison) -> str:
+    """How many runs and measurements of a comparison are there."""
     runs, costs = comparison.runs(), comparison.costs()
     wanted = len(runs) * (len(comparison.size.rates) + len(comparison.size.seeds))
     pieces = [piece for run in runs for piece in (*comparison.tuning(*run), *comparison.counted(*run))]
-    done, measured = (sum(comparison.read(piece) is not None for piece in some) for some in (pieces, costs))
-    parts.append(f"{done:,} of {wanted:,} runs are done, and {measured} of {len(costs)} measurements of costs.")
-    return "\n\n".join(parts)
+    there, measured = (sum(comparison.read(piece) is not None for piece in some) for some in (pieces, costs))
+    return f"{there:,} of {wanted:,} runs are done, and {measured} of {len(costs)} measurements of costs."
+
+
+def at_an_end(comparison: Comparison) -> str | None:
+    """How many of the chosen rates are the least or the greatest of the grid; None where there is no choice."""
+    rates = comparison.size.rates
+    chosen = [rate for run in comparison.runs() if (rate := comparison.rate(*run)) is not None]
+    if len(rates) < LEAST_RATES or not chosen:
+        return None
+    least, most = chosen.count(min(rates)), chosen.count(max(rates))
+    return (
+        f"- Of {len(chosen)} chosen rates {most} are the greatest of the grid and {least} the least: beyond "
+        "them nothing was tried."
+    )
 
 
 def models(comparison: Comparison, division: str) -> str:
@@ -88,8 +104,9 @@ def _parts(comparison: Comparison, folder: Path) -> list[str]:
     parts = [f"# The arena, {size.name}"]
     if not size.says_something:
         parts.append(SMOKE)
-    parts += [_setting(comparison), "## Which claims held", _claims(comparison)]
-    parts += ["## What a reviewer would object to", OBJECTIONS.strip()]
+    parts += [_setting(comparison), done(comparison), "## Which claims held", _claims(comparison)]
+    objections = [OBJECTIONS.strip(), at_an_end(comparison)]
+    parts += ["## What a reviewer would object to", "\n".join(x for x in objections if x)]
     for division in comparison.divisions:
         heading = HEADINGS[division]
         parts += [f"## {heading}", models(comparison, division)]
@@ -260,7 +277,7 @@ def scatter(picture: Mapping[str, Any], path: Path) -> None:
     axes.set_xscale("log")
     axes.set(title=picture["title"], xlabel=picture["x"], ylabel=picture["y"])
     # a name must not leave the picture
-    axes.margins(x=0.24)
+    axes.margins(x=0.3, y=0.15)
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 

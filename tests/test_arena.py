@@ -290,6 +290,8 @@ def test_the_report_says_of_each_claim_what_the_differences_say(tmp_path):
         row = {"mode": "", "training tokens/s": 1.0, "prefill ms": 1.0, "decode ms/token": 2.0, "cache bytes": 3}
         record(comparison, piece, rows=[row])
     text = report.write(comparison).read_text()
+    # losses rise with the rate
+    assert f"Of {len(names)} chosen rates 0 are the greatest of the grid and {len(names)} the least" in text
     said = {
         line.split("|")[2].strip(): line.split("|")[3].strip() for line in text.splitlines() if line.count("|") == 5
     }

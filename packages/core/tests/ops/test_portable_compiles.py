@@ -103,7 +103,9 @@ def rotation_step():
 
     q, k, v = half(B, H, K), half(B, 4, K), half(B, 4, K)
     keys, values = half(B, T, 4, K), half(B, T, 4, K)
-    rotate_step(q, k, v, long(1, K // 2), long(1, K // 2), keys, values, torch.zeros(B, dtype=torch.int64), impl="triton")
+    rotate_step(
+        q, k, v, long(1, K // 2), long(1, K // 2), keys, values, torch.zeros(B, dtype=torch.int64), impl="triton"
+    )
 
 
 CALLS = {
