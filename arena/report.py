@@ -31,6 +31,7 @@ OBJECTIONS = """\
 - Lengths beyond the training length are read without any change of positions, which is hard on attention.
 - Training time is that of forward and backward passes of one sequence at the shortest context of the cost table, with
   the kernels of this workspace on one GPU.
+- Where models are narrow a GPU waits for its host: training and prefill times are more the host's than the kernels'.
 - Recall and copying are synthetic; the text is one corpus of source code, read as bytes.
 """
 HEADINGS = {PARAMETERS: "Equal parameters", "state": "Equal parameters and equal state"}
