@@ -94,6 +94,21 @@ def test_generation_is_that_of_the_cpu(ids, options):
 
 
 @torch.no_grad()
+def test_recorded_steps_err_at_most_twice_as_much_as_launched_ones():
+    """Of mixers with states of either kind, far into a sequence: a recorded step reads a room of fixed size."""
+    model = build("gated_delta_net", "attention", "mamba2", "window").cuda().eval().bfloat16()
+    ids = torch.randint(1, 512, (2, 560), generator=torch.Generator().manual_seed(1)).cuda()
+    exact = copy.deepcopy(model).double()(ids).logits[:, 520:]
+    found = {}
+    for graph in (False, True):
+        cache = model(ids[:, :520], use_cache=True).past_key_values
+        with model.decoding(cache, graph=graph):
+            steps = [model(ids[:, t : t + 1], past_key_values=cache).logits.clone() for t in range(520, 560)]
+        found[graph] = torch.cat(steps, 1)
+    assert_within("logits", found[True], exact, found[False])
+
+
+@torch.no_grad()
 def test_decoding_never_waits_for_the_device(ids):
     model = build("gated_delta_net", "window", "mamba2", "attention", "sinks", "odd_heads").eval()
     model, ids = model.to(torch.bfloat16).cuda(), ids.cuda()
