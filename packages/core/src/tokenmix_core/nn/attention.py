@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -122,12 +122,12 @@ class Attention(Mixer):
     def _take_in(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
         """q of one token of each sequence, turned; k, turned, and v are stored."""
         assert rotary is not None
-        norms = {}
+        norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
             norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
-        token = (x.squeeze(1) for x in (q, k, v, *rotary))
+        q, k, v, cos, sin = (x.squeeze(1) for x in (q, k, v, *rotary))
         kv, places = state.kv, state.kv.place(state.span.positions)
-        return rotate_step(*token, kv.keys, kv.values, places, **norms).unsqueeze(1)
+        return rotate_step(q, k, v, cos, sin, kv.keys, kv.values, places, **norms).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
         # scores and weighted values: 2 · 2 · K operations a visible key and head
