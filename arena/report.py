@@ -277,8 +277,11 @@ def scatter(picture: Mapping[str, Any], path: Path) -> None:
         axes.annotate(title(line), points[line], xytext=(5, offset), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.set(title=picture["title"], xlabel=picture["x"], ylabel=picture["y"])
-    # a name must not leave the picture
-    axes.margins(x=0.3, y=0.15)
+    # names stand to the right of their points, and must not leave the picture
+    least, most = min(x for x, _ in points.values()), max(x for x, _ in points.values())
+    span = most / least if most > least else 10.0
+    axes.set_xlim(least * span**-0.08, most * span**0.45)
+    axes.margins(y=0.15)
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
