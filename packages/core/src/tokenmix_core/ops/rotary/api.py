@@ -41,10 +41,7 @@ def rotate(
     dims = bind_shapes(op, {}, x=(x, "B T H K"), weight=(weight, "K?"))
     check_dtype(op, _FLOATS, x=x, weight=weight)
     check_tensors(op, cos=cos, sin=sin)
-    rows, half = len(cos), dims["K"] // 2
-    if dims["K"] % 2 or rows not in (1, dims["B"]):
-        raise ValueError(f"{op}: x must have an even K and cos B or 1 rows, got {list(x.shape)} and {list(cos.shape)}")
-    dims |= {"R": rows, "half": half}
+    dims |= _angles_of(op, dims, cos, x=x)
     bind_shapes(op, dims, x=(x, "B T H K"), cos=(cos, "R T half"), sin=(sin, "R T half"))
     if row_impl(op, impl, x) == "reference" or not x.numel():
         return rotate_reference(x, cos, sin, weight, eps)
@@ -102,10 +99,7 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
     check_dtype(op, _FLOATS, q=q, q_weight=q_weight, k_weight=k_weight)
     check_same_dtype(op, q=q, k=k, v=v, keys=keys, values=values)
     check_tensors(op, cos=cos, sin=sin)
-    rows, half = len(cos), dims["K"] // 2
-    if dims["K"] % 2 or rows not in (1, dims["B"]):
-        raise ValueError(f"{op}: q must have an even K and cos B or 1 rows, got {list(q.shape)} and {list(cos.shape)}")
-    dims |= {"R": rows, "half": half}
+    dims |= _angles_of(op, dims, cos, q=q)
     bind_shapes(
         op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half"), sin=(sin, "R half"),
         keys=(keys, "B S H K"), values=(values, "B S H V"), places=(places, "B"),
@@ -115,3 +109,13 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
         if x.stride(3) != 1:
             raise ValueError(f"{op}: {name} must have channels side by side, got strides {x.stride()}")
     return "reference" if not q.numel() else row_impl(op, impl, q)
+
+
+def _angles_of(op: str, dims: dict[str, int], cos: Tensor, **turned: Tensor) -> dict[str, int]:
+    """The sizes of cosines; a ValueError where what is `turned`, a tensor by name, cannot have them."""
+    if dims["K"] % 2 or len(cos) not in (1, dims["B"]):
+        ((name, x),) = turned.items()
+        raise ValueError(
+            f"{op}: {name} must have an even K and cos B or 1 rows, got {list(x.shape)} and {list(cos.shape)}"
+        )
+    return {"R": len(cos), "half": dims["K"] // 2}

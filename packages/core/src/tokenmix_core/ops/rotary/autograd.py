@@ -39,10 +39,10 @@ def _backward(dy, x, weight, cos, sin, eps):
 
 
 def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, places, eps) -> Tensor:
-    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+    q, k, v = (as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
     q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
     return kernels.rotate_step(
-        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos.contiguous(), sin=sin.contiguous(), keys=keys,
+        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=_angles(cos), sin=_angles(sin), keys=keys,
         values=values, places=places, eps=eps,
     )  # fmt: skip
 
