@@ -234,7 +234,9 @@ def backward_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = start_after(p_gates, None, HV, first, end, chunks, segment, length, line, True, False, passed is not None)
+    started = start_after(
+        p_gates, None, slot, i_hv, HV, first, end, chunks, segment, length, line, True, False, passed is not None
+    )
     o_state = (i_n.to(gl.int64) * HV + i_hv) * D * D
     p_initial, known, wanted = either(passed, gates) + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
     if passed is not None and (started == end) & (end < chunks):

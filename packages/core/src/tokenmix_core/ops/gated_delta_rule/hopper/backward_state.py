@@ -96,10 +96,9 @@ def backward_state_kernel(
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    p_w = writes
-    if writes is not None:
-        p_w += slot.to(gl.int64) * HV + i_hv
-    started = start_after(p_gates, p_w, HV, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED)
+    started = start_after(
+        p_gates, writes, slot, i_hv, HV, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED
+    )
     if LOCAL and started == first:
         return
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))

@@ -109,27 +109,30 @@ def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
 
 @gluon.jit
 def start_after(
-    p_gates, p_w, stride, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr,
+    p_gates, writes, slot, i_hv, HV, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr,
     LOCAL: gl.constexpr, CARRIED: gl.constexpr,
 ):  # fmt: skip
     """One past the chunk that a segment of chunks `first` to `end` starts from; `first` if it has nothing to do.
 
     LOCAL and CARRIED are those of the kernels: a gradient is passed back from a segment if it, or the one before it,
-    remembers, but not from a sequence's first, which passes it to the initial state alone.
+    remembers, but not from a sequence's first, which passes it to the initial state alone. `slot` is as in `begun_at`.
     """
+    p_w = writes
+    if writes is not None:
+        p_w += slot.to(gl.int64) * HV + i_hv
     started = end
     if LOCAL:
         started = first
         if first > 0:
             # a little more than is going to be used, as sums in another order may differ
-            earlier = decay_over(p_gates, p_w, stride, first - segment // 64, first, length, layout)
-            here = decay_over(p_gates, p_w, stride, first, end, length, layout)
+            earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
+            here = decay_over(p_gates, p_w, HV, first, end, length, layout)
             if (here > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
-                started = started_after(p_gates, p_w, stride, first, end, length, L2NORM)
+                started = started_after(p_gates, p_w, HV, first, end, length, L2NORM)
     elif CARRIED:
         later = gl.minimum(end + segment // 64, chunks)
-        if decay_over(p_gates, p_w, stride, end, later, length, layout) <= FORGOTTEN:
-            started = started_after(p_gates, p_w, stride, end, chunks, length, L2NORM)
+        if decay_over(p_gates, p_w, HV, end, later, length, layout) <= FORGOTTEN:
+            started = started_after(p_gates, p_w, HV, end, chunks, length, L2NORM)
     else:
-        started = started_after(p_gates, p_w, stride, end, chunks, length, L2NORM)
+        started = started_after(p_gates, p_w, HV, end, chunks, length, L2NORM)
     return started
