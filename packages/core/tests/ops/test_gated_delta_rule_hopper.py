@@ -97,7 +97,9 @@ def test_decays_of_a_state_are_summed_before_its_gradient_is_rounded(K, V, least
         # where S is kept in 16 bits alone
         x["initial_state"] = x["initial_state"].half().float()
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
-    upstream = {"o": torch.zeros_like(x["v"]), "final_state": torch.randn(1, 1, K, V)}
+    # a gradient of its own draw: dg is a sum of all products with it, which cancel in some
+    final_state = torch.randn(1, 1, K, V, generator=torch.Generator().manual_seed(1))
+    upstream = {"o": torch.zeros_like(x["v"]), "final_state": final_state}
     got, _ = values_and_gradients(partial(form, impl="gluon"), x, upstream)
     exact, _ = values_and_gradients(partial(form, impl="reference"), x, upstream, dtype=torch.float64)
     assert relative_error(got["dg"], exact["dg"]) < 1e-5
@@ -118,6 +120,19 @@ def test_heads_whose_keys_and_values_differ_in_size(K, V, on_hopper):
     chunk = "backward_chunk" if max(K, V) == 128 else "backward_chunk_tiled"
     state = "backward_state" if V == 128 and K == 64 else "backward_state_tiled"
     assert on_hopper == {"prepare", state, chunk} | ({"forward_tiled"} if K > 64 else set())
+
+
+@pytest.mark.parametrize("withheld", [False, True])
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+def test_values_of_256_are_two_heads_of_128(qk_l2norm, withheld, on_hopper):
+    x = inputs(1, 130, 1, 2, 128, 256, N=4)
+    if not qk_l2norm:
+        x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    if withheld:
+        x["writes"] = torch.rand(1, 6, 2)
+    check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32), qk_l2norm=qk_l2norm)
+    steps = {"backward"} if qk_l2norm and not withheld else {"backward_state"}
+    assert on_hopper == {"prepare", "forward"} | steps | ({"backward_chunk"} if qk_l2norm and withheld else set())
 
 
 def test_heads_of_256_without_norm_or_states(on_hopper):

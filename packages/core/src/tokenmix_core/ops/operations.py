@@ -17,6 +17,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
+from tokenmix_core.ops.gated_delta_rule.steps import narrowed_heads
 from tokenmix_core.ops.projections.api import linears
 from tokenmix_core.ops.projections.sizes import DTYPES
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
@@ -38,6 +39,7 @@ def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None =
 
 def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
     """Name the kernels of each step of the chunkwise gated delta rule."""
+    v = narrowed_heads(v, delta_rule_plan.narrow_heads(k, v, impl))
     plan = delta_rule_plan.plan(k, v, None, True, impl)
     steps = {"chunks' terms": plan.prepare, "outputs": plan.outputs, "states for the gradients": plan.states}
     if plan.at_once:

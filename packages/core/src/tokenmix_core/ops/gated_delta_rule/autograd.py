@@ -19,11 +19,20 @@ from tokenmix_core.ops.common import (
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term_layouts
-from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, GDNPlan, forward_segment, plan
+from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, GDNPlan, forward_segment, narrow_heads, plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_states
-from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.steps import (
+    Gradients,
+    Inputs,
+    Saved,
+    Terms,
+    joined_heads,
+    joined_states,
+    narrowed_heads,
+    narrowed_states,
+)
 from tokenmix_core.ops.state_steps import step_tile
 
 
@@ -41,11 +50,24 @@ def run_forward(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    x = inputs.aligned()
+    x, parts = _as_taken(inputs)
     by = _forward_plan(x)
     terms = _chunk_terms(x, by)
-    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs)
+    o, final_state = _joined(*forward(x, terms, segment=by.segment, form=by.outputs), parts)
     return o, final_state, terms.inverse, terms.gates
+
+
+def _as_taken(inputs: Inputs) -> tuple[Inputs, int]:
+    """A call as kernels take it, and how many heads each one of V is for them."""
+    x, parts = inputs.aligned(), narrow_heads(inputs.k, inputs.v, inputs.impl, inputs.run)
+    return x if parts == 1 else x.narrowed(parts), parts
+
+
+def _joined(o: Tensor, final_state: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Outputs and final states of the call's own heads."""
+    if parts == 1:
+        return o, final_state
+    return joined_heads(o, parts), joined_states(final_state, parts)
 
 
 def _forward_plan(x: Inputs) -> GDNPlan:
@@ -61,10 +83,13 @@ def _chunk_terms(x: Inputs, by: GDNPlan, into: Sequence[Tensor] | None = None) -
 
 
 def _gradients(
-    x: Inputs, terms: Terms, saved: Saved | None, do: Tensor | None, dfinal_state: Tensor | None
+    x: Inputs, terms: Terms, saved: Saved | None, do: Tensor | None, dfinal_state: Tensor | None, parts: int
 ) -> Gradients:
-    """The gradients of a call; what is not `saved`, the forward pass makes again."""
+    """The gradients of a call, given as kernels take it; what is not `saved`, the forward pass makes again."""
     do, dfinal_state = aligned(do), aligned(dfinal_state)
+    if parts > 1:
+        do = None if do is None else narrowed_heads(do, parts)
+        dfinal_state = None if dfinal_state is None else narrowed_states(dfinal_state, parts)
     by = plan(
         k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, impl=x.impl, others=(x.q, do),
         through_outputs=do is not None, run=x.run,
@@ -73,7 +98,8 @@ def _gradients(
     if saved is None or by.remainders:
         saved = room_to_save(x, by.remainders)
         forward(x, terms, segment=by.segment, form=by.states, output=False, saved=saved)
-    return backward(x, terms, saved, do=do, dfinal_state=dfinal_state, spare=spare, plan=by)
+    grads = backward(x, terms, saved, do=do, dfinal_state=dfinal_state, spare=spare, plan=by)
+    return grads if parts == 1 else grads.joined(parts)
 
 
 def _of_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None:
@@ -95,10 +121,10 @@ def run_whole_backward(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
     )  # fmt: skip
-    x = inputs.aligned()
+    x, parts = _as_taken(inputs)
     segment = forward_segment(k=x.k, v=x.v, cu_seqlens=cu_seqlens, impl=impl, run=x.run)
     terms = Terms(inverse, gates, *segment_states(x, inverse=inverse, gates=gates, segment=segment))
-    grads = _gradients(x, terms, None, do, dfinal_state)
+    grads = _gradients(x, terms, None, do, dfinal_state, parts)
     dinitial_state, dwrites = grads.initial_state, _of_writes(grads.writes, writes)
     if dinitial_state is None:
         dinitial_state = gates.new_empty(0, v.shape[2], k.shape[-1], v.shape[-1])
@@ -114,7 +140,7 @@ def _results(*inputs):
 def _keep(*inputs):
     """`run_forward`, with what `_kept` takes: Ã, the gates and, where that is little, R and S of all chunks in one
     buffer; what enters segments and their M, None where there are none."""
-    x = Inputs(*inputs).aligned()
+    x, parts = _as_taken(Inputs(*inputs))
     by = _forward_plan(x)
     layouts = term_layouts(x.k, x.v.shape[2])
     if by.keeps:
@@ -123,7 +149,7 @@ def _keep(*inputs):
     inverse, gates, *states = parts_of(kept, layouts)
     terms = _chunk_terms(x, by, into=(inverse, gates))
     saved = Saved(*states) if states else None
-    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
+    o, final_state = _joined(*forward(x, terms, segment=by.segment, form=by.outputs, saved=saved), parts)
     return o, final_state, kept, terms.entering, terms.transitions
 
 
@@ -139,8 +165,9 @@ def _kept(x: Inputs, kept: Tensor, entering: Tensor | None, transitions: Tensor 
 def _backward(do, dfinal_state, kept, entering, transitions, *inputs):
     """The gradients after `_keep`."""
     inputs = Inputs(*inputs)
-    terms, saved = _kept(inputs, kept, entering, transitions)
-    grads = _gradients(inputs.aligned(), terms, saved, do, dfinal_state)
+    x, parts = _as_taken(inputs)
+    terms, saved = _kept(x, kept, entering, transitions)
+    grads = _gradients(x, terms, saved, do, dfinal_state, parts)
     return grads._replace(writes=_of_writes(grads.writes, inputs.writes))
 
 
@@ -213,7 +240,7 @@ def _in_order(inputs: Inputs, kept: list, do: Tensor | None, dfinal_state: Tenso
     if len(kept) == 3 and is_plain(inputs.q):
         dq, dk, dv, dg, dbeta, dinitial_state, dwrites = _replayed_backward(do, dfinal_state, *kept, *inputs)
     else:
-        inverse, gates = kept if len(kept) == 2 else _kept(inputs, *kept)[0][:2]
+        inverse, gates = kept if len(kept) == 2 else _kept(_as_taken(inputs)[0], *kept)[0][:2]
         dq, dk, dv, dg, dbeta, dinitial_state, dwrites = backward_op(
             do=do, dfinal_state=dfinal_state, inverse=inverse, gates=gates, **inputs._asdict()
         )
@@ -237,11 +264,12 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl=None, 
 def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, impl=None, writes=None, write_chunk=64):
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
+    heads = HV * narrow_heads(k, v, impl, 0 if writes is None else write_chunk // CHUNK)
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         q.new_empty(num_sequences(q, cu_seqlens), HV, K, V, dtype=torch.float32),
-        k.new_empty(B, T, HV, CHUNK),
-        k.new_empty(HV, B * T, 4, dtype=torch.float32),
+        k.new_empty(B, T, heads, CHUNK),
+        k.new_empty(heads, B * T, 4, dtype=torch.float32),
     )
 
 
