@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 pytestmark = pytest.mark.gpu
 
 PACKED = [0, 0, 3, 36, 36, 500, 1000]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def inputs(B, T, D, W, N=None, dtype=torch.bfloat16):
@@ -29,7 +31,7 @@ def borders():
     return torch.tensor(PACKED, dtype=torch.int32, device="cuda")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("W", range(2, 9))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -58,8 +60,7 @@ def test_every_length_of_a_run(packed, BT, monkeypatch):
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("W", range(2, 9))
+@pytest.mark.parametrize(("W", "dtype"), zip(range(2, 9), itertools.cycle(DTYPES), strict=False), ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("channels", [(260, 260, 520), (256, 128, 1024), (7, 130)], ids=str)
 def test_several_inputs_are_each_of_them(channels, packed, W, dtype, monkeypatch):

@@ -51,8 +51,9 @@ class Tokens(NamedTuple):
     # [B, T, H]
     g: Tensor
     beta: Tensor
-    # [B, T, H · K]
+    # [B, T, H · K], [B, T, H · V]
     flat_q: Tensor
+    gate: Tensor
 
 
 class NatsL(Mixer):
@@ -222,15 +223,18 @@ class NatsL(Mixer):
             auxiliary = self._auxiliary(types, x, cu_seqlens)
         else:
             linear, softmax = (step if one else go_on)(self, x, tokens, state)
-        return self.o_proj(self._merge(linear, softmax, x, tokens.flat_q)), auxiliary
+        return self.o_proj(self._merge(linear, softmax, x, tokens)), auxiliary
 
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> Tokens:
         """q, k, v after convolution and SiLU, as both operations take them, and the gates."""
+        q, k, v, a, b, gate = projected(
+            x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj
+        )
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
-            projected(x, self.q_proj, self.k_proj, self.v_proj),
+            (q, k, v),
             (None, None, None) if state is None else (state.q_conv, state.k_conv, state.v_conv),
             cu_seqlens=cu_seqlens,
             step=step,
@@ -249,8 +253,9 @@ class NatsL(Mixer):
             softmax_q,
             softmax_k,
             v.unflatten(-1, (self.num_softmax_heads, -1)),
-            *delta_gates(self.a_proj(x), self.b_proj(x), self.A_log, self.dt_bias),
+            *delta_gates(a, b, self.A_log, self.dt_bias),
             q,
+            gate,
         )
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
@@ -310,15 +315,15 @@ class NatsL(Mixer):
         q, k, v = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
         return kept_attention(q, k, v, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
 
-    def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor) -> Tensor:
+    def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
         """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
         logits = None
         if self.weight_proj is not None:
-            logits = self.weight_proj(flat_q if self.weights == "queries" else x).unflatten(-1, (2, -1))
+            logits = self.weight_proj(tokens.flat_q if self.weights == "queries" else x).unflatten(-1, (2, -1))
         return merge_operations(
             linear,
             softmax,
-            self.g_proj(x),
+            tokens.gate,
             self.linear_norm.weight,
             None if self.softmax_norm is None else self.softmax_norm.weight,
             logits,

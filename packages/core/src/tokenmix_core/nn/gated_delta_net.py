@@ -115,9 +115,10 @@ class GatedDeltaNet(Mixer):
         step = stepping(hidden_states, state)
         if step and state is not None and self._in_one_launch(hidden_states):
             return self.o_proj(self._step(hidden_states, state)), None
+        q, k, v, a, b, z = self._projected(hidden_states)
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
-            (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)),
+            (q, k, v),
             (None, None, None) if state is None else (state.q_conv, state.k_conv, state.v_conv),
             cu_seqlens=cu_seqlens,
             step=step,
@@ -125,8 +126,7 @@ class GatedDeltaNet(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_v_heads, self.value_dim))
-        rates = self.a_proj(hidden_states), self.b_proj(hidden_states)
-        g, beta = delta_gates(*rates, self.A_log, self.dt_bias, max_beta=self.max_beta)
+        g, beta = delta_gates(a, b, self.A_log, self.dt_bias, max_beta=self.max_beta)
         if state is None:
             g, cu_seqlens = as_one_sequence(g, cu_seqlens, v.dtype)
         q, k, v, g, beta = (
@@ -150,11 +150,15 @@ class GatedDeltaNet(Mixer):
                 state.recurrent.set(after)
                 state.arrivals.get(after.shape[0], after)
         o = self.fit.outputs(o, self.num_v_heads)
-        if self.g_proj is None:
-            o = self.o_norm(o)
-        else:
-            o = self.o_norm(o, self.g_proj(hidden_states).view_as(o))
+        o = self.o_norm(o) if z is None else self.o_norm(o, z.view_as(o))
         return self.o_proj(o.flatten(-2)), None
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v before their convolutions, what decay and β are made of, and the gate of outputs, if any."""
+        layers = [self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj]
+        if self.g_proj is None:
+            return *projected(x, *layers), None  # type: ignore[return-value]
+        return projected(x, *layers, self.g_proj)  # type: ignore[return-value]
 
     def _in_one_launch(self, x: Tensor) -> bool:
         """Tell whether a decoding step takes one kernel between its projections."""
@@ -163,8 +167,7 @@ class GatedDeltaNet(Mixer):
     def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
         """The gated outputs of one token of each sequence."""
         x, heads, values = x.squeeze(1), (self.num_heads, self.head_dim), (self.num_v_heads, self.value_dim)
-        layers = [self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj]
-        q, k, v, a, b, *z = projected(x, *layers, *([] if self.g_proj is None else [self.g_proj]))
+        q, k, v, a, b, z = self._projected(x)
         convs, last = (self.q_conv, self.k_conv, self.v_conv), (state.q_conv, state.k_conv, state.v_conv)
         y = delta_layer_step(
             q.unflatten(-1, heads),
@@ -172,7 +175,7 @@ class GatedDeltaNet(Mixer):
             v.unflatten(-1, values),
             a,
             b,
-            z[0].unflatten(-1, values) if z else None,
+            None if z is None else z.unflatten(-1, values),
             [conv.weight for conv in convs],
             [part.get(x.shape[0], y) for part, y in zip(last, (q, k, v), strict=True)],
             self.A_log,

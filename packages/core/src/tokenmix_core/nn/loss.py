@@ -143,8 +143,16 @@ def _blockwise(
         if needs_d_hidden:
             torch.mm(d_logits, w, out=d_hidden[rows])
         if needs_d_weight:
-            d_weight += d_logits.T @ h
+            _add_product(d_weight, d_logits.T, h)
     return loss, d_hidden, d_weight
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b: in one product where a device's products of 16 bits can add to float32."""
+    if a.is_cuda and a.element_size() == 2 and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _eager_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:

@@ -1,32 +1,101 @@
-"""Linear layers of one input: one launch for all of them where it is one token of few sequences."""
+"""Linear layers of one input: for few tokens they are one launch, and their gradients of it are one sum."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tokenmix_core.launch.replay import is_plain, is_real
 from tokenmix_core.ops import linears
+from tokenmix_core.ops.common import as_rows, refuse_graph
 from tokenmix_core.ops.projections.sizes import MOST_ROWS
+
+# layers of fewer outputs share one product in training, of a multiple of _WHOLE outputs: rows of six heads are not
+# aligned, and products of their own take several times as long as reading x
+_THIN, _WHOLE = 64, 16
 
 
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The outputs of two to six linear layers: by `linears` without gradients and for few tokens, else each layer's."""
-    # numbers of tokens are not asked for where torch traces: a graph would be made for either answer
-    few = is_plain(x) and not torch.is_grad_enabled() and x.numel() <= MOST_ROWS * x.shape[-1]
-    if not few or not all(_takes(layer, x) for layer in layers):
+    """The outputs of several linear layers: those of each, but that plain layers share launches.
+
+    Without gradients two to six of them take one launch for few tokens (`linears`). With gradients the products that
+    make x's add to one tensor, where torch makes one for each layer and adds these, and thin layers share a product.
+    """
+    # where torch traces it sees layers: the number of tokens, asked for, would make a graph for either answer
+    if not is_plain(x) or not x.numel() or not all(is_plain_linear(layer) for layer in layers):
         return tuple(layer(x) for layer in layers)
-    found = linears(x.reshape(-1, x.shape[-1]), [layer.weight for layer in layers])  # type: ignore[misc]
+    weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
+    dtype = _dtype_of_products(x, weights)
+    if dtype is not None and torch.is_grad_enabled():
+        return _products(x, weights, dtype)
+    few = x.numel() <= MOST_ROWS * x.shape[-1]
+    # what autocast makes of a layer is its own
+    if not few or dtype is None or torch.is_autocast_enabled(x.device.type):
+        return tuple(layer(x) for layer in layers)
+    found = linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 
-def _takes(layer: nn.Module, x: Tensor) -> bool:
-    """Tell whether a layer is its weight's product with x alone, to a kernel's eye."""
-    # what autocast makes of the layer is its own, and so is what a weight of another class, quantised or sharded, holds
-    if torch.is_autocast_enabled(x.device.type) or not is_plain_linear(layer):
-        return False
-    return is_real(layer.weight) and layer.weight.dtype == x.dtype  # type: ignore[arg-type, union-attr]
+def _dtype_of_products(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype in which torch would multiply; None where layers do not multiply numbers of one dtype."""
+    # what a weight of another class, quantised or sharded, holds is its own
+    if not all(is_real(weight) for weight in weights):
+        return None
+    dtypes = {x.dtype, *(weight.dtype for weight in weights)}
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype if len(dtypes) == 1 else None
+
+
+def _products(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x Wᵀ of each weight, multiplied in `dtype`, with gradients."""
+    thin, wide = ([w for w in weights if (len(w) < _THIN) == is_thin] for is_thin in (True, False))
+    if not thin:
+        return _Products.apply(x, dtype, *wide)  # type: ignore[return-value]
+    rows = [len(w) for w in thin]
+    spare = -sum(rows) % _WHOLE
+    shared, *own = _Products.apply(x, dtype, F.pad(torch.cat(thin), (0, 0, 0, spare)), *wide)  # type: ignore[misc]
+    parts, own = iter(shared.split([*rows, spare], -1)), iter(own)
+    return tuple(next(parts) if len(w) < _THIN else next(own) for w in weights)
+
+
+class _Products(torch.autograd.Function):
+    """x Wᵀ of weights `[N, D]`; the products that make x's gradient add to one tensor, in this order."""
+
+    @staticmethod
+    def forward(ctx, x, dtype, *weights):
+        rows, factors = as_rows(x.to(dtype)), [weight.to(dtype) for weight in weights]
+        ctx.save_for_backward(rows, *factors)
+        ctx.set_materialize_grads(False)
+        ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
+        return tuple(torch.mm(rows, w.t()).unflatten(0, x.shape[:-1]) for w in factors)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        refuse_graph()
+        rows, *factors = ctx.saved_tensors
+        dx, dweights = None, []
+        for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
+            if dy is None:
+                dweights.append(None)
+                continue
+            dy = as_rows(dy)
+            if ctx.needs_input_grad[0]:
+                dx = torch.mm(dy, factor) if dx is None else dx.addmm_(dy, factor)
+            dweights.append(_product(dy.t(), rows, ctx.of_weights[i]) if ctx.needs_input_grad[2 + i] else None)
+        shape, dtype = ctx.of_x
+        return None if dx is None else dx.view(shape).to(dtype), None, *dweights
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b in `dtype`; sums in float32 are not rounded on their way to it where a device's products can give them."""
+    if dtype == torch.float32 and a.is_cuda and a.element_size() == 2:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
 
 
 def is_plain_linear(layer: nn.Module) -> bool:

@@ -1,0 +1,93 @@
+"""Linear layers of one input, with gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tokenmix_core.nn.projections import projected
+
+# thin layers, which share a product, first, last and between
+SIZES = ((64, 96), (6, 96, 6, 64), (3,), (16, 70, 1), (65, 63))
+
+
+def layers_of(sizes, D=24, dtype=torch.float64, device="cpu"):
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(D, N, bias=False, dtype=dtype, device=device) for N in sizes)
+
+
+def gradients(outputs, upstream, inputs):
+    return torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("shape", [(2, 5), (7,), (2, 1, 3)])
+def test_outputs_and_gradients_are_those_of_the_layers(sizes, shape):
+    layers = layers_of(sizes)
+    x = torch.randn(*shape, 24, dtype=torch.float64, requires_grad=True)
+    found, wanted = projected(x, *layers), [layer(x) for layer in layers]
+    upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layers.parameters())
+    torch.testing.assert_close(list(found), wanted)
+    torch.testing.assert_close(gradients(found, upstream, inputs), gradients(wanted, upstream, inputs))
+
+
+@pytest.mark.parametrize("learned", [(0,), (1,), (2,), (0, 3), (1, 2, 3, 4)])
+@pytest.mark.parametrize("used", [(0, 1, 2, 3), (0, 3), (1, 2)])
+def test_frozen_weights_and_outputs_that_nothing_reads(learned, used):
+    layers = layers_of((6, 96, 6, 64))
+    inputs = [torch.randn(5, 24, dtype=torch.float64), *layers.parameters()]
+    for i, tensor in enumerate(inputs):
+        tensor.requires_grad_(i in learned)
+    leaves = [inputs[i] for i in learned]
+
+    def found(outputs):
+        # what nothing reads adds nothing; a weight's gradient may then be zeros or absent
+        loss = sum(outputs[i].square().sum() for i in used) + sum(0 * x.sum() for x in leaves)
+        return torch.autograd.grad(loss, leaves)
+
+    torch.testing.assert_close(found(projected(inputs[0], *layers)), found([layer(inputs[0]) for layer in layers]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_multiplies_in_its_dtype_and_errs_no_more_than_torch(dtype, device):
+    layers = layers_of((6, 96, 6, 160), 64, torch.float32, device)
+    x = torch.randn(40, 64, device=device).to(dtype).requires_grad_()
+    inputs = (x, *layers.parameters())
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        found, eager = projected(x, *layers), [layer(x) for layer in layers]
+    upstream = [torch.randn_like(y) for y in eager]
+    assert all(y.dtype == torch.bfloat16 for y in found)
+    got, plain = gradients(found, upstream, inputs), gradients(eager, upstream, inputs)
+    assert [g.dtype for g in got] == [i.dtype for i in inputs]
+    exact = [x.detach().double().requires_grad_(), *(w.detach().double().requires_grad_() for w in inputs[1:])]
+    wanted = gradients([exact[0] @ w.T for w in exact[1:]], [y.double() for y in upstream], exact)
+    for a, b, c in zip(got, plain, wanted, strict=True):
+        # as many roundings as torch has, of other sums
+        assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-6 * c.norm()
+
+
+def test_a_checkpointed_call_has_the_same_gradients(device):
+    layers = layers_of((6, 96), device=device)
+    x = torch.randn(3, 24, dtype=torch.float64, device=device, requires_grad=True)
+    for wanted, got in zip(
+        gradients([y.sum() for y in projected(x, *layers)], None, (x, *layers.parameters())),
+        gradients(
+            [y.sum() for y in checkpoint(projected, x, *layers, use_reentrant=False)], None, (x, *layers.parameters())
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_gradient_of_gradients_is_refused():
+    layers = layers_of((8, 80))
+    x = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="gradient"):
+        torch.autograd.grad(sum(y.square().sum() for y in projected(x, *layers)), x, create_graph=True)
+
+
+def test_a_traced_call_is_the_layers(device):
+    layers = layers_of((6, 96), device=device, dtype=torch.float32)
+    x = torch.randn(3, 24, device=device)
+    compiled = torch.compile(lambda x: projected(x, *layers), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), tuple(layer(x) for layer in layers))
