@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn.projections import projected
 
+pytestmark = pytest.mark.operation
+
 # thin layers, which share a product, first, last and between
 SIZES = ((64, 96), (6, 96, 6, 64), (3,), (16, 70, 1), (65, 63))
 
