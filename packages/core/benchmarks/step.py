@@ -8,8 +8,7 @@ share of the floor.
 
 Each model takes a turn as soon as it is warm, ours first; then all, still in memory, take turns in rounds, of which the
 median counts. A row is printed and kept after each turn, with the rounds behind it, so that a run that is cut off
-leaves what it had found: 0 rounds are the turn that a model took alone. Where `TOKENMIX_UNTRIED=1` is set, our models
-say so.
+leaves what it had found: 0 rounds are the turn that a model took alone.
 
 **The floor** is a model, not a measurement: what a step cannot take less than, part by part, on one chip.
 
@@ -41,7 +40,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.testing.benchmarking import table
 from tokenmix_core.testing.results import OURS, save
 
@@ -232,9 +230,8 @@ def models(recipe: Any) -> dict[str, tuple[Callable[[], nn.Module], bool]]:
     from transformers import AutoModelForCausalLM
 
     config = recipe.model_config()
-    trial = ", untried kernels" if untried() else ""
     made: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-        f"{OURS} {form}{trial}": (lambda: AutoModelForCausalLM.from_config(config), form == "compiled")
+        f"{OURS} {form}": (lambda: AutoModelForCausalLM.from_config(config), form == "compiled")
         for form in ("eager", "compiled")
     }
     mixers = {config.mixer_type(i) for i in range(config.num_hidden_layers)} if hasattr(config, "mixer_type") else set()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tokenmix_core import tuning
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
@@ -381,4 +380,4 @@ def test_compiles_into_one_graph():
 def test_plain_causal_runs_on_torchs_kernels():
     assert choose_impl(Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0))) == "sdpa"
     large = Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0), heads=128, query_heads=128)
-    assert choose_impl(large) == ("flash_attn" if on_hopper() and flash_attention() == 4 and untried() else "sdpa")
+    assert choose_impl(large) == ("flash_attn" if on_hopper() and flash_attention() == 4 else "sdpa")

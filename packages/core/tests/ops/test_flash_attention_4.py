@@ -176,7 +176,6 @@ def hopper(monkeypatch):
     """What the choice asks a machine with Hopper GPUs and the package."""
     for name, answer in (("on_hopper", True), ("flash_attention", 4), ("cudnn_heads", 256)):
         monkeypatch.setattr(backends, name, lambda answer=answer: answer)
-    monkeypatch.setenv("TOKENMIX_UNTRIED", "1")
 
 
 def call(dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, heads=128, own=True, **mask):
@@ -190,12 +189,6 @@ def test_it_is_chosen_where_it_was_seen_to_lead(hopper):
     assert choose_impl(call(heads=16)) == choose_impl(call(k=96, v=96)) == "sdpa"
     ours = (call(window=256), call(window=1024, sinks=4), call(dtype=torch.float32), call(window=1024, tq=128))
     assert {choose_impl(x) for x in ours} == {"triton"}
-
-
-def test_it_is_not_chosen_before_it_has_run_behind_this_package(hopper, monkeypatch):
-    monkeypatch.delenv("TOKENMIX_UNTRIED")
-    assert choose_impl(call()) == "sdpa"
-    assert choose_impl(call(window=1024)) == "triton"
 
 
 def test_what_it_cannot_do_is_said(hopper, monkeypatch):

@@ -29,7 +29,6 @@ def test_a_step_is_measured_beside_its_floor(tmp_path, capsys):
     assert row["kept_gib"] > 0
     (kept,) = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert kept["op"] == "training step, tiny-gdn"
-    assert kept["environment"]["untried"] is False
     out, told = capsys.readouterr()
     assert "activations" in out
     assert "warming tiny-gdn, tokenmix eager" in told
@@ -48,7 +47,7 @@ def test_a_measurement_that_is_cut_off_leaves_what_it_found(tmp_path, capsys, mo
     assert "tokenmix eager" in capsys.readouterr().out
 
 
-def test_models_are_chosen_by_name_and_ours_come_first(monkeypatch):
+def test_models_are_chosen_by_name_and_ours_come_first():
     def names(*only: str) -> list[str]:
         return [impl for _, impl, _, _ in SCRIPT["chosen"](["tiny-transformer", "tiny-gdn"], only)]
 
@@ -59,8 +58,6 @@ def test_models_are_chosen_by_name_and_ours_come_first(monkeypatch):
     ]
     with pytest.raises(ValueError, match="'Mixtral' is in the name of no model, there is tokenmix eager"):
         names("Mixtral")
-    monkeypatch.setenv("TOKENMIX_UNTRIED", "1")
-    assert names("tokenmix eager, untried") == ["tokenmix eager, untried kernels"] * 2
 
 
 def test_the_floor_counts_products_weights_and_the_loss():

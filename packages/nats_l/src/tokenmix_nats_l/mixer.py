@@ -229,9 +229,7 @@ class NatsL(Mixer):
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> Tokens:
         """q, k, v after convolution and SiLU, as both operations take them, and the gates."""
-        q, k, v, a, b, gate = projected(
-            x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj
-        )
+        q, k, v, a, b, gate = projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
             (q, k, v),

@@ -8,8 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.trial import untried
-
 # recurrences work by chunks of so many tokens
 CHUNK = 64
 # what 24 bits cannot tell from nothing, and few enough of them that sums of gates in a chunk keep theirs
@@ -32,8 +30,6 @@ def as_one_sequence(
         dtype: of the values; float32 would see what is left.
     """
     if cu_seqlens is None or torch.compiler.is_compiling() or dtype not in (torch.bfloat16, torch.float16):
-        return g, cu_seqlens
-    if g.is_cuda and not untried():
         return g, cu_seqlens
     tokens = g.shape[1]
     if tokens >= CHUNK * (cu_seqlens.shape[0] - 1):

@@ -17,7 +17,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
-from tokenmix_core.ops.gated_delta_rule.steps import narrowed_heads
+from tokenmix_core.ops.gated_delta_rule.layout import narrowed_heads
 from tokenmix_core.ops.projections.api import linears
 from tokenmix_core.ops.projections.sizes import DTYPES
 from tokenmix_core.ops.softmax_attention import plan as attention_plan

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tokenmix_core.files import write_atomically
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.testing.benchmarking import table
 
 OURS = "tokenmix"
@@ -39,7 +38,7 @@ _LABELS = {
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a measurement is made: device, versions, commit, and whether `TOKENMIX_UNTRIED` was set."""
+    """Where and with what a measurement is made: device, versions and commit."""
     try:
         import triton
 
@@ -56,7 +55,6 @@ def environment() -> dict[str, Any]:
         "triton": triton_version,
         "python": platform.python_version(),
         "commit": commit or None,
-        "untried": untried(),
     }
 
 

@@ -18,21 +18,13 @@ from tokenmix_core.ops.common import (
 )
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts, term_layouts
+from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, narrowed_heads, state_layouts, term_layouts
+from tokenmix_core.ops.gated_delta_rule.narrow import joined, joined_gradients, narrowed, narrowed_states
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, GDNPlan, forward_segment, narrow_heads, plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.segments import segment_states
-from tokenmix_core.ops.gated_delta_rule.steps import (
-    Gradients,
-    Inputs,
-    Saved,
-    Terms,
-    joined_heads,
-    joined_states,
-    narrowed_heads,
-    narrowed_states,
-)
+from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Saved, Terms
 from tokenmix_core.ops.state_steps import step_tile
 
 
@@ -53,21 +45,16 @@ def run_forward(
     x, parts = _as_taken(inputs)
     by = _forward_plan(x)
     terms = _chunk_terms(x, by)
-    o, final_state = _joined(*forward(x, terms, segment=by.segment, form=by.outputs), parts)
+    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs)
+    if parts > 1:
+        o, final_state = joined(o, final_state, parts)
     return o, final_state, terms.inverse, terms.gates
 
 
 def _as_taken(inputs: Inputs) -> tuple[Inputs, int]:
     """A call as kernels take it, and how many heads each one of V is for them."""
     x, parts = inputs.aligned(), narrow_heads(inputs.k, inputs.v, inputs.impl, inputs.run)
-    return x if parts == 1 else x.narrowed(parts), parts
-
-
-def _joined(o: Tensor, final_state: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Outputs and final states of the call's own heads."""
-    if parts == 1:
-        return o, final_state
-    return joined_heads(o, parts), joined_states(final_state, parts)
+    return x if parts == 1 else narrowed(x, parts), parts
 
 
 def _forward_plan(x: Inputs) -> GDNPlan:
@@ -99,7 +86,7 @@ def _gradients(
         saved = room_to_save(x, by.remainders)
         forward(x, terms, segment=by.segment, form=by.states, output=False, saved=saved)
     grads = backward(x, terms, saved, do=do, dfinal_state=dfinal_state, spare=spare, plan=by)
-    return grads if parts == 1 else grads.joined(parts)
+    return grads if parts == 1 else joined_gradients(grads, parts)
 
 
 def _of_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None:
@@ -149,7 +136,9 @@ def _keep(*inputs):
     inverse, gates, *states = parts_of(kept, layouts)
     terms = _chunk_terms(x, by, into=(inverse, gates))
     saved = Saved(*states) if states else None
-    o, final_state = _joined(*forward(x, terms, segment=by.segment, form=by.outputs, saved=saved), parts)
+    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
+    if parts > 1:
+        o, final_state = joined(o, final_state, parts)
     return o, final_state, kept, terms.entering, terms.transitions
 
 

@@ -24,6 +24,11 @@ def state_layouts(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Layo
     return (tuple(v.shape), v.dtype), ((chunk_slots(B, T, CHUNK, cu_seqlens), HV, k.shape[-1], V), v.dtype)
 
 
+def narrowed_heads(x: Tensor, parts: int) -> Tensor:
+    """Values `[B, T, HV, V]` as `[B, T, HV · parts, V / parts]`."""
+    return x.unflatten(-1, (parts, -1)).flatten(2, 3)
+
+
 def dot_precision(x: Tensor) -> str:
     """float32 inputs are multiplied to nearly float32's precision; other products ignore the argument."""
     return "tf32x3" if x.element_size() == 4 else "tf32"

@@ -37,41 +37,6 @@ class Inputs(NamedTuple):
         writes = None if self.writes is None else self.writes.flatten(0, 1).float().contiguous()
         return self._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes)
 
-    def narrowed(self, parts: int) -> Inputs:
-        """The same with each head of V as `parts` narrower ones, which share all else that is a head's."""
-        return self._replace(
-            v=narrowed_heads(self.v, parts),
-            g=repeated(self.g, parts),
-            beta=repeated(self.beta, parts),
-            initial_state=None if self.initial_state is None else narrowed_states(self.initial_state, parts),
-            writes=None if self.writes is None else repeated(self.writes, parts),
-        )
-
-
-def repeated(x: Tensor, parts: int) -> Tensor:
-    """A head's numbers `[..., HV]` for each of the `parts` that it is shared out in."""
-    return x.unsqueeze(-1).expand(*x.shape, parts).contiguous().flatten(-2)
-
-
-def narrowed_heads(x: Tensor, parts: int) -> Tensor:
-    """Values `[B, T, HV, V]` as `[B, T, HV · parts, V / parts]`."""
-    return x.unflatten(-1, (parts, -1)).flatten(2, 3)
-
-
-def joined_heads(x: Tensor, parts: int) -> Tensor:
-    """What `narrowed_heads` shared out, whole again."""
-    return x.unflatten(2, (-1, parts)).flatten(3)
-
-
-def narrowed_states(states: Tensor, parts: int) -> Tensor:
-    """States `[N, HV, K, V]` as `[N, HV · parts, K, V / parts]`."""
-    return states.unflatten(-1, (parts, -1)).transpose(2, 3).contiguous().flatten(1, 2)
-
-
-def joined_states(states: Tensor, parts: int) -> Tensor:
-    """What `narrowed_states` shared out, whole again."""
-    return states.unflatten(1, (-1, parts)).transpose(2, 3).contiguous().flatten(3)
-
 
 class Terms(NamedTuple):
     """What forward and backward pass share.
@@ -128,17 +93,3 @@ class Gradients(NamedTuple):
     beta: Tensor
     initial_state: Tensor | None
     writes: Tensor | None
-
-    def joined(self, parts: int) -> Gradients:
-        """Those of the call whose heads were `Inputs.narrowed`."""
-
-        def summed(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (-1, parts)).sum(-1)
-
-        return self._replace(
-            v=joined_heads(self.v, parts),
-            g=summed(self.g),
-            beta=summed(self.beta),
-            initial_state=None if self.initial_state is None else joined_states(self.initial_state, parts),
-            writes=None if self.writes is None else summed(self.writes),
-        )

@@ -12,7 +12,6 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.extras import is_installed
 from tokenmix_core.launch.private import constant_when_traced
-from tokenmix_core.launch.trial import untried
 from tokenmix_core.ops.common import interpreting
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -116,10 +115,10 @@ def choose_impl(call: Call) -> str:
     """The fastest implementation that covers the call, by rule.
 
     On CUDA: "flash_attn" on Hopper where FlashAttention-4 is installed, for large calls without sinks whose heads are
-    of 64 or 128 and whose window, if any, is wide, once that was seen on a GPU (`trial.untried`); "sdpa" for plain
-    attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), where cuDNN leads but for calls
-    too small to fill the GPU; K and V that differ are cuDNN's up to its largest head; "triton", our kernels, for
-    everything else they take, those in Gluon where they run; "reference" for what is left (heads beyond 256, float64).
+    of 64 or 128 and whose window, if any, is wide; "sdpa" for plain attention (16-bit, unpacked, no window, at least
+    128 queries aligned with the keys), where cuDNN leads but for calls too small to fill the GPU; K and V that differ
+    are cuDNN's up to its largest head; "triton", our kernels, for everything else they take, those in Gluon where they
+    run; "reference" for what is left (heads beyond 256, float64).
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
     FlashAttention-2's own package runs only when asked for: no call is known on which it is the fastest.
     """
@@ -128,7 +127,7 @@ def choose_impl(call: Call) -> str:
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
     if call.device == "cuda":
         order = ("sdpa", "triton") if plain and not small else ("triton",)
-        if _leads(call) and on_hopper() and flash_attention() == 4 and untried():
+        if _leads(call) and on_hopper() and flash_attention() == 4:
             order = ("flash_attn", *order)
     else:
         order = ("sdpa",) if call.mask.window is None or call.tq * call.tk <= _MASK_ELEMENTS else ()
