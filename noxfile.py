@@ -14,6 +14,7 @@ import shutil
 import sys
 import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -254,12 +255,43 @@ def contracts(session: nox.Session) -> None:
     session.run("pytest", "tests")
 
 
+def address(session: nox.Session) -> str | None:
+    """Where the project lives, for an index to show: what follows `--url`, or the repository cloned; None if unknown."""
+    if "--url" in session.posargs[:-1]:
+        return session.posargs[session.posargs.index("--url") + 1]
+    found = session.run("git", "remote", "get-url", "origin", external=True, silent=True, success_codes=range(256))
+    # git@host:owner/name.git, too
+    match = re.match(r"(?:https://|git@|ssh://git@)([\w.-]+\.\w+)[:/]([\w./-]+?)(?:\.git)?$", str(found).strip())
+    return match and f"https://{match[1]}/{match[2]}"
+
+
+def build(session: nox.Session, which: str, dist: Path) -> None:
+    """Build one package or all into an empty `dist`, from a copy that names the project's address where it is known."""
+    shutil.rmtree(dist, ignore_errors=True)
+    source, url = Path(session.create_tmp()).resolve() / "source", address(session)
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(ROOT / "packages", source / "packages", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", source)
+    if url is None:
+        session.warn("no `--url URL` and no remote named origin: what is built names no address of the project")
+    else:
+        for package in PACKAGES:
+            with (source / "packages" / package / "pyproject.toml").open("a") as file:
+                file.write(f'\n[project.urls]\nSource = "{url}"\n')
+    command = ["uv", "build", "--quiet", which, "--no-sources", f"--out-dir={dist}", str(source)]
+    session.run_install(*command, external=True)
+    for wheel in dist.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            metadata = next(archive.read(x).decode() for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+        if url is not None and f"Project-URL: Source, {url}" not in metadata:
+            session.error(f"{wheel.name} does not name {url}")
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all packages, check what an index shows of them; use each alone, without Triton and without a GPU."""
+    """Build all packages (`-- --url URL`), check what an index shows; use each alone, without Triton and a GPU."""
     dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    session.run_install("uv", "build", "--quiet", "--all-packages", "--no-sources", f"--out-dir={dist}", external=True)
+    build(session, "--all-packages", dist)
     session.install("twine")
     session.run("twine", "check", "--strict", *map(str, distributions(dist)))
     for package in PACKAGES:
@@ -341,15 +373,17 @@ def lock(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def release(session: nox.Session) -> None:
-    """Build one package and publish it: `nox -s release -- PACKAGE [--dry-run]`; core goes first."""
+    """Build one package and publish it: `nox -s release -- PACKAGE [--url URL] [--dry-run]`; core goes first."""
     if not session.posargs or session.posargs[0] not in PACKAGES:
         session.error(f"name the package to release: one of {', '.join(PACKAGES)}")
     package, *options = session.posargs
+    if "--url" in options:
+        at = options.index("--url")
+        del options[at : at + 2]
     check_version(session, package)
     project = distribution(package)
     dist = ROOT / "dist" / package
-    shutil.rmtree(dist, ignore_errors=True)
-    session.run("uv", "build", f"--package={project['name']}", "--no-sources", f"--out-dir={dist}", external=True)
+    build(session, f"--package={project['name']}", dist)
     session.run("uv", "publish", *options, *map(str, distributions(dist)), external=True)
 
 
