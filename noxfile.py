@@ -256,7 +256,7 @@ def contracts(session: nox.Session) -> None:
 
 
 def address(session: nox.Session) -> str | None:
-    """Where the project lives, for an index to show: what follows `--url`, or the repository cloned; None if unknown."""
+    """Where the project lives: what follows `--url`, or the repository that was cloned; None if unknown."""
     if "--url" in session.posargs[:-1]:
         return session.posargs[session.posargs.index("--url") + 1]
     found = session.run("git", "remote", "get-url", "origin", external=True, silent=True, success_codes=range(256))
