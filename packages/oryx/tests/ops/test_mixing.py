@@ -37,6 +37,17 @@ def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4, seed=0):
     return {name: t.to(device, torch.float32 if name == "heads" else dtype) for name, t in x.items()}
 
 
+def least(name, eps):
+    """The error that is always granted: `assert_agrees`' own, and twice that in float32 to what is a number a head.
+
+    Their gradients are sums over tokens of gates' gradients, which err by up to 7.5e-7 and cancel: 1.5e-6 was seen on an
+    H200, 2.3 times what single operations around the same recurrence had in the same four numbers.
+    """
+    if eps > 1e-5:
+        return eps / 2
+    return 16 * eps if name == "dheads" else 8 * eps
+
+
 def modes(kind, B, T, device="cpu"):
     if kind == "tokens":
         return (torch.rand(B, T, generator=torch.Generator().manual_seed(1)) < 0.3).to(device)
@@ -265,7 +276,7 @@ class TestMix(OpContract):
             x |= {name: options[name] for name in ("attends", "rotation", "options")}
             return Results(y=mix_reference(**{"D": None} | x, impl="triton"))
 
-        assert_agrees(kernels, reference, x, baseline=single)
+        assert_agrees(kernels, reference, x, baseline=single, floor=least)
 
 
 def test_heads_that_ssd_has_to_widen_are_widened(device, monkeypatch):
