@@ -40,8 +40,8 @@ def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4, seed=0):
 def least(name, eps):
     """The error that is always granted: `assert_agrees`' own, and twice that in float32 to what is a number a head.
 
-    Their gradients are sums over tokens of gates' gradients, which err by up to 7.5e-7 and cancel: 1.5e-6 was seen on an
-    H200, 2.3 times what single operations around the same recurrence had in the same four numbers.
+    Their gradients are sums over tokens of gates' gradients, which err by up to 7.5e-7 and cancel: 1.5e-6 was seen on
+    an H200, 2.3 times what single operations around the same recurrence had in the same four numbers.
     """
     if eps > 1e-5:
         return eps / 2
