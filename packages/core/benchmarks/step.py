@@ -48,8 +48,9 @@ RESULTS = Path(__file__).parent / "results" / "step"
 
 # by kind, what names of kernels have; the first that fits
 KINDS = {
-    "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
+    # before products: FlashAttention-4's names tell of cutlass, too
     "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$",
+    "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
     r"|entering_|ssd|slot_window|recurrent",
     "convolutions": r"conv",

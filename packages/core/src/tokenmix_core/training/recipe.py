@@ -197,7 +197,7 @@ class RunRecipe:
         precision: "bf16" is bfloat16 autocast with float32 weights; "auto" is that where the GPU has it, else "fp32".
         seed: the seed of the weights and of dropout.
         gradient_checkpointing: recompute activations in the backward pass.
-        torch_compile: compile the model; Gated DeltaNet was as fast without on an H200, in less memory (docs/steps.md).
+        torch_compile: compile the model; on an H200 steps were faster without, in less memory (docs/steps.md).
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         dataloader_num_workers: processes that read data; 0 reads in the training process.
         logging_steps: steps between two lines of the log.
