@@ -14,6 +14,7 @@ from tokenmix_core.nn.attention import mean_visible
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, TensorState
 from tokenmix_core.ops import attention, attention_decode
@@ -105,9 +106,10 @@ class Nsa(Mixer):
         rotary: Rotation | None = None,
     ) -> MixerOutput:
         assert rotary is not None
-        q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v, gates = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-        gates = self.g_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).sigmoid()
+        gates = gates.unflatten(-1, (self.num_heads, -1)).sigmoid()
         if state is None:
             pooled = (pool_blocks(x, self.block, cu_seqlens) for x in (k, v))
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)

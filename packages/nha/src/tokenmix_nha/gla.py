@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, TensorState, register_mixer
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.ops import chunk_gla
 
@@ -73,16 +74,15 @@ class GatedLinearAttention(Mixer):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         rotary: Rotation | None = None,
     ) -> MixerOutput:
-        q, k, v = (
-            proj(hidden_states).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        a = at_least_float32(self.a_up_proj(self.a_down_proj(hidden_states)))
+        q, k, v, a, z = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.a_down_proj, self.g_proj)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        a = at_least_float32(self.a_up_proj(a))
         g = (F.logsigmoid(a) / self.gate_normalizer).unflatten(-1, (self.num_heads, -1))
         before = None if state is None else state.recurrent.value
         o, after = chunk_gla(q, k, v, g, initial_state=before, cu_seqlens=cu_seqlens)
         if state is not None:
             state.recurrent.set(after)
-        o = self.o_norm(o, self.g_proj(hidden_states).view_as(o))
+        o = self.o_norm(o, z.view_as(o))
         return self.o_proj(o.flatten(-2)), None
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -11,6 +11,7 @@ from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_nha.ops import slot_window_attention, slot_window_attention_step
@@ -76,11 +77,9 @@ class GatedSlotAttention(Mixer):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         rotary: Rotation | None = None,
     ) -> MixerOutput:
-        q, k, v = (
-            F.silu(proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        f = at_least_float32(self.f_proj(hidden_states)).unflatten(-1, (self.num_kv_heads, self.slots))
+        q, k, v, f = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.f_proj)
+        q, k, v = (F.silu(x).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        f = at_least_float32(f).unflatten(-1, (self.num_kv_heads, self.slots))
         f = F.logsigmoid(f) / self.gate_normalizer
         if state is not None and stepping(hidden_states, state):
             past = state.slots.get(len(q), q)
