@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.ops.choice import GluonForm
-from tokenmix_core.ops.gated_delta_rule import hopper, plan, recurrent
+from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent
 from tokenmix_core.testing import gluon
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -133,6 +134,19 @@ def test_values_of_256_are_two_heads_of_128(qk_l2norm, withheld, on_hopper):
     check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32), qk_l2norm=qk_l2norm)
     steps = {"backward"} if qk_l2norm and not withheld else {"backward_state"}
     assert on_hopper == {"prepare", "forward"} | steps | ({"backward_chunk"} if qk_l2norm and withheld else set())
+
+
+def test_traced_calls_know_the_shapes_of_narrowed_heads(on_hopper):
+    x = inputs(1, 70, 1, 2, 128, 256, N=1) | {"cu_seqlens": None, "scale": 0.1, "qk_l2norm": True, "impl": "gluon"}
+    x |= {name: x[name].half() for name in "qkv"}
+    forward = autograd.chunk_op(**x)
+    given = {"do": torch.zeros_like(x["v"]), "dfinal_state": None, "inverse": forward[2], "gates": forward[3]} | x
+    backward = autograd.backward_op(**given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        faked = {name: fake.from_tensor(t) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+        shapes = [autograd.chunk_op(**{name: faked[name] for name in x}), autograd.backward_op(**faked)]
+    for found, real in zip(shapes, (forward, backward), strict=True):
+        assert [(y.shape, y.dtype) for y in found] == [(y.shape, y.dtype) for y in real]
 
 
 def test_heads_of_256_without_norm_or_states(on_hopper):

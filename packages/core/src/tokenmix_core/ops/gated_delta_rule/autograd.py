@@ -143,10 +143,11 @@ def _keep(*inputs):
 
 
 def _kept(x: Inputs, kept: Tensor, entering: Tensor | None, transitions: Tensor | None) -> tuple[Terms, Saved | None]:
-    """What `_keep` has kept."""
-    layouts = term_layouts(x.k, x.v.shape[2])
+    """What `_keep` has kept; of x shapes alone are asked, before or after it is narrowed."""
+    v = narrowed_heads(x.v, narrow_heads(x.k, x.v, x.impl, x.run))
+    layouts = term_layouts(x.k, v.shape[2])
     if len(kept) > room_for(layouts):
-        layouts += state_layouts(x.k, x.v, x.cu_seqlens)
+        layouts += state_layouts(x.k, v, x.cu_seqlens)
     inverse, gates, *states = parts_of(kept, layouts)
     return Terms(inverse, gates, entering, transitions), Saved(*states) if states else None
 
@@ -229,7 +230,7 @@ def _in_order(inputs: Inputs, kept: list, do: Tensor | None, dfinal_state: Tenso
     if len(kept) == 3 and is_plain(inputs.q):
         dq, dk, dv, dg, dbeta, dinitial_state, dwrites = _replayed_backward(do, dfinal_state, *kept, *inputs)
     else:
-        inverse, gates = kept if len(kept) == 2 else _kept(_as_taken(inputs)[0], *kept)[0][:2]
+        inverse, gates = kept if len(kept) == 2 else _kept(inputs, *kept)[0][:2]
         dq, dk, dv, dg, dbeta, dinitial_state, dwrites = backward_op(
             do=do, dfinal_state=dfinal_state, inverse=inverse, gates=gates, **inputs._asdict()
         )
