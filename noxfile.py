@@ -169,9 +169,16 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Test the kernels and operations of all packages on the CUDA device of this machine."""
+    """Test the kernels and operations of all packages on the CUDA devices of this machine, or what pytest is told."""
     sync(session, "--all-packages", "--all-groups", "--extra=peft")
-    session.run("pytest", "packages", "-m", "gpu or operation", *session.posargs)
+    command = ["pytest", "packages", "-m", "gpu or operation"]
+    if session.posargs:
+        session.run(*command, *session.posargs)
+        return
+    # kernels are compiled by as many processes as there are cores; what fills a GPU, or two, runs by itself
+    alone = "two_to_the_31 or two_gpus"
+    session.run(*command, "-k", f"not ({alone})", "-n", "auto", "--dist=worksteal", env={"OMP_NUM_THREADS": "1"})
+    session.run(*command, "-k", alone)
 
 
 @nox.session
