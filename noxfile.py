@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import itertools
@@ -14,6 +15,7 @@ import shutil
 import sys
 import tarfile
 import tomllib
+import urllib.parse
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,15 +171,15 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Test the kernels and operations of all packages on the CUDA devices of this machine, or what pytest is told."""
+    """Test the kernels and operations of all packages on this machine's CUDA device, or what pytest is told."""
     sync(session, "--all-packages", "--all-groups", "--extra=peft")
     command = ["pytest", "packages", "-m", "gpu or operation"]
     if session.posargs:
         session.run(*command, *session.posargs)
         return
-    # kernels are compiled by as many processes as there are cores; what fills a GPU, or two, runs by itself
-    alone = "two_to_the_31 or two_gpus"
-    session.run(*command, "-k", f"not ({alone})", "-n", "auto", "--dist=worksteal", env={"OMP_NUM_THREADS": "1"})
+    # most of the time compilers run, on all cores but for memory's sake; what fills a GPU, or two, runs by itself
+    alone, processes = "two_to_the_31 or two_gpus", str(min(os.cpu_count() or 1, 24))
+    session.run(*command, "-k", f"not ({alone})", "-n", processes, "--dist=worksteal", env={"OMP_NUM_THREADS": "1"})
     session.run(*command, "-k", alone)
 
 
@@ -264,12 +266,24 @@ def contracts(session: nox.Session) -> None:
 
 def address(session: nox.Session) -> str | None:
     """Where the project lives: what follows `--url`, or the repository that was cloned; None if unknown."""
-    if "--url" in session.posargs[:-1]:
-        return session.posargs[session.posargs.index("--url") + 1]
+    given, _ = url_given(session.posargs)
+    if given is not None:
+        return given
     found = session.run("git", "remote", "get-url", "origin", external=True, silent=True, success_codes=range(256))
-    # git@host:owner/name.git, too
-    match = re.match(r"(?:https://|git@|ssh://git@)([\w.-]+\.\w+)[:/]([\w./-]+?)(?:\.git)?$", str(found).strip())
-    return match and f"https://{match[1]}/{match[2]}"
+    # git@host:owner/name.git is no URL
+    parts = urllib.parse.urlsplit(re.sub(r"^git@([\w.-]+):", r"ssh://git@\1/", str(found).strip()))
+    if parts.scheme not in ("https", "ssh") or not parts.hostname:
+        return None
+    port = f":{parts.port}" if parts.port and parts.scheme == "https" else ""
+    return f"https://{parts.hostname}{port}{parts.path.rstrip('/').removesuffix('.git')}"
+
+
+def url_given(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """What `--url URL` or `--url=URL` gives, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--url")
+    known, others = parser.parse_known_args(arguments)
+    return known.url, others
 
 
 def build(session: nox.Session, which: str, dist: Path) -> None:
@@ -381,12 +395,10 @@ def lock(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def release(session: nox.Session) -> None:
     """Build one package and publish it: `nox -s release -- PACKAGE [--url URL] [--dry-run]`; core goes first."""
-    if not session.posargs or session.posargs[0] not in PACKAGES:
+    _, others = url_given(session.posargs)
+    package, *options = others or [""]
+    if package not in PACKAGES:
         session.error(f"name the package to release: one of {', '.join(PACKAGES)}")
-    package, *options = session.posargs
-    if "--url" in options:
-        at = options.index("--url")
-        del options[at : at + 2]
     check_version(session, package)
     project = distribution(package)
     dist = ROOT / "dist" / package

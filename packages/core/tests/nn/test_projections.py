@@ -5,12 +5,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import projected
 
 pytestmark = pytest.mark.operation
 
 # thin layers, which share a product, first, last and between
 SIZES = ((64, 96), (6, 96, 6, 64), (3,), (16, 70, 1), (65, 63))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Let layers share products on a CPU, too."""
+    monkeypatch.setattr(projections, "on_gpu", lambda x: True)
 
 
 def layers_of(sizes, D=24, dtype=torch.float64, device="cpu"):
@@ -23,7 +30,7 @@ def gradients(outputs, upstream, inputs):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("shape", [(2, 5), (7,), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(2, 5), (7,), (2, 1, 3), ()])
 def test_outputs_and_gradients_are_those_of_the_layers(sizes, shape):
     layers = layers_of(sizes)
     x = torch.randn(*shape, 24, dtype=torch.float64, requires_grad=True)
@@ -79,6 +86,51 @@ def test_a_checkpointed_call_has_the_same_gradients(device):
         strict=True,
     ):
         torch.testing.assert_close(got, wanted)
+
+
+def test_the_backward_pass_may_be_called_under_autocast(device):
+    layers = layers_of((64, 96, 6), dtype=torch.float32, device=device)
+    x = torch.randn(5, 24, device=device, requires_grad=True)
+    found, wanted = projected(x, *layers), [layer(x) for layer in layers]
+    upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layers.parameters())
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        got = gradients(found, upstream, inputs)
+    torch.testing.assert_close(got, gradients(wanted, upstream, inputs))
+
+
+def test_outputs_may_be_changed_in_place(device):
+    layers = layers_of((64, 96), device=device)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, device=device, requires_grad=True)
+    found = sum(y.mul_(2).sum() for y in projected(x, *layers))
+    wanted = sum(layer(x).mul_(2).sum() for layer in layers)
+    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(wanted, x))
+
+
+def test_layers_are_called_where_products_would_lose_something(device, monkeypatch):
+    monkeypatch.setattr(projections, "_products", None)
+    layers = layers_of((8, 80), device=device)
+    x, learned = torch.randn(3, 24, dtype=torch.float64, device=device), [*layers.parameters()][1]
+    # nothing of frozen layers is asked for
+    layers[0].requires_grad_(False)
+    assert [y.requires_grad for y in projected(x, *layers)] == [False, True]
+    learned.requires_grad_(False)
+    tangent = torch.ones_like(x)
+    with torch.no_grad():
+        for number in (1, 7):
+            assert len(projected(x, *[layers[0]] * number)) == number
+    _, found = torch.func.jvp(lambda x: projected(x, *layers)[1], (x,), (tangent,))
+    torch.testing.assert_close(found, tangent @ learned.T)
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        projected(x.clone().requires_grad_(), *layers)
+    finally:
+        hook.remove()
+    assert seen
+    monkeypatch.setattr(projections, "on_gpu", lambda x: False)
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(projected(leaf, *layers)[1].square().sum(), leaf, create_graph=True)
+    assert torch.autograd.grad(first.sum(), leaf)[0].shape == x.shape
 
 
 def test_a_gradient_of_gradients_is_refused():

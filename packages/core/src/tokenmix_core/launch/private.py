@@ -35,6 +35,7 @@ NAMES = {
     "torch:UntypedStorage._cdata": "memory is told apart by its address",
     "torch._ops:OpOverload.tags": _RECORDING,
     "torch.autograd.forward_ad:_current_level": "calls without gradients take the way of those with them",
+    "torch.nn.modules.module:_has_any_global_hook": "layers are called one by one",
     "triton.knobs:runtime": _OWN_LAUNCH,
     "triton.runtime.driver:driver": _OWN_LAUNCH,
     "triton.runtime.build:compile_module_from_src": _OWN_LAUNCH,
@@ -149,6 +150,14 @@ def storage(x: Tensor) -> Any:
 def forward_mode() -> bool:
     """Tell whether forward-mode derivatives may be asked for."""
     return not _KNOWS_LEVELS or torch.autograd.forward_ad._current_level >= 0
+
+
+_any_global_hook = find("torch.nn.modules.module:_has_any_global_hook")
+
+
+def watches_all_modules() -> bool:
+    """Tell whether somebody may have asked torch to tell of the calls of all modules."""
+    return _any_global_hook is None or _any_global_hook()
 
 
 def direct_apply(function: Any) -> Callable:

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tokenmix_core.launch.replay import is_plain, is_real
+from tokenmix_core.launch import private
+from tokenmix_core.launch.replay import is_plain, is_real, on_gpu
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
-from tokenmix_core.ops.projections.sizes import MOST_ROWS
+from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
 
 # layers of fewer outputs share one product in training, of a multiple of _WHOLE outputs: rows of six heads are not
 # aligned, and products of their own take several times as long as reading x
@@ -22,19 +23,22 @@ _THIN, _WHOLE = 64, 16
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of several linear layers: those of each, but that plain layers share launches.
 
-    Without gradients two to six of them take one launch for few tokens (`linears`). With gradients the products that
-    make x's add to one tensor, where torch makes one for each layer and adds these, and thin layers share a product.
+    Without gradients two to six of them take one launch for few tokens (`linears`). On a GPU, where x has a gradient,
+    the products that make it add to one tensor, where torch makes one for each layer and adds these, and thin layers
+    share a product; gradients of gradients there are none of then, as of kernels.
     """
     # where torch traces it sees layers: the number of tokens, asked for, would make a graph for either answer
     if not is_plain(x) or not x.numel() or not all(is_plain_linear(layer) for layer in layers):
         return tuple(layer(x) for layer in layers)
     weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
     dtype = _dtype_of_products(x, weights)
-    if dtype is not None and torch.is_grad_enabled():
+    forward_mode = private.forward_mode()
+    learning = torch.is_grad_enabled() or forward_mode
+    if dtype is not None and torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not forward_mode:
         return _products(x, weights, dtype)
-    few = x.numel() <= MOST_ROWS * x.shape[-1]
+    few = x.numel() <= MOST_ROWS * x.shape[-1] and 2 <= len(layers) <= MOST_WEIGHTS
     # what autocast makes of a layer is its own
-    if not few or dtype is None or torch.is_autocast_enabled(x.device.type):
+    if learning or not few or dtype is None or torch.is_autocast_enabled(x.device.type):
         return tuple(layer(x) for layer in layers)
     found = linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
@@ -68,25 +72,29 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dtype, *weights):
-        rows, factors = as_rows(x.to(dtype)), [weight.to(dtype) for weight in weights]
-        ctx.save_for_backward(rows, *factors)
+        factor, factors = x.to(dtype), [weight.to(dtype) for weight in weights]
+        ctx.save_for_backward(as_rows(factor), *factors)
         ctx.set_materialize_grads(False)
         ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
-        return tuple(torch.mm(rows, w.t()).unflatten(0, x.shape[:-1]) for w in factors)
+        # no views, which nobody could change in place
+        return tuple(F.linear(factor, w) for w in factors)
 
     @staticmethod
     def backward(ctx, *dys):
         refuse_graph()
         rows, *factors = ctx.saved_tensors
-        dx, dweights = None, []
-        for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
-            if dy is None:
-                dweights.append(None)
-                continue
-            dy = as_rows(dy)
-            if ctx.needs_input_grad[0]:
-                dx = torch.mm(dy, factor) if dx is None else dx.addmm_(dy, factor)
-            dweights.append(_product(dy.t(), rows, ctx.of_weights[i]) if ctx.needs_input_grad[2 + i] else None)
+        dx: Tensor | None = None
+        dweights: list[Tensor | None] = [None] * len(dys)
+        # dtypes are as the forward pass had them, wherever `backward` is called
+        with torch.autocast(rows.device.type, enabled=False):
+            for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
+                if dy is None:
+                    continue
+                dy = as_rows(dy)
+                if ctx.needs_input_grad[0]:
+                    dx = torch.mm(dy, factor) if dx is None else dx.addmm_(dy, factor)
+                if ctx.needs_input_grad[2 + i]:
+                    dweights[i] = _product(dy.t(), rows, ctx.of_weights[i])
         shape, dtype = ctx.of_x
         return None if dx is None else dx.view(shape).to(dtype), None, *dweights
 
@@ -104,4 +112,5 @@ def is_plain_linear(layer: nn.Module) -> bool:
     Adapters, quantisation and hooks do: their layers have to be called.
     """
     watched = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    watched = watched or private.watches_all_modules()
     return type(layer) is nn.Linear and layer.bias is None and not watched and "forward" not in layer.__dict__
