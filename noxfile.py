@@ -295,16 +295,15 @@ def build(session: nox.Session, which: str, dist: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", source)
     if url is None:
         session.warn("no `--url URL` and no remote named origin: what is built names no address of the project")
-    else:
-        for package in PACKAGES:
-            with (source / "packages" / package / "pyproject.toml").open("a") as file:
-                file.write(f'\n[project.urls]\nSource = "{url}"\n')
+    for package in PACKAGES if url else ():
+        with (source / "packages" / package / "pyproject.toml").open("a") as file:
+            file.write(f'\n[project.urls]\nSource = "{url}"\n')
     command = ["uv", "build", "--quiet", which, "--no-sources", f"--out-dir={dist}", str(source)]
     session.run_install(*command, external=True)
-    for wheel in dist.glob("*.whl"):
+    for wheel in dist.glob("*.whl") if url else ():
         with zipfile.ZipFile(wheel) as archive:
             metadata = next(archive.read(x).decode() for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
-        if url is not None and f"Project-URL: Source, {url}" not in metadata:
+        if f"Project-URL: Source, {url}" not in metadata:
             session.error(f"{wheel.name} does not name {url}")
 
 

@@ -46,7 +46,7 @@ def pair_rows(batch: int, tokens: int, device: str) -> list[dict]:
 
     def projected() -> Tokens:
         whole, cut = ([x.unflatten(-1, (heads, -1)) for x in (q, k, v)] for heads in (H, HA))
-        return Tokens(*whole, *cut, g, beta, q, v)
+        return Tokens(*whole, *cut, g, beta, q)
 
     def both(types: ChunkTypes) -> Tensor:
         linear, softmax = layer.mix(projected(), types, None)

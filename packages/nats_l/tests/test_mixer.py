@@ -86,7 +86,7 @@ def test_both_operations_are_the_definition_in_value_and_gradient():
     found = []
     for mix in (lambda *a: layer.mix(*a, None), lambda *a: literal(layer, *a)):
         leaf = x.clone().requires_grad_()
-        tokens, types = layer.project(leaf, None, None, None, step=False), layer.types_of(leaf, None)
+        (tokens, _), types = layer.project(leaf, None, None, None, step=False), layer.types_of(leaf, None)
         assert 0 < types.softmax.mean() < 1
         outputs = mix(tokens, types)
         assert layer.score_proj is not None
@@ -113,7 +113,7 @@ def test_types_are_exact_and_inactive_ones_have_no_gradient():
 
 def test_the_last_chunk_gives_the_scores_no_gradient():
     layer, x = build(), inputs(T=128)
-    tokens = layer.project(x, None, None, None, step=False)
+    tokens, _ = layer.project(x, None, None, None, step=False)
     types = layer.types_of(x, None)
     types = types._replace(
         linear=types.linear.detach().requires_grad_(), softmax=types.softmax.detach().requires_grad_()
@@ -181,7 +181,7 @@ def test_every_parameter_has_a_gradient_in_every_combination_of_choices(types, o
 
 def test_without_own_chunks_of_attention_the_first_chunk_has_none():
     layer, x = build(own_chunk="linear", types="softmax"), inputs()
-    tokens = layer.project(x, None, None, None, step=False)
+    tokens, _ = layer.project(x, None, None, None, step=False)
     _, softmax = layer.mix(tokens, layer.types_of(x, None), None)
     assert softmax[:, :64].abs().max() == 0
     assert softmax[:, 64:].abs().min() > 0
@@ -189,7 +189,7 @@ def test_without_own_chunks_of_attention_the_first_chunk_has_none():
 
 def test_without_own_chunks_of_the_delta_rule_the_first_chunk_has_none():
     layer, x = build(own_chunk="softmax", types="linear"), inputs()
-    tokens = layer.project(x, None, None, None, step=False)
+    tokens, _ = layer.project(x, None, None, None, step=False)
     linear, _ = layer.mix(tokens, layer.types_of(x, None), None)
     assert linear[:, :64].abs().max() == 0
     assert linear[:, 64:].abs().max() > 0
@@ -197,7 +197,7 @@ def test_without_own_chunks_of_the_delta_rule_the_first_chunk_has_none():
 
 def test_without_decay_softmax_chunks_leave_the_state_as_it_was():
     layer, x = build(decay=False, types="softmax"), inputs(T=300)
-    tokens = layer.project(x, None, None, None, step=False)
+    tokens, _ = layer.project(x, None, None, None, step=False)
     linear, _ = layer.mix(tokens, layer.types_of(x, None), None)
     # every chunk starts from the empty state
     alone = type(tokens)(*(y[:, 128:192] for y in tokens))

@@ -140,6 +140,15 @@ def test_a_gradient_of_gradients_is_refused():
         torch.autograd.grad(sum(y.square().sum() for y in projected(x, *layers)), x, create_graph=True)
 
 
+def test_a_layer_that_is_not_there_gives_none(device):
+    (layer,) = layers_of((96,), device=device)
+    x = torch.randn(3, 24, dtype=torch.float64, device=device, requires_grad=True)
+    first, absent, last = projected(x, layer, None, layer)
+    assert absent is None
+    for y in (first, last):
+        torch.testing.assert_close(y, layer(x))
+
+
 def test_a_traced_call_is_the_layers(device):
     layers = layers_of((6, 96), device=device, dtype=torch.float32)
     x = torch.randn(3, 24, device=device)

@@ -51,9 +51,8 @@ class Tokens(NamedTuple):
     # [B, T, H]
     g: Tensor
     beta: Tensor
-    # [B, T, H · K], [B, T, H · V]
+    # [B, T, H · K]
     flat_q: Tensor
-    gate: Tensor
 
 
 class NatsL(Mixer):
@@ -216,19 +215,19 @@ class NatsL(Mixer):
     ) -> MixerOutput:
         x, auxiliary = hidden_states, None
         one = state is not None and state.span.tokens == 1 and state.span.mask is None and not torch.is_grad_enabled()
-        tokens = self.project(x, state, cu_seqlens, rotary, step=one)
+        tokens, gate = self.project(x, state, cu_seqlens, rotary, step=one)
         if state is None:
             types = self.types_of(x, cu_seqlens)
             linear, softmax = self.mix(tokens, types, cu_seqlens)
             auxiliary = self._auxiliary(types, x, cu_seqlens)
         else:
             linear, softmax = (step if one else go_on)(self, x, tokens, state)
-        return self.o_proj(self._merge(linear, softmax, x, tokens)), auxiliary
+        return self.o_proj(self._merge(linear, softmax, x, tokens.flat_q, gate)), auxiliary
 
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
-    ) -> Tokens:
-        """q, k, v after convolution and SiLU, as both operations take them, and the gates."""
+    ) -> tuple[Tokens, Tensor]:
+        """q, k, v after convolution and SiLU, as both operations take them, and the gates; the gate of outputs."""
         q, k, v, a, b, gate = projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
@@ -244,7 +243,7 @@ class NatsL(Mixer):
             assert rotary is not None
             softmax_q = apply_rotary(softmax_q, rotary, self.q_norm)
             softmax_k = apply_rotary(softmax_k, rotary, self.k_norm)
-        return Tokens(
+        tokens = Tokens(
             q.unflatten(-1, (self.num_heads, -1)),
             k.unflatten(-1, (self.num_heads, -1)),
             v.unflatten(-1, (self.num_heads, -1)),
@@ -253,8 +252,8 @@ class NatsL(Mixer):
             v.unflatten(-1, (self.num_softmax_heads, -1)),
             *delta_gates(a, b, self.A_log, self.dt_bias),
             q,
-            gate,
         )
+        return tokens, gate
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
         """The types of the chunks of whole sequences."""
@@ -313,15 +312,15 @@ class NatsL(Mixer):
         q, k, v = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
         return kept_attention(q, k, v, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
 
-    def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
+    def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor, gate: Tensor) -> Tensor:
         """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
         logits = None
         if self.weight_proj is not None:
-            logits = self.weight_proj(tokens.flat_q if self.weights == "queries" else x).unflatten(-1, (2, -1))
+            logits = self.weight_proj(flat_q if self.weights == "queries" else x).unflatten(-1, (2, -1))
         return merge_operations(
             linear,
             softmax,
-            tokens.gate,
+            gate,
             self.linear_norm.weight,
             None if self.softmax_norm is None else self.softmax_norm.weight,
             logits,

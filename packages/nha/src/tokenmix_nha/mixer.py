@@ -175,8 +175,8 @@ class NhaMixer(Mixer):
         return self._keep_in_graph(self.o_proj(o.flatten(-2))), None
 
     def _project(self, x: Tensor, call: Call, rotary: Rotation | None) -> Heads:
-        gates = [] if self.f_proj is None or self.window == FULL else [self.f_proj]
-        q, k, v, *f = projected(x, self.q_proj, self.k_proj, self.v_proj, *gates)
+        gates = None if self.window == FULL else self.f_proj
+        q, k, v, f = projected(x, self.q_proj, self.k_proj, self.v_proj, gates)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (y.unflatten(-1, (self.num_kv_heads, self.head_dim)) for y in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -187,9 +187,9 @@ class NhaMixer(Mixer):
             placed = apply_rotary(q, rotary), apply_rotary(k, rotary)
         elif self.q_positions is not None and self.k_positions is not None:
             placed = self._with_positions(q, k, call)
-        return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), self._gates(*f), self._weight(x))
+        return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), self._gates(f), self._weight(x))
 
-    def _gates(self, f: Tensor | None = None) -> Float[Tensor, "B T H M"] | None:
+    def _gates(self, f: Tensor | None) -> Float[Tensor, "B T H M"] | None:
         if f is None:
             return None
         f = at_least_float32(f).unflatten(-1, (self.num_kv_heads, self.slots))

@@ -72,8 +72,7 @@ class NormedAttention(Mixer):
     ) -> MixerOutput:
         assert rotary is not None, "the model turns every call's positions"
         step = stepping(hidden_states, state)
-        gates = [] if self.g_proj is None else [self.g_proj]
-        q, k, v, *gates = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, *gates)
+        q, k, v, gate = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         if self.k_conv is not None and self.v_conv is not None:
             past = (None, None) if state is None else (state.k_conv, state.v_conv)
             k = self.k_conv(k, state=past[0], cu_seqlens=cu_seqlens, step=step)
@@ -84,7 +83,7 @@ class NormedAttention(Mixer):
             o = attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
         else:
             o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
-        return self.o_proj(self.norm(o.flatten(-2), gates[0] if gates else None)), None
+        return self.o_proj(self.norm(o.flatten(-2), gate)), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # 2 · 2 · K operations a visible key and head; the convolutions: 2 W a channel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -153,12 +155,9 @@ class GatedDeltaNet(Mixer):
         o = self.o_norm(o) if z is None else self.o_norm(o, z.view_as(o))
         return self.o_proj(o.flatten(-2)), None
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _projected(self, x: Tensor) -> tuple[Any, ...]:
         """q, k and v before their convolutions, what decay and β are made of, and the gate of outputs, if any."""
-        layers = [self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj]
-        if self.g_proj is None:
-            return *projected(x, *layers), None  # type: ignore[return-value]
-        return projected(x, *layers, self.g_proj)  # type: ignore[return-value]
+        return projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
 
     def _in_one_launch(self, x: Tensor) -> bool:
         """Tell whether a decoding step takes one kernel between its projections."""

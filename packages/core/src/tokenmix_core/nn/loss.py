@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.precision import at_least_float32, gives_float32
 from tokenmix_core.ops.common import refuse_graph
 
 IGNORE = -100
@@ -149,7 +149,7 @@ def _blockwise(
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b: in one product where a device's products of 16 bits can add to float32."""
-    if a.is_cuda and a.element_size() == 2 and total.dtype == torch.float32:
+    if total.dtype == torch.float32 and gives_float32(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b

@@ -23,6 +23,11 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if narrowed else x.dtype
 
 
+def gives_float32(x: Tensor) -> bool:
+    """Tell whether products of x can be had as they were summed, in float32: those of 16 bits on a GPU."""
+    return x.is_cuda and x.element_size() == 2
+
+
 class KeepsFloat32(nn.Module):
     """A module some of whose own parameters and buffers stay in float32 through `.to(torch.bfloat16)` and the like.
 

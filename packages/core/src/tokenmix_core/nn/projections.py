@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.launch import private
 from tokenmix_core.launch.replay import is_plain, is_real, on_gpu
+from tokenmix_core.nn.precision import gives_float32
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
 from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
@@ -20,13 +22,18 @@ from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
 _THIN, _WHOLE = 64, 16
 
 
-def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The outputs of several linear layers: those of each, but that plain layers share launches.
+def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
+    """The outputs of several linear layers, None for None: those of each, but that plain layers share launches.
 
     Without gradients two to six of them take one launch for few tokens (`linears`). On a GPU, where x has a gradient,
     the products that make it add to one tensor, where torch makes one for each layer and adds these, and thin layers
     share a product; gradients of gradients there are none of then, as of kernels.
     """
+    found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
+    return tuple(None if layer is None else next(found) for layer in layers)
+
+
+def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     # where torch traces it sees layers: the number of tokens, asked for, would make a graph for either answer
     if not is_plain(x) or not x.numel() or not all(is_plain_linear(layer) for layer in layers):
         return tuple(layer(x) for layer in layers)
@@ -101,7 +108,7 @@ class _Products(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in `dtype`; sums in float32 are not rounded on their way to it where a device's products can give them."""
-    if dtype == torch.float32 and a.is_cuda and a.element_size() == 2:
+    if dtype == torch.float32 and gives_float32(a):
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
 
