@@ -20,8 +20,9 @@ _LABEL = re.compile(r"\.L_x_\d+")
 _REGISTER = re.compile(r"\b(U?R)(\d+)\b")
 _PREDICATES = r"\s*(?:U?P\w+,\s*)*"
 _NO_RESULT = ("ST", "RED.", "BAR", "ISETP", "FSETP", "LDGSTS", "MEMBAR", "HGMMA", "R2P", "EXIT", "BRA")
-# parts of a register kept beside others that are not there yet, and registers put aside for what may need none
-_HARMLESS = r"(PRMT {r}, .*, {r}$|LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\.64)? \[[^]]*\], {r}$)"
+# a part of a register kept for others that are not there yet, and registers put aside for what may need none
+_HARMLESS = r"(LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\.64)? \[[^]]*\], {r}$)"
+_BYTES = re.compile(r"\s*(\w+), (\w+), 0x([0-9a-f]+), (\w+)$")
 
 
 def disassembler() -> Path:
@@ -77,9 +78,20 @@ def unwritten_reads_of(text: str) -> list[str]:
     found = []
     for (address, _, op, rest), known, read in zip(code, before, reads, strict=True):
         missing = set() if known is None else read - known
-        if any(not re.search(_HARMLESS.format(r=r), op + rest) for r in missing):
+        if any(not (re.search(_HARMLESS.format(r=r), op + rest) or _stays_in_place(op, rest, r)) for r in missing):
             found.append(f"{address} {op}{rest}")
     return found
+
+
+def _stays_in_place(op: str, rest: str, register: str) -> bool:
+    """Whether an instruction puts bytes of others beside bytes of a register, which stay where they are in it."""
+    if op != "PRMT" or (operands := _BYTES.match(rest.replace(".reuse", ""))) is None:
+        return False
+    result, low, chosen, high = operands.groups()
+    # the k-th digit says which of the eight bytes of both sources becomes the result's k-th
+    sources = [divmod(int(chosen, 16) >> 4 * k & 7, 4) for k in range(4)]
+    kept = all((low, high)[source] != register or byte == k for k, (source, byte) in enumerate(sources))
+    return result == register and kept
 
 
 def _found(pattern: str | re.Pattern, text: str) -> re.Match:

@@ -21,6 +21,14 @@ def test_a_register_that_nothing_wrote_is_found():
 
 
 @pytest.mark.parametrize(
+    "move",
+    ["PRMT R9, R9, 0x7632, R1", "PRMT R9, R1, 0x5410, R9", "PRMT R8, R9, 0x7610, R1", "PRMT R9, R9, R1, R1"],
+)
+def test_bytes_of_such_a_register_that_move_are_found(move):
+    assert unwritten_reads_of(listing(move, "EXIT")) == [f"0000 {move}"]
+
+
+@pytest.mark.parametrize(
     "instructions",
     [
         ("LDC.64 R6, c[0x0][0x210]", "IADD3 R8, R6, R7, RZ"),
@@ -30,6 +38,8 @@ def test_a_register_that_nothing_wrote_is_found():
         ("HGMMA.64x8x16.F32 RZ, gdesc[URZ], RZ, !UPT, gsb0", "MOV R9, R1"),
         ("@P0 MOV R9, R1", "IADD3 R9, R9, 0x1, RZ"),
         ("PRMT R9, R1, 0x7632, R9",),
+        ("PRMT R9, R9, 0x7610, R1",),
+        ("PRMT R9, R9.reuse, 0x5410, R1",),
     ],
 )  # fmt: skip
 def test_what_any_instruction_wrote_is_there(instructions):
