@@ -48,9 +48,13 @@ def head_gradients(
     p_do = do + begin * stride_do + i_h * V + o_i[:, None] * stride_do + o_v[None, :]
     b_dp = tl.zeros([BT, BT], tl.float32)
     b_dpt = tl.zeros([BT, BT], tl.float32)
-    for i_v in tl.static_range(V // BV):
-        b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
-        b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
+    b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
+    b_do = tl.load(p_do, mask=m_t[:, None], other=0.0)
+    # loops indeed: unrolled, float32 would spill five times as much and compile for a minute and a half
+    for i_v in range(V // BV):
+        if BV < V:
+            b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
+            b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
         b_dp = tl.dot(b_do, tl.trans(b_v), b_dp, input_precision="tf32x3")
         b_dpt = tl.dot(b_v, tl.trans(b_do), b_dpt, input_precision="tf32x3")
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3") * scale
@@ -66,7 +70,7 @@ def head_gradients(
     b_dq = tl.zeros([K, BT], tl.float32)
     b_dk = tl.zeros([K, BT], tl.float32)
     b_sd = 0.0
-    for i_v in tl.static_range(V // BV):
+    for i_v in range(V // BV):
         if BV < V:
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
             b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
