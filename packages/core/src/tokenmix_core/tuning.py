@@ -82,7 +82,8 @@ _KEPT_ATTENTION: dict[str, dict[int, KeptAttentionTile]] = {
 def kept_attention(kernel: str, head_size: int, dtype: torch.dtype, unit: int) -> KeptAttentionTile:
     """The same of attention over kept keys. BN divides 64: a tile of columns lies in one unit of more than a token."""
     if dtype == torch.float32:
-        return KeptAttentionTile(*attention(kernel, head_size, dtype))
+        # as for wide keys of the delta rule, ptxas is told of the registers that there are
+        return KeptAttentionTile(*attention(kernel, head_size, dtype), 255 if head_size > 128 else None)
     tile = next(tile for bound, tile in _KEPT_ATTENTION[kernel].items() if head_size <= bound)
     if kernel == "backward_keys" or unit == 1:
         return tile
@@ -112,9 +113,11 @@ def kept_attention_pieces(tiles: int, device: torch.device) -> int:
     return min(8 * multiprocessors(device), max(2 * multiprocessors(device), tiles // 4))
 
 
-def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """BN, num_warps and num_stages of the decoding kernel, which is bound by reading the cache."""
-    return (32, 4, 2) if dtype == torch.float32 or head_size > 128 else (64, 4, 3)
+def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """BN, num_warps, num_stages and maxnreg of the decoding kernel, which is bound by reading the cache."""
+    if dtype == torch.float32 or head_size > 128:
+        return 32, 4, 2, 255 if dtype == torch.float32 and head_size > 128 else None
+    return 64, 4, 3, None
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
@@ -311,12 +314,16 @@ def state_step(op: str, sequence_heads: int, K: int, V: int) -> StateStep | None
 
 
 class ScanTile(NamedTuple):
-    """BV columns of the state a program; for kernels that are not split along V, the tile they take at a time."""
+    """BV columns of the state a program; for kernels that are not split along V, the tile they take at a time.
+
+    At most so many registers a thread where `maxnreg` is a number.
+    """
 
     BV: int
     num_warps: int
     num_stages: int
     BK: int = 256
+    maxnreg: int | None = None
 
 
 # by bytes of an element and key size, for the steps that run along a sequence: tiles from wide to narrow
@@ -324,10 +331,11 @@ _GATED_DELTA_RULE_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-    # float32 operands are split in parts, and 8 warps read past their tile where K is 256
+    # float32 operands are split in parts, and 8 warps read past their tile where K is 256. There ptxas 12.8 and 12.9 fall
+    # back to 32 registers a thread, and 16 KB of spills, where they are not told that there are 255
     (4, 64): (ScanTile(32, 4, 1),),
     (4, 128): (ScanTile(32, 4, 1),),
-    (4, 256): (ScanTile(32, 4, 1),),
+    (4, 256): (ScanTile(32, 4, 1, maxnreg=255),),
 }
 # the same where the state is held transposed: 64 columns are the rows of one warp group
 _GATED_DELTA_RULE_TRANSPOSED = _GATED_DELTA_RULE_SEQUENCE | {

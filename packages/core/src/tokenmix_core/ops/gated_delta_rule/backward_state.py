@@ -179,6 +179,6 @@ def backward_state(reverse: Reverse, form: Form) -> OfStates:
         dv=dv, dstates=dstates, ends=ends, dwrites=dwrites, bare_ends=bare_ends, dinitial_state=dinitial_state,
         scale=x.scale, T=T, H=H, group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK, BV=launch.BV, WRITES=x.run,
         L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     return OfStates(dv, dstates, ends, dinitial_state, of_runs)

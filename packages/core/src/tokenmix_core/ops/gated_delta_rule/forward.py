@@ -268,7 +268,7 @@ def forward(
         states=states, remainders=remainders, scale=x.scale, T=T, N=N, H=H, group=HV // H, tokens=B * T,
         segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
         ORDERED=order is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps * BV // launch.BV,
-        num_stages=launch.num_stages,
+        num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     return o, final_state
 

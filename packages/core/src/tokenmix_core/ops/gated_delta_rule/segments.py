@@ -264,7 +264,7 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
         k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=x.initial_state,
         cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,
         segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
-        DOT=dot_precision(x.k), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        DOT=dot_precision(x.k), num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     launch = tuning.gated_delta_rule("entering", K, V, x.k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](

@@ -102,7 +102,7 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
     rows = TQ * HQ // H
     BM = min(64, block_size(rows))
     row_tiles = cdiv(rows, BM)
-    BN, warps, stages = tuning.attention_decode(max(K, V), q.dtype)
+    BN, warps, stages, maxnreg = tuning.attention_decode(max(K, V), q.dtype)
     seen = S if window is None else min(S, window + TQ + sinks)
     splits = tuning.splits(B * H * row_tiles, cdiv(seen, BN), q.device)
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, TQ, HQ, dtype=torch.float32)
@@ -115,6 +115,7 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
         **strides(q=q, k=k_cache, v=v_cache), TQ=TQ, HQ=HQ, H=H, splits=splits, row_tiles=row_tiles, window=window or 0,
         sinks=sinks, scale=scale * math.log2(math.e), K=K, V=V, BM=BM, BN=BN, BK=block_size(K), BV=block_size(V),
         WINDOW=window is not None, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
+        maxnreg=maxnreg,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(B * TQ * HQ,)](
