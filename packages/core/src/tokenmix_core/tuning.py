@@ -331,8 +331,8 @@ _GATED_DELTA_RULE_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-    # float32 operands are split in parts, and 8 warps read past their tile where K is 256. There ptxas 12.8 and 12.9 fall
-    # back to 32 registers a thread, and 16 KB of spills, where they are not told that there are 255
+    # float32 operands are split in parts, and 8 warps read past their tile where K is 256. There ptxas 12.8 and 12.9
+    # fall back to 32 registers a thread, and spill 16 KB, where they are not told that there are 255
     (4, 64): (ScanTile(32, 4, 1),),
     (4, 128): (ScanTile(32, 4, 1),),
     (4, 256): (ScanTile(32, 4, 1, maxnreg=255),),

@@ -144,5 +144,5 @@ def constants(q, v, tile: tuning.KeptAttentionTile, unit: int, window: int | Non
         **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},
         **{"UNIT": unit, "WINDOW": window is not None, "PACKED": cu_seqlens is not None},
         **{"PRECISION": precision(q.dtype), "num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        **({} if tile.maxnreg is None else {"maxnreg": tile.maxnreg}),
+        "maxnreg": tile.maxnreg,
     }
