@@ -62,6 +62,35 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
     subprocess.run([sys.executable, script], check=True, timeout=250, env=environment)
 
 
+@pytest.mark.parametrize(("asked", "fused"), [(None, True), ("0", False)])
+def test_kernels_fuse_products_and_sums_unless_the_user_says_otherwise(tmp_path, asked, fused):
+    """So they were measured; Triton warns that it will no longer do so by itself."""
+    script = tmp_path / "kernel.py"
+    script.write_text(f"""if True:
+        import torch
+        import triton
+        import triton.language as tl
+
+        from tokenmix_core.launch.kernels import cached_launch
+        from tokenmix_core.testing.compilation import _pretend
+
+        @cached_launch
+        @triton.jit
+        def add(x, y):
+            p_x = x + tl.arange(0, 16)
+            tl.store(p_x, tl.load(p_x) * tl.load(y) + 1.0)
+
+        _pretend(())
+        made = add.fn.warmup(torch.zeros(16), torch.zeros(1), grid=(1,))
+        assert made.metadata.enable_fp_fusion is {fused}
+        assert ("fma" in made.asm["ptx"]) is {fused}
+    """)
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": asked} if asked else {}
+    command = [sys.executable, "-W", "error:TRITON_DEFAULT_FP_FUSION", str(script)]
+    subprocess.run(command, check=True, timeout=250, env=environment)
+
+
 def test_constants_are_marked_as_torch_marks_them():
     ours, torchs = private.constant_when_traced(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
     assert vars(ours) == vars(torchs) != {}

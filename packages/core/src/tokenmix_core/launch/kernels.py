@@ -37,7 +37,7 @@ def cached_launch(kernel):
         return kernel
     if torch.cuda.is_initialized():
         _begun()
-    private.let_assembler_allocate(kernel)
+    private.choose_compiler_options(kernel)
     return _Launcher(kernel)
 
 

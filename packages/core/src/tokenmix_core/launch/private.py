@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -241,20 +242,23 @@ def observing() -> Callable[[], Any]:
 _ALLOCATOR = "--regAllocOptLevel=4"
 
 
-def let_assembler_allocate(kernel: Any) -> None:
-    """Let ptxas allocate a Gluon kernel's registers as it would by itself, where Triton would tell it otherwise.
+def choose_compiler_options(kernel: Any) -> None:
+    """Let a kernel be compiled as those were that were measured, where Triton would do otherwise.
 
-    Options that the user has set for ptxas stand.
+    A product and a sum are one instruction, as Triton makes them up to 3.9, which warns that 3.10 will not. ptxas
+    allocates a Gluon kernel's registers as it would by itself, where Triton 3.9 tells it otherwise. What the user has set
+    for either stands.
     """
     import triton
 
+    chosen = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
     gluon = find("triton:JITFunction.is_gluon") is not None and kernel.is_gluon()
-    if not gluon or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-        return
     # absent and empty are alike: nothing was asked for
-    if not getattr(find("triton.knobs:nvidia"), "ptxas_options", None):
-        # every way to compile or to launch it ends there
-        kernel.run = functools.partial(kernel.run, ptx_options=_ALLOCATOR)
+    asked = getattr(find("triton.knobs:nvidia"), "ptxas_options", None)
+    if gluon and not asked and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+        chosen["ptx_options"] = _ALLOCATOR
+    # every way to compile or to launch it ends there
+    kernel.run = functools.partial(kernel.run, **chosen)
 
 
 def is_of_compiler(error: Exception) -> bool:
