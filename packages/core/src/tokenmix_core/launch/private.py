@@ -246,12 +246,12 @@ def choose_compiler_options(kernel: Any) -> None:
     """Let a kernel be compiled as those were that were measured, where Triton would do otherwise.
 
     A product and a sum are one instruction, as Triton makes them up to 3.9, which warns that 3.10 will not. ptxas
-    allocates a Gluon kernel's registers as it would by itself, where Triton 3.9 tells it otherwise. What the user has set
-    for either stands.
+    allocates a Gluon kernel's registers as it would by itself, where Triton 3.9 tells it otherwise. What the user has
+    set for either stands.
     """
     import triton
 
-    chosen = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
+    chosen: dict[str, Any] = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
     gluon = find("triton:JITFunction.is_gluon") is not None and kernel.is_gluon()
     # absent and empty are alike: nothing was asked for
     asked = getattr(find("triton.knobs:nvidia"), "ptxas_options", None)
