@@ -24,7 +24,7 @@ DROPOUTS = (0.0, 0.1)
 _FIRST_CALL = """
 import torch
 from tokenmix_lte.scorers import ConvScorer
-scorer = ConvScorer(8, 128, dropout=0.1, causal=False, impl="triton").cuda()
+scorer = ConvScorer(8, 128, dropout=0.1, causal=False, impl="gluon").cuda()
 k, v = (torch.randn(8, 4096, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
 torch.cuda.synchronize()
 """
@@ -64,9 +64,11 @@ def _rows(shape: tuple[int, int, int, int, bool], dropout: float, device: str) -
     convs = list(zip(scorer.kernels, scorer.biases, strict=True))
     call = functools.partial(retention_logits, k, v, convs, scorer.weight, scorer.bias, cu_seqlens=cu_seqlens)
     forwards = {
-        "tokenmix": functools.partial(call, dropout=dropout, impl=None if device == "cpu" else "triton"),
+        "tokenmix": functools.partial(call, dropout=dropout, impl=None if device == "cpu" else "gluon"),
         "tokenmix, eager": functools.partial(call, dropout=dropout, impl="reference"),
     }
+    if device != "cpu":
+        forwards["tokenmix, portable"] = functools.partial(call, dropout=dropout, impl="triton")
     if not packed:
         forwards["torch conv1d, float32"] = lambda: grouped_convolutions(scorer, k, v, dropout, torch.float32)
         forwards["torch conv1d, dtype of k"] = lambda: grouped_convolutions(scorer, k, v, dropout, dtype)

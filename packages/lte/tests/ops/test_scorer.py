@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmix_core.ops.choice import device_limit
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
@@ -231,17 +232,24 @@ class TestRetentionLogits(OpContract):
 
         x, _ = self.make(torch.float32, device, T=3)
         weights = [x[f"{letter}{i}"] for i in range(3) for letter in "wb"]
-        arguments = (x["k"], x["v"], *weights, x["weight"], x["bias"], None, None, None, 0, -2, 0, 2)
+        arguments = (x["k"], x["v"], *weights, x["weight"], x["bias"], None, None, None, 0, -2, 0, 2, None)
         yield scorer_forward_op, arguments, "test_schema", "test_faketensor"
         dlogits = torch.ones_like(x["k"][..., 0])
         yield scorer_backward_op, (*arguments, dlogits), "test_schema", "test_faketensor"
 
 
+FORMS = [
+    *(("triton", size, dtype) for size in (16, 48, 64) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    *(("gluon", 64, dtype) for dtype in (torch.bfloat16, torch.float16)),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [16, 48, 64])
+@pytest.mark.parametrize(("impl", "size", "dtype"), FORMS)
 @pytest.mark.parametrize("case", ["two tiles", "dropout", "packed", "padded", "past"])
-def test_every_tile_agrees_with_the_reference_on_a_gpu(case, size, dtype, device):
+def test_every_tile_agrees_with_the_reference_on_a_gpu(case, impl, size, dtype, device):
+    if impl == "gluon" and (why := device_limit(torch.device(device))) is not None:
+        pytest.skip(why)
     options = {**KERNEL_CASES[case], "size": size, "T": 601}
     if "cu_seqlens" in options:
         options["cu_seqlens"] = torch.tensor([0, 1, 1, 9, 340, 601])
@@ -251,7 +259,7 @@ def test_every_tile_agrees_with_the_reference_on_a_gpu(case, size, dtype, device
     exact = scored(tensors, options, torch.float64, torch.float64, "reference")
     with RoundedProducts(dtype):
         eager = scored(tensors, options, dtype, torch.float32, "reference")
-    for name, x in scored(tensors, options, dtype, torch.float32, "triton").items():
+    for name, x in scored(tensors, options, dtype, torch.float32, impl).items():
         assert_within(name, x, exact[name], eager[name], floor=rounding(dtype))
 
 

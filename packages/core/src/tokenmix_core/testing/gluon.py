@@ -207,9 +207,11 @@ def _sums(values: Sequence[Tensor], axis: int, combine: Callable) -> tuple[Tenso
 
 
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """A logarithm; all else changes nothing, but keeps the compiler from knowing it."""
+    """A logarithm or a reciprocal; all else changes nothing, but keeps the compiler from knowing it."""
     if asm.startswith("lg2"):
         return args[0].log2()
+    if asm.startswith("rcp"):
+        return args[0].reciprocal()
     return args[0] if args else None
 
 

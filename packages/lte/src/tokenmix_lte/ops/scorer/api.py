@@ -18,6 +18,7 @@ from tokenmix_core.ops.common import (
     check_tensors,
     resolve_impl,
 )
+from tokenmix_lte.ops.scorer.plan import GLUON, hopper_limit
 from tokenmix_lte.ops.scorer.reference import LEVELS, retention_logits_reference
 from tokenmix_lte.ops.scorer.sizes import limit
 
@@ -52,10 +53,11 @@ def retention_logits(
         cu_seqlens: borders of packed sequences, for B = 1 and without `begin`.
         dropout: probability with which elements of a convolution's input are dropped, others enlarged. Which ones is a
             hash of a number drawn by torch and of their places, alike in all implementations.
-        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "reference" (any device), or
-            None: Triton for CUDA tensors wherever it takes the scorer, else the reference. With k in bfloat16 or
-            float16, Triton's products are of that dtype, with sums in float32; all else is float32. There are no
-            kernels in Gluon.
+        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", our kernels for Hopper
+            (the same in bfloat16 or float16, and 16, 32 or 64 channels; at most 32 of the second layer where keys and
+            the first one have 64), "reference" (any device), or None: the fastest of the first two that takes a scorer
+            of CUDA tensors, else the reference. With k in bfloat16 or float16, products of kernels are of that dtype,
+            with sums in float32; all else is float32.
 
     Returns:
         Logits `[B, T, H]`, float32 (float64).
@@ -73,9 +75,9 @@ def retention_logits(
         )
         if chosen == "reference":
             return retention_logits_reference(k, v, convs, weight, bias, **options)
-        from tokenmix_lte.ops.scorer.autograd import retention_logits_triton
+        from tokenmix_lte.ops.scorer.autograd import retention_logits_kernels
 
-        return retention_logits_triton(k, v, convs, weight, bias, **options)
+        return retention_logits_kernels(k, v, convs, weight, bias, **options, impl=chosen)
 
 
 def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl) -> str | None:
@@ -88,7 +90,7 @@ def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl)
 def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat) -> str | None:
     op, convs = "retention_logits", list(zip(flat[::2], flat[1::2], strict=True))
     dims = bind_shapes(op, {}, k=(k, "B T H K"), v=(v, "B T H V"), begin=(begin, "B?"))
-    asked, impl = impl, resolve_impl(op, impl, k)
+    asked, impl = impl, resolve_impl(op, impl, k, GLUON)
     check_dtype(op, _FLOATS, k=k)
     check_same_dtype(op, k=k, v=v)
     check_dtype(op, (torch.int32, torch.int64), begin=begin)
@@ -107,7 +109,10 @@ def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *
         dims["in"] = dims["out"]
     bind_shapes(op, dims, weight=(weight, "H in"), bias=(bias, "H"), k=(k, "B T H K"), cu_seqlens=(cu_seqlens, "_?"))
     check_dtype(op, _FLOATS, weight=weight, bias=bias)
-    why = limit(dims["K"], dims["V"], [kernel.shape[1] for kernel, _ in convs], offsets, k.dtype)
+    outs = [kernel.shape[1] for kernel, _ in convs]
+    why = limit(dims["K"], dims["V"], outs, offsets, k.dtype)
+    if impl == "gluon" and why is None:
+        why = hopper_limit(dims["K"], outs)
     if impl == "reference" or why is None:
         return impl
     if asked is None:

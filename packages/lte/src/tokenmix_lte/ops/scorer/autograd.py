@@ -7,26 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
 
 # k, v, weights and biases of three convolutions, weight and bias of the linear map; all tensors, which come first
 _DIFFERENTIABLE, _TENSORS = 10, 13
 
 
+@retried
 @of_fields
 def _forward(x: Inputs) -> Tensor:
     """The logits."""
-    from tokenmix_lte.ops.scorer.forward import scorer_forward
+    if x.takes_gluon():
+        from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_forward as scorer_forward
+    else:
+        from tokenmix_lte.ops.scorer.forward import scorer_forward
 
     return scorer_forward(x.readable(), x.sizes())
 
 
+@retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
     """Gradients of the first ten tensors, layer by layer from the last."""
     from tokenmix_lte.ops.scorer.backward import scorer_layer_backward
-    from tokenmix_lte.ops.scorer.forward import scorer_beginnings
+
+    if given.inputs.takes_gluon():
+        from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_beginnings as scorer_beginnings
+    else:
+        from tokenmix_lte.ops.scorer.forward import scorer_beginnings
 
     cut, x = given.inputs.sizes(), given.inputs.readable()
     z1, z2, dz3, dweight, dbias = scorer_beginnings(x, given.dlogits.contiguous(), cut)
@@ -76,12 +85,15 @@ def _gradients(ctx, dlogits):
 scorer = differentiable(scorer_forward_op, _forward, _save, _gradients)
 
 
-def retention_logits_triton(k, v, convs, weight, bias, *, offsets: Sequence[int], begin, cu_seqlens, seed, threshold):
-    """`retention_logits` by Triton."""
+def retention_logits_kernels(
+    k, v, convs, weight, bias, *, offsets: Sequence[int], begin, cu_seqlens, seed, threshold, impl
+):
+    """`retention_logits` by kernels, portable ones or in Gluon."""
     (w1, bias1), (w2, bias2), (w3, bias3) = convs
     first, middle, last = offsets
     x = Inputs(
         k=k, v=v, w1=w1, bias1=bias1, w2=w2, bias2=bias2, w3=w3, bias3=bias3, weight=weight, bias=bias, begin=begin,
         cu_seqlens=cu_seqlens, seed=seed, threshold=threshold, first=first, middle=middle, last=last,
+        impl=impl,
     )  # fmt: skip
     return scorer(*x)

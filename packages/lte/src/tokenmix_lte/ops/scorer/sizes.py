@@ -46,6 +46,9 @@ class Sizes(NamedTuple):
 
 # of all layers and of one, by bytes of an element: chosen by registers and shared memory of the machine code for sm_90
 _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
+# on Hopper: streams of a program, the rows of one product of four warps, and blocks of keys and values that it holds:
+# three are read, one is dropped from, two are on their way
+BLOCK_STREAMS, RING = 64, 6
 # with more, logits in 16 bits were wrong on an H200 with Triton 3.6.0 and its assembler, in two tiles; right with 3.9.0
 MOST_CHANNELS = 64
 

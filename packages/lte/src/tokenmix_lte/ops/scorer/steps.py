@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from tokenmix_core.ops.common import aligned
+from tokenmix_lte.ops.scorer.plan import takes_gluon
 from tokenmix_lte.ops.scorer.sizes import Sizes, sizes
 
 
@@ -19,6 +22,7 @@ class Inputs(NamedTuple):
         begin, cu_seqlens: each row's first token that exists, or the borders of packed sequences.
         seed, threshold: of dropout.
         first, middle, last: offsets of the taps.
+        impl: as `retention_logits`', without "reference".
     """
 
     k: Tensor
@@ -38,16 +42,28 @@ class Inputs(NamedTuple):
     first: int
     middle: int
     last: int
+    impl: str | None
 
     def sizes(self) -> Sizes:
         """How the call is cut up."""
-        return sizes(self.k, [w.shape[1] for w in (self.w1, self.w2, self.w3)], (self.first, self.middle, self.last))
+        return sizes(self.k, self.outs(), (self.first, self.middle, self.last))
+
+    def outs(self) -> list[int]:
+        """Channels of each layer."""
+        return [w.shape[1] for w in (self.w1, self.w2, self.w3)]
+
+    def takes_gluon(self) -> bool:
+        """Tell whether kernels in Gluon make the call; errors as `plan.takes_gluon`'s."""
+        return takes_gluon(self.impl, self.k.device, self.k.dtype, self.k.shape[-1], self.outs())
 
     def readable(self) -> Inputs:
-        """The same as kernels read it: convolutions `[taps, H, in, out]` in the dtype of keys, and all contiguous."""
-        taps_first = {name: getattr(self, name).permute(3, 0, 2, 1).to(self.k.dtype) for name in ("w1", "w2", "w3")}
-        x = self._replace(**taps_first)
-        return Inputs(*(t.contiguous() for t in x[:10]), *x[10:])
+        """The same as kernels read it: convolutions `[taps, H, in, out]` in the dtype of keys, and all aligned."""
+
+        def taps_first(w: Tensor) -> Tensor:
+            return w.permute(3, 0, 2, 1).to(self.k.dtype, memory_format=torch.contiguous_format)
+
+        x = self._replace(w1=taps_first(self.w1), w2=taps_first(self.w2), w3=taps_first(self.w3))
+        return Inputs(*map(aligned, x[:10]), *x[10:])
 
 
 class BackwardInputs(NamedTuple):

@@ -1,0 +1,1 @@
+"""The scorer's kernels for Hopper, in Gluon."""

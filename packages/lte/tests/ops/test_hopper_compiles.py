@@ -1,0 +1,51 @@
+"""This package's Gluon kernels compile for Hopper, by the installed Triton and without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tokenmix_core.testing.compilation import EVERY, SHARED_MEMORY, compile_calls, compiled_by
+
+
+def scorer(B=8, T=4096, H=8, channels=(64, 64, 32, 16), offsets=(-2, 0, 2), dtype=torch.bfloat16, **options):
+    """Logits and their gradients."""
+    from tokenmix_lte.ops import retention_logits
+
+    K, *outs = channels
+    k, v = (torch.empty(B, T, H, K, dtype=dtype).requires_grad_() for _ in range(2))
+    weights = [
+        x.requires_grad_() for C, CO in pairwise((2 * K, *outs)) for x in (torch.empty(H, CO, C, 3), torch.empty(H, CO))
+    ]
+    last = [torch.empty(H, outs[-1]).requires_grad_(), torch.empty(H).requires_grad_()]
+    convs = list(zip(weights[::2], weights[1::2], strict=True))
+    logits = retention_logits(k, v, convs, *last, offsets=offsets, impl="gluon", **options)
+    torch.autograd.grad(logits, [k, v, *weights, *last], torch.empty_like(logits))
+
+
+CALLS = {
+    "scorer": scorer,
+    "in float16 with dropout": partial(scorer, dtype=torch.float16, dropout=0.1),
+    "packed": partial(scorer, B=1, cu_seqlens=torch.tensor([0, 1000, 4096], dtype=torch.int32)),
+    "padded, of the past": partial(scorer, offsets=(-4, -2, 0), begin=torch.zeros(8, dtype=torch.int64)),
+    "narrow": partial(scorer, channels=(16, 16, 16, 16)),
+    "wide ends": partial(scorer, channels=(32, 64, 64, 64), dropout=0.1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor(monkeypatch):
+    # channels decide how much shared memory a kernel takes
+    monkeypatch.setenv(EVERY, "1")
+    kernels = compiled_by(__file__)
+    assert {x["call"] for x in kernels} == CALLS.keys()
+    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+
+
+if __name__ == "__main__":
+    compile_calls(CALLS, "tokenmix_core.ops", "tokenmix_lte.ops")
