@@ -12,7 +12,8 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.testing import gluon
-from tokenmix_core.testing.agreement import assert_agrees
+from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
+from tokenmix_core.testing.closeness import assert_within
 from tokenmix_lte.ops import retention_logits
 from tokenmix_lte.ops.scorer.plan import hopper_limit
 
@@ -48,7 +49,7 @@ def on_hopper(monkeypatch):
 
     (tile,) = gluon.load("tokenmix_core", "tile.hopper")
     monkeypatch.setitem(sys.modules, tile.__name__, tile)
-    for module in gluon.load(OP, "hopper.forward"):
+    for module in gluon.load(OP, "hopper.forward", "hopper.backward"):
         for name, run in list(vars(module).items()):
             if name.startswith("hopper_") and not isinstance(run, gluon.Jit):
                 monkeypatch.setattr(module, name, partial(note, name, run))
@@ -84,7 +85,20 @@ def test_logits_and_gradients_agree_with_the_reference(case, on_hopper):
     options = {name: x for name, x in CASES[case].items() if name not in sizes}
     kernels, reference = (partial(scored, impl=impl, **options) for impl in ("gluon", "reference"))
     assert_agrees(kernels, reference, inputs(**sizes))
-    assert on_hopper == {"hopper_scorer_forward", "hopper_scorer_beginnings"}
+    assert on_hopper == {"hopper_scorer_forward", "hopper_scorer_beginnings", "hopper_layer_backward"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_errs_at_most_twice_as_much_as_the_reference_with_products_of_the_dtype(dtype, on_hopper):
+    x = inputs(B=2, T=90)
+    x = {name: y.to(dtype if name in "kv" else y.dtype) for name, y in x.items()}
+    kernels, reference = (partial(scored, impl=impl, dropout=0.1) for impl in ("gluon", "reference"))
+    got, upstream = values_and_gradients(kernels, x)
+    exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
+    with RoundedProducts(dtype):
+        eager, _ = values_and_gradients(reference, x, upstream)
+    for name, y in got.items():
+        assert_within(name, y, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
 
 
 def test_default_scorers_are_taken_and_those_too_large_are_not():

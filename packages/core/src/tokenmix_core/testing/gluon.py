@@ -189,6 +189,13 @@ def constexpr(x=None):
     return x
 
 
+def _where(condition: Tensor, x, y):
+    """One of two addresses, or of two tensors' elements."""
+    if isinstance(x, Pointer):
+        return x if condition else y
+    return torch.where(*map(torch.as_tensor, (condition, x, y)))
+
+
 def _product(a, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
     product = (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
     return acc + product if use_acc else product
@@ -238,7 +245,7 @@ def _language() -> ModuleType:
         "exp2": _unary(torch.exp2),
         "log2": _unary(torch.log2),
         "rsqrt": _unary(torch.rsqrt),
-        "where": lambda c, x, y: torch.where(*map(torch.as_tensor, (c, x, y))),
+        "where": _where,
         "sum": lambda x, axis: x.sum(axis),
         "max": lambda x, axis: x.amax(axis),
         "min": lambda x, axis: x.amin(axis),

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from tokenmix_core.ops.explanation import Operation, register_operation
+from collections.abc import Mapping
+
+from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.operations import whole
 from tokenmix_lte.ops.branches.api import gated_sum
 from tokenmix_lte.ops.eviction.api import evict_step
 from tokenmix_lte.ops.scorer.api import retention_logits
+from tokenmix_lte.ops.scorer.plan import GLUON, hopper_limit, takes_gluon
 from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
+
+
+def _scorer(tensors: Tensors) -> tuple[int, list[int]]:
+    """Channels of keys, and of each layer as a model has it."""
+    K = tensors["k"].shape[3]
+    return K, [K, K // 2, K // 4]
+
+
+def _scores(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    found, k = whole("retention_logits", tensors, impl, GLUON), tensors["k"]
+    if found[WHOLE] == "reference":
+        return found
+    return {WHOLE: "gluon" if takes_gluon(impl, k.device, k.dtype, *_scorer(tensors)) else "triton"}
+
 
 register_operation(
     Operation(
         retention_logits,
         {"k": "B T H K", "v": "B T H K"},
         {"B": 8, "T": 4096, "H": 8, "K": 64},
-        lambda x, impl: whole("retention_logits", x, impl),
+        _scores,
+        GLUON,
+        lambda x: hopper_limit(*_scorer(x)),
     )
 )
 register_operation(

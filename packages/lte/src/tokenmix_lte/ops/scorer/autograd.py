@@ -30,18 +30,18 @@ def _forward(x: Inputs) -> Tensor:
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
     """Gradients of the first ten tensors, layer by layer from the last."""
-    from tokenmix_lte.ops.scorer.backward import scorer_layer_backward
-
     if given.inputs.takes_gluon():
+        from tokenmix_lte.ops.scorer.hopper.backward import hopper_layer_backward as layer_backward
         from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_beginnings as scorer_beginnings
     else:
+        from tokenmix_lte.ops.scorer.backward import scorer_layer_backward as layer_backward
         from tokenmix_lte.ops.scorer.forward import scorer_beginnings
 
     cut, x = given.inputs.sizes(), given.inputs.readable()
     z1, z2, dz3, dweight, dbias = scorer_beginnings(x, given.dlogits.contiguous(), cut)
-    (dz2,), dw3, dbias3 = scorer_layer_backward(x, cut, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
-    (dz1,), dw2, dbias2 = scorer_layer_backward(x, cut, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
-    (dk, dv), dw1, dbias1 = scorer_layer_backward(x, cut, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
+    (dz2,), dw3, dbias3 = layer_backward(x, cut, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
+    (dz1,), dw2, dbias2 = layer_backward(x, cut, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
+    (dk, dv), dw1, dbias1 = layer_backward(x, cut, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
     # parts of one tensor, which outputs of an operator may not be
     of_map = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
     grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *of_map

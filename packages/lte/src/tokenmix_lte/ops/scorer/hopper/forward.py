@@ -8,8 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core import tuning
-from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
+from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import await_copies, product_layout, row_layout
 from tokenmix_lte.ops.scorer.hopper.streams import (
@@ -24,8 +23,9 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     rows_of,
     sigmoid,
     store_layer,
+    stream_blocks,
 )
-from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, RING, Sizes
+from tokenmix_lte.ops.scorer.sizes import RING, Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
 
 _RING = gl.constexpr(RING)
@@ -71,8 +71,8 @@ def hopper_scorer_kernel(
     streams3 = (gl.convert_layout(i_row, rows3), gl.convert_layout(there, rows3), gl.convert_layout(end, rows3))
     for i in gl.static_range(_RING - 1):
         o_t = 3 * FIRST + i * STEP
-        fetch_tokens(x0.index(2 * i), k, streams, o_t, H, W)
-        fetch_tokens(x0.index(2 * i + 1), v, streams, o_t, H, W)
+        fetch_tokens(x0.index(2 * i), k, streams, o_t, H, K, W)
+        fetch_tokens(x0.index(2 * i + 1), v, streams, o_t, H, K, W)
         async_copy.commit_group()
     o_1 = gl.arange(0, C1, gl.SliceLayout(0, tile1))
     o_2 = gl.arange(0, C2, gl.SliceLayout(0, tile2))
@@ -100,8 +100,8 @@ def hopper_scorer_kernel(
         # every warp has left the products of the step before, and sees what the others stored
         await_copies(_RING - 5)
         new, o_t = (s + _RING - 1) % _RING * 2, (s + _RING - 1) * STEP + 3 * FIRST
-        fetch_tokens(x0.index(new), k, streams, o_t, H, W)
-        fetch_tokens(x0.index(new + 1), v, streams, o_t, H, W)
+        fetch_tokens(x0.index(new), k, streams, o_t, H, K, W)
+        fetch_tokens(x0.index(new + 1), v, streams, o_t, H, K, W)
         async_copy.commit_group()
         b_z3 = begin_convolution(x2, w3_s, s + 2, zero3)
         b_z2 = begin_convolution(x1, w2_s, s + 1, zero2)
@@ -152,7 +152,7 @@ def hopper_scorer_kernel(
 def hopper_scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
     """As `forward.scorer_forward`."""
     logits = x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
-    _launch(x, sizes, slot_tokens(x, sizes), logits=logits)
+    _launch(x, sizes, stream_blocks(x, sizes, 1), logits=logits)
     return logits
 
 
@@ -160,35 +160,20 @@ def hopper_scorer_beginnings(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[
     """As `forward.scorer_beginnings`."""
     B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels
-    tokens = slot_tokens(x, sizes)
+    streams = stream_blocks(x, sizes, 1)
     z1, z2, dz3 = (x.k.new_empty(B, T, H, C) for C in sizes.channels[1:])
-    dlast = x.k.new_empty(_blocks(x, sizes, tokens)[1], H, C3 + 1, dtype=torch.float32)
-    _launch(x, sizes, tokens, dlogits=dlogits, z1=z1, z2=z2, dz3=dz3, dlast=dlast)
+    dlast = x.k.new_empty(streams[2], H, C3 + 1, dtype=torch.float32)
+    _launch(x, sizes, streams, dlogits=dlogits, z1=z1, z2=z2, dz3=dz3, dlast=dlast)
     sums = dlast.sum(0)
     return z1, z2, dz3, sums[:, :C3], sums[:, C3]
 
 
-def slot_tokens(x: Inputs, sizes: Sizes) -> int:
-    """Tokens of a slot: so many that a head's streams are as many as its multiprocessors take, but at least 8 steps."""
-    B, T, H, _ = x.k.shape
-    *_, step = sizes.taps
-    programs = max(1, tuning.multiprocessors(x.k.device) // H)
-    return max(8, min(cdiv(B * T, programs * BLOCK_STREAMS), cdiv(T, step))) * step
-
-
-def _blocks(x: Inputs, sizes: Sizes, tokens: int) -> tuple[int, int]:
-    """Slots, and blocks of their streams."""
-    B, T, *_ = x.k.shape
-    slots = chunk_slots(B, T, tokens, x.cu_seqlens)
-    return slots, cdiv(slots * sizes.taps[2], BLOCK_STREAMS)
-
-
 def _launch(
-    x: Inputs, sizes: Sizes, tokens: int, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
+    x: Inputs, sizes: Sizes, streams: tuple, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
 ) -> None:
     """Write the logits, or from their gradient what the layers' gradients begin with."""
     _, T, H, _ = x.k.shape
-    (slots, blocks), (K, C1, C2, C3), (_, FIRST, STEP) = _blocks(x, sizes, tokens), sizes.channels, sizes.taps
+    (tokens, slots, blocks), (K, C1, C2, C3), (_, FIRST, STEP) = streams, sizes.channels, sizes.taps
     hopper_scorer_kernel[(blocks, H)](
         k=x.k, v=x.v, w1=x.w1, bias1=x.bias1, w2=x.w2, bias2=x.bias2, w3=x.w3, bias3=x.bias3, weight=x.weight,
         bias=x.bias, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, logits=logits, dlogits=dlogits, z1=z1, z2=z2,

@@ -3,12 +3,17 @@
 A tap of a convolution then reads a whole block, and none is computed twice but where streams begin and end.
 """
 
+from __future__ import annotations
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from tokenmix_core import tuning
+from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.tile.hopper import LOG2_E, async_load, row_layout, sequence_span
-from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS
+from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
+from tokenmix_lte.ops.scorer.steps import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
 
@@ -62,12 +67,12 @@ def exist(streams, o_t):
 
 
 @gluon.jit
-def fetch_tokens(s_x, x, streams, o_t, H, WARPS: gl.constexpr):
-    """Begin to copy each stream's token so far from its first own one; those that do not exist become zero."""
-    C: gl.constexpr = s_x.shape[1]
-    o_c = gl.arange(0, C, gl.SliceLayout(0, row_layout(C, WARPS)))
+def fetch_tokens(s_x, x, streams, o_t, H, C: gl.constexpr, WARPS: gl.constexpr):
+    """Begin to copy C channels of each stream's token so far from its first own one; what does not exist becomes 0."""
+    WIDTH: gl.constexpr = s_x.shape[1]
+    o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, row_layout(WIDTH, WARPS)))
     p_x = x + (streams[0] + o_t * H)[:, None] * C + o_c[None, :]
-    async_load(s_x, p_x, mask=exist(streams, o_t)[:, None])
+    async_load(s_x, p_x, mask=exist(streams, o_t)[:, None] & (o_c < C)[None, :])
 
 
 @gluon.jit
@@ -135,7 +140,7 @@ def stay(seed, threshold, o_row, o_c, LAYER: gl.constexpr):
 
 
 @gluon.jit
-def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel: gl.constexpr, WARPS: gl.constexpr):
+def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.constexpr):
     """Dropout of a block of keys or values where it lies, whose sums will be enlarged."""
     C: gl.constexpr = s_x.shape[1]
     layout: gl.constexpr = row_layout(C, WARPS)
@@ -156,3 +161,16 @@ def store_layer(
         o_c = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
         b_there = b_there & stay(seed, threshold, streams[0] + o_t * H, o_c, LAYER)
     s_x.store(gl.where(b_there, b_x, 0.0).to(s_x.dtype))
+
+
+def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, int]:
+    """How a call is cut into streams for so many programs a multiprocessor: a slot's tokens, slots, a head's programs.
+
+    Streams have at least 8 tokens, as each begins with some that are another's.
+    """
+    B, T, H, _ = x.k.shape
+    *_, step = sizes.taps
+    of_head = max(1, int(programs * tuning.multiprocessors(x.k.device)) // H)
+    tokens = max(8, min(cdiv(B * T, of_head * BLOCK_STREAMS), cdiv(T, step))) * step
+    slots = chunk_slots(B, T, tokens, x.cu_seqlens)
+    return tokens, slots, cdiv(slots * step, BLOCK_STREAMS)

@@ -1,0 +1,189 @@
+"""Gradients of one layer on Hopper: a program walks along 64 streams, with its sums for the weights in registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenmix_core.chunking import num_sequences
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.hopper import async_load, await_copies, barrier, product_layout, row_layout
+from tokenmix_lte.ops.scorer.hopper.streams import (
+    STREAMS,
+    drop_tokens,
+    enlarged,
+    exist,
+    fetch_tokens,
+    locate_streams,
+    rows_of,
+    sigmoid,
+    stay,
+    stream_blocks,
+)
+from tokenmix_lte.ops.scorer.sizes import Sizes
+from tokenmix_lte.ops.scorer.steps import Inputs
+
+# all tiles have so many columns: assemblers before that of CUDA 12.9 err where narrower ones are read both ways
+_WIDTH = gl.constexpr(64)
+# blocks in shared memory: of sums' gradients three are read and two on their way; of keys or values one is read, one
+# dropped from, and two are on their way
+_GRADIENTS = gl.constexpr(5)
+_INPUTS = gl.constexpr(4)
+# programs that a multiprocessor has room for
+_PROGRAMS = 2
+
+
+@gluon.jit
+def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
+    """A layer before its SiLU at each stream's token so far from its first own one, `[STREAMS, _WIDTH]`."""
+    o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, layout))
+    p_z = z + (streams[0] + o_t * H)[:, None] * C + o_c[None, :]
+    return gl.load(p_z, mask=exist(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["T", "N", "slots", "tokens"])
+def hopper_layer_backward_kernel(
+    x, other, dz, w, begin, cu_seqlens, seed, dx, dother, dw, dbias, T, N, slots, tokens, H, threshold,
+    C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
+    DROPOUT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """As `backward.scorer_layer_backward_kernel`, for streams of slots of `tokens` tokens.
+
+    Step s makes the gradient of the streams' tokens s. Block m of sums' gradients is what block m of inputs is read for
+    by the last tap, and block m − 1 by the one before.
+    """
+    W: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = x.dtype.element_ty
+    tile: gl.constexpr = product_layout(_WIDTH, W)
+    row: gl.constexpr = row_layout(_WIDTH, W)
+    i_b, i_h, i_part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    i_in = i_part * C
+    CI = gl.num_programs(2) * C
+    if other is not None:
+        x = gl.where(i_part == 1, other, x)
+        dx = gl.where(i_part == 1, dother, dx)
+    w_s = gl.allocate_shared_memory(dtype, [3, _WIDTH, _WIDTH], rows_of(_WIDTH))
+    dz_s = gl.allocate_shared_memory(dtype, [_GRADIENTS, STREAMS, _WIDTH], rows_of(_WIDTH))
+    INPUTS: gl.constexpr = 1 if LAYER > 0 else _INPUTS
+    x_s = gl.allocate_shared_memory(dtype, [INPUTS, STREAMS, _WIDTH], rows_of(_WIDTH))
+    o_i = gl.arange(0, _WIDTH, gl.SliceLayout(1, row))
+    o_o = gl.arange(0, _WIDTH, gl.SliceLayout(0, row))
+    for i in gl.static_range(3):
+        p_w = w + ((i * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
+        async_load(w_s.index(i), p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :])
+    rows: gl.constexpr = gl.SliceLayout(1, tile)
+    streams = locate_streams(
+        i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row)
+    )
+    i_row, there, end = streams
+    streams_t = (gl.convert_layout(i_row, rows), gl.convert_layout(there, rows), gl.convert_layout(end, rows))
+    for i in gl.static_range(_GRADIENTS - 1):
+        fetch_tokens(dz_s.index(i), dz, streams, (i - 2) * STEP - FIRST, H, CO, W)
+        if LAYER == 0 and i < _INPUTS - 1:
+            fetch_tokens(x_s.index(i), x, streams, i * STEP, H, C, W)
+        async_copy.commit_group()
+    zero = gl.zeros([STREAMS, _WIDTH], gl.float32, tile)
+    sums: gl.constexpr = product_layout(CO, W)
+    zero_w = gl.zeros([_WIDTH, CO], gl.float32, sums)
+    b_dw0, b_dw1, b_dw2, b_dbias = zero_w, zero_w, zero_w, zero_w
+    scale = enlarged(threshold, DROPOUT)
+    o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, tile))
+    if LAYER > 0:
+        b_z = load_layer(x, streams_t, 0, H, C, tile)
+    elif DROPOUT:
+        await_copies(_GRADIENTS - 2)
+        drop_tokens(x_s.index(0), seed, threshold, streams, 0, H, i_in, W)
+    for s in range(tokens // STEP):
+        # every warp has left the products of the step before, and sees what the others stored
+        await_copies(1)
+        o_t = s * STEP
+        new = s + _GRADIENTS - 1
+        fetch_tokens(dz_s.index(new % _GRADIENTS), dz, streams, (new - 2) * STEP - FIRST, H, CO, W)
+        if LAYER == 0:
+            new = s + _INPUTS - 1
+            fetch_tokens(x_s.index(new % _INPUTS), x, streams, new * STEP, H, C, W)
+        async_copy.commit_group()
+        dz0 = dz_s.index((s + 2) % _GRADIENTS).slice(0, CO, 1)
+        dz1 = dz_s.index((s + 1) % _GRADIENTS).slice(0, CO, 1)
+        dz2 = dz_s.index(s % _GRADIENTS).slice(0, CO, 1)
+        b_dx = warpgroup_mma(dz0, w_s.index(0).slice(0, CO, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_dx = warpgroup_mma(dz1, w_s.index(1).slice(0, CO, 1).permute((1, 0)), b_dx, is_async=True)
+        b_dx = warpgroup_mma(dz2, w_s.index(2).slice(0, CO, 1).permute((1, 0)), b_dx, is_async=True)
+        if LAYER > 0:
+            s_x = x_s.index(0)
+            b_z = b_z.to(gl.float32)
+            b_sigmoid = sigmoid(b_z)
+            b_x = b_z * b_sigmoid
+            b_slope = b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+            if DROPOUT:
+                b_stay = stay(seed, threshold, streams_t[0] + o_t * H, o_c, LAYER)
+                b_x = gl.where(b_stay, b_x, 0.0)
+                b_slope = gl.where(b_stay, b_slope, 0.0)
+            # a token that is not there has z = 0, and so x = 0
+            s_x.store(b_x.to(dtype))
+            b_slope *= scale
+            b_z = load_layer(x, streams_t, o_t + STEP, H, C, tile)
+            fence_async_shared()
+            barrier()
+        else:
+            s_x = x_s.index(s % _INPUTS)
+        s_x = s_x.permute((1, 0))
+        b_dw0 = warpgroup_mma(s_x, dz0, b_dw0, is_async=True)
+        b_dw1 = warpgroup_mma(s_x, dz1, b_dw1, is_async=True)
+        b_dw2 = warpgroup_mma(s_x, dz2, b_dw2, is_async=True)
+        if LAYER == 0 and DROPOUT:
+            drop_tokens(x_s.index((s + 1) % _INPUTS), seed, threshold, streams, o_t + STEP, H, i_in, W)
+        # of the tap at the token itself
+        b_dbias += dz_s.index((s + 2 + FIRST // STEP) % _GRADIENTS).slice(0, CO, 1).load(sums).to(gl.float32)
+        b_dx = warpgroup_mma_wait(3, deps=[b_dx])
+        b_dx *= b_slope if LAYER > 0 else scale
+        b_dx = gl.convert_layout(b_dx.to(dtype), row)
+        o_row = streams[0] + o_t * H
+        b_there = exist(streams, o_t)[:, None]
+        if LAYER == 0 and DROPOUT:
+            b_there = b_there & stay(seed, threshold, o_row, o_o + i_in, 0)
+        b_dx = gl.where(b_there, b_dx, gl.zeros(b_dx.shape, dtype, row))
+        m_own = o_t < streams[2]
+        gl.store(dx + o_row[:, None] * C + o_o[None, :], b_dx, mask=m_own[:, None] & (o_o < C)[None, :])
+        b_dw0, b_dw1, b_dw2 = warpgroup_mma_wait(0, deps=(b_dw0, b_dw1, b_dw2))
+    await_copies(0)
+    o_i = gl.arange(0, _WIDTH, gl.SliceLayout(1, sums))
+    o_c = gl.arange(0, CO, gl.SliceLayout(0, sums))
+    m_w = (o_i < C)[:, None]
+    p_w = dw + ((i_b.to(gl.int64) * 3 * H + i_h) * CI + i_in) * CO + o_i[:, None] * CO + o_c[None, :]
+    for_tap = H * CI * CO
+    gl.store(p_w, b_dw0 * scale, mask=m_w)
+    gl.store(p_w + for_tap, b_dw1 * scale, mask=m_w)
+    gl.store(p_w + 2 * for_tap, b_dw2 * scale, mask=m_w)
+    if i_part == 0:
+        gl.store(dbias + (i_b.to(gl.int64) * H + i_h) * CO + o_c, gl.sum(b_dbias, 0))
+
+
+def hopper_layer_backward(
+    x: Inputs, sizes: Sizes, *, layer: int, inputs: tuple[Tensor, ...], dz: Tensor, w: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """As `backward.scorer_layer_backward`."""
+    _, T, H, C = inputs[0].shape
+    CO, (_, FIRST, STEP) = dz.shape[-1], sizes.taps
+    grads = tuple(torch.empty_like(t) for t in inputs)
+    # only the first layer has two inputs
+    (of, other), (dx, dother) = ((*tensors, None)[:2] for tensors in (inputs, grads))
+    tokens, slots, blocks = stream_blocks(x, sizes, _PROGRAMS / len(inputs))
+    dw = dz.new_empty(blocks, 3, H, len(inputs) * C, CO, dtype=torch.float32)
+    dbias = dz.new_empty(blocks, H, CO, dtype=torch.float32)
+    hopper_layer_backward_kernel[(blocks, H, len(inputs))](
+        x=of, other=other, dz=dz, w=w, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, dx=dx, dother=dother, dw=dw,
+        dbias=dbias, T=T, N=num_sequences(dz, x.cu_seqlens), slots=slots, tokens=tokens, H=H, threshold=x.threshold,
+        C=C, CO=CO, LAYER=layer, FIRST=FIRST, STEP=STEP, DROPOUT=x.seed is not None, PACKED=x.cu_seqlens is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return grads, dw.sum(0).permute(1, 3, 2, 0).contiguous(), dbias.sum(0)
