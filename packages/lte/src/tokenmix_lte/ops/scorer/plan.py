@@ -9,7 +9,7 @@ import torch
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, RING
 
-GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="by a factor that was not yet measured")
+GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="how much slower was not measured yet")
 # bytes that a block may have on Hopper, less what its own scratch and barriers take
 _SHARED_MEMORY = 230_000
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import async_load, await_copies, barrier, product_layout, row_layout
+from tokenmix_core.tile.hopper import async_load, await_copies, barrier, group_layout, row_layout
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
     drop_tokens,
@@ -50,7 +50,7 @@ def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
 
 
 @cached_launch
-@gluon.jit(do_not_specialize=["T", "N", "slots", "tokens"])
+@gluon.jit(do_not_specialize=["T", "N", "slots", "tokens", "threshold"])
 def hopper_layer_backward_kernel(
     x, other, dz, w, begin, cu_seqlens, seed, dx, dother, dw, dbias, T, N, slots, tokens, H, threshold,
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
@@ -63,7 +63,7 @@ def hopper_layer_backward_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
-    tile: gl.constexpr = product_layout(_WIDTH, W)
+    tile: gl.constexpr = group_layout(_WIDTH, W)
     row: gl.constexpr = row_layout(_WIDTH, W)
     i_b, i_h, i_part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     i_in = i_part * C
@@ -92,7 +92,7 @@ def hopper_layer_backward_kernel(
             fetch_tokens(x_s.index(i), x, streams, i * STEP, H, C, W)
         async_copy.commit_group()
     zero = gl.zeros([STREAMS, _WIDTH], gl.float32, tile)
-    sums: gl.constexpr = product_layout(CO, W)
+    sums: gl.constexpr = group_layout(CO, W)
     zero_w = gl.zeros([_WIDTH, CO], gl.float32, sums)
     b_dw0, b_dw1, b_dw2, b_dbias = zero_w, zero_w, zero_w, zero_w
     scale = enlarged(threshold, DROPOUT)

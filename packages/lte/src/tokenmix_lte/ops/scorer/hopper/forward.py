@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import await_copies, product_layout, row_layout
+from tokenmix_core.tile.hopper import await_copies, group_layout, row_layout
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
     begin_convolution,
@@ -32,7 +32,7 @@ _RING = gl.constexpr(RING)
 
 
 @cached_launch
-@gluon.jit(do_not_specialize=["T", "N", "slots", "tokens"])
+@gluon.jit(do_not_specialize=["T", "N", "slots", "tokens", "threshold"])
 def hopper_scorer_kernel(
     k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, logits, dlogits, z1, z2, dz3, dlast,
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
@@ -45,9 +45,9 @@ def hopper_scorer_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
-    tile1: gl.constexpr = product_layout(C1, W)
-    tile2: gl.constexpr = product_layout(C2, W)
-    tile3: gl.constexpr = product_layout(C3, W)
+    tile1: gl.constexpr = group_layout(C1, W)
+    tile2: gl.constexpr = group_layout(C2, W)
+    tile3: gl.constexpr = group_layout(C3, W)
     i_b, i_h = gl.program_id(0), gl.program_id(1)
     # keys and values of a block in turn
     x0 = gl.allocate_shared_memory(dtype, [2 * _RING, STREAMS, K], rows_of(K))

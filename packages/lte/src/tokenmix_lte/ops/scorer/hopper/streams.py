@@ -133,10 +133,11 @@ def stay(seed, threshold, o_row, o_c, LAYER: gl.constexpr):
     """Whether dropout leaves elements of a layer's input, of rows and channels, as `reference.dropout_mask` says."""
     base = scramble(gl.load(seed).to(gl.int32) + LAYER * 0x2545F491)
     of_row = scramble(o_row.to(gl.int32) ^ base)
-    of_channel = scramble(o_c + base) | 1
+    of_channel = scramble(o_c.to(gl.int32) + base) | 1
     b_hash = of_row[:, None] * of_channel[None, :]
-    b_hash = (b_hash ^ ((b_hash >> 15) & 0x1FFFF)) * 0x2C1B3C6D
-    return ((b_hash >> 8) & 0xFFFFFF) >= threshold
+    # less 2³¹, numbers without a sign are in the order of those with one
+    b_hash = (b_hash ^ ((b_hash >> 15) & 0x1FFFF)) * 0x2C1B3C6D + -0x80000000
+    return b_hash >= (threshold << 8) + -0x80000000
 
 
 @gluon.jit
