@@ -1,5 +1,8 @@
 """Gradients of one layer on Hopper: a program walks along 64 streams, with its sums for the weights in registers."""
 
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
 from __future__ import annotations
 
 import torch
@@ -22,6 +25,7 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     enlarged,
     exist,
     fetch_tokens,
+    held,
     locate_streams,
     rows_of,
     sigmoid,
@@ -49,6 +53,12 @@ def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
     return gl.load(p_z, mask=exist(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
 
 
+@gluon.jit
+def read_at(dz_s, s, tap, CO: gl.constexpr):
+    """Of sums' gradients the block that the block of inputs s is read for by a tap."""
+    return dz_s.index((s + 2 - tap) % _GRADIENTS).slice(0, CO, 1)
+
+
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "slots", "tokens", "threshold"])
 def hopper_layer_backward_kernel(
@@ -58,8 +68,7 @@ def hopper_layer_backward_kernel(
 ):  # fmt: skip
     """As `backward.scorer_layer_backward_kernel`, for streams of slots of `tokens` tokens.
 
-    Step s makes the gradient of the streams' tokens s. Block m of sums' gradients is what block m of inputs is read for
-    by the last tap, and block m − 1 by the one before.
+    Step s makes the gradient of block s of the inputs, which is read for blocks s … s + 2 of the layer's sums.
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
@@ -80,12 +89,10 @@ def hopper_layer_backward_kernel(
     for i in gl.static_range(3):
         p_w = w + ((i * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
         async_load(w_s.index(i), p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :])
-    rows: gl.constexpr = gl.SliceLayout(1, tile)
     streams = locate_streams(
         i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row)
     )
-    i_row, there, end = streams
-    streams_t = (gl.convert_layout(i_row, rows), gl.convert_layout(there, rows), gl.convert_layout(end, rows))
+    streams_t = held(streams, gl.SliceLayout(1, tile))
     for i in gl.static_range(_GRADIENTS - 1):
         fetch_tokens(dz_s.index(i), dz, streams, (i - 2) * STEP - FIRST, H, CO, W)
         if LAYER == 0 and i < _INPUTS - 1:
@@ -94,7 +101,8 @@ def hopper_layer_backward_kernel(
     zero = gl.zeros([STREAMS, _WIDTH], gl.float32, tile)
     sums: gl.constexpr = group_layout(CO, W)
     zero_w = gl.zeros([_WIDTH, CO], gl.float32, sums)
-    b_dw0, b_dw1, b_dw2, b_dbias = zero_w, zero_w, zero_w, zero_w
+    b_dw = (zero_w, zero_w, zero_w)
+    b_dbias = zero_w
     scale = enlarged(threshold, DROPOUT)
     o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, tile))
     if LAYER > 0:
@@ -112,12 +120,10 @@ def hopper_layer_backward_kernel(
             new = s + _INPUTS - 1
             fetch_tokens(x_s.index(new % _INPUTS), x, streams, new * STEP, H, C, W)
         async_copy.commit_group()
-        dz0 = dz_s.index((s + 2) % _GRADIENTS).slice(0, CO, 1)
-        dz1 = dz_s.index((s + 1) % _GRADIENTS).slice(0, CO, 1)
-        dz2 = dz_s.index(s % _GRADIENTS).slice(0, CO, 1)
-        b_dx = warpgroup_mma(dz0, w_s.index(0).slice(0, CO, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        b_dx = warpgroup_mma(dz1, w_s.index(1).slice(0, CO, 1).permute((1, 0)), b_dx, is_async=True)
-        b_dx = warpgroup_mma(dz2, w_s.index(2).slice(0, CO, 1).permute((1, 0)), b_dx, is_async=True)
+        b_dx = zero
+        for tap in gl.static_range(3):
+            s_w = w_s.index(tap).slice(0, CO, 1).permute((1, 0))
+            b_dx = warpgroup_mma(read_at(dz_s, s, tap, CO), s_w, b_dx, use_acc=tap > 0, is_async=True)
         if LAYER > 0:
             s_x = x_s.index(0)
             b_z = b_z.to(gl.float32)
@@ -136,14 +142,14 @@ def hopper_layer_backward_kernel(
             barrier()
         else:
             s_x = x_s.index(s % _INPUTS)
-        s_x = s_x.permute((1, 0))
-        b_dw0 = warpgroup_mma(s_x, dz0, b_dw0, is_async=True)
-        b_dw1 = warpgroup_mma(s_x, dz1, b_dw1, is_async=True)
-        b_dw2 = warpgroup_mma(s_x, dz2, b_dw2, is_async=True)
+        b_sums = ()
+        for tap in gl.static_range(3):
+            s_dz = read_at(dz_s, s, tap, CO)
+            b_sums = b_sums + (warpgroup_mma(s_x.permute((1, 0)), s_dz, b_dw[tap], is_async=True),)
         if LAYER == 0 and DROPOUT:
             drop_tokens(x_s.index((s + 1) % _INPUTS), seed, threshold, streams, o_t + STEP, H, i_in, W)
         # of the tap at the token itself
-        b_dbias += dz_s.index((s + 2 + FIRST // STEP) % _GRADIENTS).slice(0, CO, 1).load(sums).to(gl.float32)
+        b_dbias += read_at(dz_s, s, -FIRST // STEP, CO).load(sums).to(gl.float32)
         b_dx = warpgroup_mma_wait(3, deps=[b_dx])
         b_dx *= b_slope if LAYER > 0 else scale
         b_dx = gl.convert_layout(b_dx.to(dtype), row)
@@ -154,16 +160,13 @@ def hopper_layer_backward_kernel(
         b_dx = gl.where(b_there, b_dx, gl.zeros(b_dx.shape, dtype, row))
         m_own = o_t < streams[2]
         gl.store(dx + o_row[:, None] * C + o_o[None, :], b_dx, mask=m_own[:, None] & (o_o < C)[None, :])
-        b_dw0, b_dw1, b_dw2 = warpgroup_mma_wait(0, deps=(b_dw0, b_dw1, b_dw2))
+        b_dw = warpgroup_mma_wait(0, deps=b_sums)
     await_copies(0)
     o_i = gl.arange(0, _WIDTH, gl.SliceLayout(1, sums))
     o_c = gl.arange(0, CO, gl.SliceLayout(0, sums))
-    m_w = (o_i < C)[:, None]
-    p_w = dw + ((i_b.to(gl.int64) * 3 * H + i_h) * CI + i_in) * CO + o_i[:, None] * CO + o_c[None, :]
-    for_tap = H * CI * CO
-    gl.store(p_w, b_dw0 * scale, mask=m_w)
-    gl.store(p_w + for_tap, b_dw1 * scale, mask=m_w)
-    gl.store(p_w + 2 * for_tap, b_dw2 * scale, mask=m_w)
+    for tap in gl.static_range(3):
+        p_w = dw + (((i_b.to(gl.int64) * 3 + tap) * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_c[None, :]
+        gl.store(p_w, b_dw[tap] * scale, mask=(o_i < C)[:, None])
     if i_part == 0:
         gl.store(dbias + (i_b.to(gl.int64) * H + i_h) * CO + o_c, gl.sum(b_dbias, 0))
 

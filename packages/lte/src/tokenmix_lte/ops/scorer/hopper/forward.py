@@ -19,6 +19,7 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     exist,
     fetch_tokens,
     fetch_weights,
+    held,
     locate_streams,
     rows_of,
     sigmoid,
@@ -62,13 +63,9 @@ def hopper_scorer_kernel(
     streams = locate_streams(
         i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row_layout(K, W))
     )
-    i_row, there, end = streams
-    rows1: gl.constexpr = gl.SliceLayout(1, tile1)
-    rows2: gl.constexpr = gl.SliceLayout(1, tile2)
-    rows3: gl.constexpr = gl.SliceLayout(1, tile3)
-    streams1 = (gl.convert_layout(i_row, rows1), gl.convert_layout(there, rows1), gl.convert_layout(end, rows1))
-    streams2 = (gl.convert_layout(i_row, rows2), gl.convert_layout(there, rows2), gl.convert_layout(end, rows2))
-    streams3 = (gl.convert_layout(i_row, rows3), gl.convert_layout(there, rows3), gl.convert_layout(end, rows3))
+    streams1 = held(streams, gl.SliceLayout(1, tile1))
+    streams2 = held(streams, gl.SliceLayout(1, tile2))
+    streams3 = held(streams, gl.SliceLayout(1, tile3))
     for i in gl.static_range(_RING - 1):
         o_t = 3 * FIRST + i * STEP
         fetch_tokens(x0.index(2 * i), k, streams, o_t, H, K, W)
@@ -83,7 +80,7 @@ def hopper_scorer_kernel(
     b_w = gl.load(weight + i_h * C3 + o_3).to(gl.float32)
     if GRADIENTS:
         b_dw = gl.zeros([STREAMS, C3], gl.float32, tile3)
-        b_dbias = gl.zeros([STREAMS], gl.float32, rows3)
+        b_dbias = gl.zeros([STREAMS], gl.float32, gl.SliceLayout(1, tile3))
     else:
         b_bias = gl.load(bias + i_h).to(gl.float32)
     if DROPOUT:

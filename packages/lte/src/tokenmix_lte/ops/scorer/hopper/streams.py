@@ -25,6 +25,13 @@ def rows_of(columns):
 
 
 @gluon.jit
+def held(streams, layout: gl.constexpr):
+    """What `locate_streams` says, in another layout."""
+    i_row, there, end = streams
+    return gl.convert_layout(i_row, layout), gl.convert_layout(there, layout), gl.convert_layout(end, layout)
+
+
+@gluon.jit
 def locate_streams(
     i_block, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP: gl.constexpr, PACKED: gl.constexpr,
     WARPS: gl.constexpr, layout: gl.constexpr,
@@ -57,7 +64,7 @@ def locate_streams(
         there += gl.load(begin + gl.minimum(i_n, N - 1)).to(gl.int32)
     end = gl.where(i_c < slots, length, 0) - first
     i_row = (i_row + first) * H + i_h
-    return gl.convert_layout(i_row, layout), gl.convert_layout(there, layout), gl.convert_layout(end, layout)
+    return held((i_row, there, end), layout)
 
 
 @gluon.jit
