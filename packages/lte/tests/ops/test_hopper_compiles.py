@@ -31,8 +31,8 @@ CALLS = {
     "of the past in float16, padded, with dropout": partial(
         scorer, offsets=(-4, -2, 0), dtype=torch.float16, begin=torch.zeros(8, dtype=torch.int64), dropout=0.1
     ),
-    "packed, narrow keys": partial(
-        scorer, B=1, channels=(32, 64, 64, 64), cu_seqlens=torch.tensor([0, 1000, 4096], dtype=torch.int32)
+    "packed, narrow keys of one head": partial(
+        scorer, B=1, H=1, channels=(32, 64, 64, 64), cu_seqlens=torch.tensor([0, 1000, 4096], dtype=torch.int32)
     ),
 }
 

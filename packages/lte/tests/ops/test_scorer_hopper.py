@@ -27,6 +27,7 @@ CASES = {
     "heads and rows": dict(B=3, T=19, H=2),
     "dropout": dict(B=2, T=40, H=2, dropout=0.3),
     "packed": dict(T=70, cu_seqlens=torch.tensor([0, 1, 1, 30, 70])),
+    "packed, many of a token": dict(T=70, cu_seqlens=torch.arange(71)),
     "padded": dict(B=2, T=26, begin=torch.tensor([0, 9])),
     "past": dict(T=40, offsets=(-4, -2, 0)),
     "one apart": dict(T=40, offsets=(-1, 0, 1)),
