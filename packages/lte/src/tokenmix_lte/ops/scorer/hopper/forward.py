@@ -81,6 +81,7 @@ def hopper_scorer_kernel(
     if GRADIENTS:
         b_dw = gl.zeros([STREAMS, C3], gl.float32, tile3)
         b_dbias = gl.zeros([STREAMS], gl.float32, gl.SliceLayout(1, tile3))
+        b_d = b_dbias
     else:
         b_bias = gl.load(bias + i_h).to(gl.float32)
     if DROPOUT:
@@ -116,11 +117,13 @@ def hopper_scorer_kernel(
         m_own = (o_t >= 0) & (o_t < streams3[2])
         if GRADIENTS:
             m_own = m_own & exist(streams3, o_t)
-            b_d = gl.load(dlogits + o_row, mask=m_own, other=0.0).to(gl.float32)
             b_dw += gl.where(m_own[:, None], b_d[:, None] * b_x3, 0.0)
             b_dbias += b_d
             b_dz = b_d[:, None] * b_w[None, :] * b_sigmoid * (1.0 + b_z3 * (1.0 - b_sigmoid))
             gl.store(dz3 + o_row[:, None] * C3 + o_3[None, :], b_dz.to(dtype), mask=m_own[:, None])
+            # the next step's
+            m_own = exist(streams3, o_t + STEP) & (o_t + STEP >= 0)
+            b_d = gl.load(dlogits + (o_row + STEP * H), mask=m_own, other=0.0).to(gl.float32)
         else:
             gl.store(logits + o_row, gl.sum(b_x3 * b_w[None, :], 1) + b_bias, mask=m_own)
 
