@@ -149,7 +149,10 @@ class TestChoice(OpContract):
     dtypes = ("float32",)
     kernels: ClassVar = {
         "many blocks": KernelCase(dict(B=2, T=9, HQ=32, U=70, count=5, shift=250)),
+        "more blocks than are looked through at a time": KernelCase(dict(T=9, HQ=6, H=2, U=300, count=7, shift=1190)),
+        "long lists": KernelCase(dict(T=3, HQ=2, U=300, count=70, shift=1190)),
         "packed": KernelCase(dict(T=14, HQ=3, H=1, U=6, count=3, cu_seqlens=[0, 1, 1, 14])),
+        "a long sequence among packed ones": KernelCase(dict(T=90, HQ=1, U=26, count=6, cu_seqlens=[0, 3, 3, 86, 90])),
     }
     pieces: ClassVar = {"of a sequence": dict(T=30)}
     neighbours: ClassVar = dict(B=3, T=5, HQ=16, count=3)
@@ -270,12 +273,22 @@ def test_the_list_of_a_block_that_all_queries_name_is_cut_into_pieces(monkeypatc
     torch.testing.assert_close(run(block_attention, tensors, options | {"impl": "triton"}), exact)
 
 
-def test_of_equal_blocks_the_lower_are_chosen(device):
-    q, pooled, lse = choice(TQ=4, U=12, dtype=torch.float32, device=device)
+@pytest.mark.parametrize("own", [11, 299], ids=["few blocks", "many blocks"])
+def test_of_equal_blocks_the_lower_are_chosen(own, device):
+    q, pooled, lse = choice(TQ=4, U=own + 1, dtype=torch.float32, device=device)
     pooled.zero_()
     for impl in ("reference", "triton"):
-        got = select_blocks(q, pooled, lse, 6, block_size=4, shift=44, impl=impl)
-        assert got.flatten(0, 2).unique(dim=0).tolist() == [[0, 1, 2, 3, 10, 11]]
+        got = select_blocks(q, pooled, lse, 6, block_size=4, shift=4 * own, impl=impl)
+        assert got.flatten(0, 2).unique(dim=0).tolist() == [[0, 1, 2, 3, own - 1, own]]
+
+
+def test_queries_choose_the_same_in_runs(monkeypatch, device):
+    q, pooled, lse = choice(TQ=40, U=10, dtype=torch.float32, device=device)
+    whole = select_blocks(q, pooled, lse, 5, block_size=4, impl="triton")
+    # of 17 queries with 64 blocks, and 2 that are chosen and their numbers, of 4 bytes
+    monkeypatch.setattr(plan, "_ROOM", 17 * (64 + 4) * 4)
+    assert [(x.start, x.stop) for x in plan.runs(40, (64 + 4) * 4)] == [(0, 14), (14, 28), (28, 40)]
+    torch.testing.assert_close(select_blocks(q, pooled, lse, 5, block_size=4, impl="triton"), whole)
 
 
 def test_what_the_interpreter_cannot_do_is_refused():

@@ -66,18 +66,42 @@ def test_every_run_gives_the_same_bits_and_taken_in_pieces_too(monkeypatch):
         assert relative_error(a, b) < 1e-2
 
 
-def test_choices_have_as_much_attention_as_the_reference_s():
+CHOICES = [
+    # up to 80 blocks, 688 and 64
+    dict(shift=380),
+    dict(T=1000, U=688, shift=10_000),
+    dict(B=8, T=1024, U=16, size=64),
+    dict(T=1000, U=688, shift=10_000, count=100),
+    dict(T=1000, U=688, shift=10_000, count=3),
+    # one query, as in decoding
+    dict(B=32, T=1, U=4096, shift=65_535),
+    *(dict(HQ=HQ, H=H, shift=380) for HQ, H in ((2, 2), (6, 2), (48, 1), (64, 1))),
+    *(dict(K=K, shift=380) for K in (40, 128)),
+    *(dict(dtype=dtype, K=K, shift=380) for dtype in (torch.float32, torch.float16) for K in (64, 128)),
+    dict(B=1, T=5000, U=317, cu=[0, 1, 1, 130, 4639, 5000]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", CHOICES, ids=str)
+def test_choices_have_as_much_attention_as_the_reference_s(sizes):
+    sizes = dict(B=2, T=900, U=80, HQ=32, H=2, K=64, size=16, shift=0, count=16, dtype=HALF, cu=None) | sizes
+    B, T, U, HQ, H, K, size, shift, count, dtype, cu = sizes.values()
     rng = torch.Generator("cuda").manual_seed(0)
-    q, pooled = (torch.randn(s, generator=rng, device="cuda").to(HALF) for s in ((2, 900, 32, 64), (2, 80, 2, 64)))
-    lse = torch.randn(2, 900, 32, generator=rng, device="cuda") + 5
-    options = {"block_size": 16, "shift": 380}
-    kernel, exact = (select_blocks(q, pooled, lse, 16, impl=impl, **options) for impl in ("triton", "reference"))
-    scores = torch.einsum("bthgk,buhk->bthgu", q.double().unflatten(2, (2, 16)), pooled.double()) / 8
-    attention = (scores - lse.double().unflatten(2, (2, 16)).unsqueeze(-1)).exp().sum(3)
-    sums = [attention.gather(-1, x.clamp(min=0).long()).sum(-1) for x in (kernel, exact)]
-    # equal up to choices between blocks that bfloat16 does not tell apart
-    torch.testing.assert_close(*sums, rtol=1e-3, atol=0)
+    q, pooled = (torch.randn(s, generator=rng, device="cuda").to(dtype) for s in ((B, T, HQ, K), (B, U, H, K)))
+    lse = torch.randn(B, T, HQ, generator=rng, device="cuda") + 5
+    borders = None if cu is None else torch.tensor(cu, device="cuda")
+    options = {"block_size": size, "shift": shift, "cu_seqlens": borders}
+    kernel, exact = (select_blocks(q, pooled, lse, count, impl=impl, **options) for impl in ("triton", "reference"))
+    assert torch.equal(kernel < 0, exact < 0)
+    # rising, and −1 behind
+    assert (kernel.where(kernel >= 0, 1 << 30).diff(dim=-1) >= (kernel[..., 1:] >= 0)).all()
     assert (kernel != exact).float().mean() < 0.01
+    if cu is None:
+        # equal up to choices between blocks that rounding does not tell apart
+        scores = torch.einsum("bthgk,buhk->bthgu", q.double().unflatten(2, (H, -1)), pooled.double()) * K**-0.5
+        attention = (scores - lse.double().unflatten(2, (H, -1)).unsqueeze(-1)).exp().sum(3)
+        sums = [(attention.gather(-1, x.clamp(min=0).long()) * (x >= 0)).sum(-1) for x in (kernel, exact)]
+        torch.testing.assert_close(*sums, rtol=1e-3, atol=0)
 
 
 def test_it_compiles_into_one_graph():

@@ -12,7 +12,7 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 
 # rows, a query and a head, of one program: enough to be worth a block of keys and what is known of it
 _ROWS = 4096
-# bytes of partial outputs, or of partial gradients of queries, that lie in memory at one time
+# bytes of partial outputs, of partial gradients of queries, or of blocks' probabilities, that lie in memory at one time
 _ROOM = 1 << 31
 MAX_HEAD_SIZE = 128
 
@@ -67,9 +67,12 @@ def piece(group: int) -> int:
 def slices(q: Tensor, V: int, listed: int) -> Iterator[slice]:
     """Runs of queries whose partial results have room, each with `listed` blocks: one run for most calls."""
     B, T, HQ, K = q.shape
-    token = B * HQ * listed * max(K, V) * q.element_size()
-    size = max(1, _ROOM // token)
-    # runs of equal length
-    size = cdiv(T, cdiv(T, size))
-    for first in range(0, T, size):
-        yield slice(first, min(T, first + size))
+    return runs(T, B * HQ * listed * max(K, V) * q.element_size())
+
+
+def runs(T: int, size: int) -> Iterator[slice]:
+    """Runs of T queries, of equal length, for which there is room where each takes `size` bytes."""
+    longest = max(1, _ROOM // size)
+    step = cdiv(T, cdiv(T, longest))
+    for first in range(0, T, step):
+        yield slice(first, min(T, first + step))

@@ -1,4 +1,11 @@
-"""The kernel that chooses blocks: probabilities summed over a group's heads, and the greatest of them, tile by tile."""
+"""Kernels that choose blocks: probabilities summed over a group's heads, and of each query the greatest of them.
+
+The first block, the own one and the one before are always chosen, and stand at both ends of a list. There is a choice
+only among **candidates**, blocks 1 … own − 2, of which at most `count` − 3 are taken.
+
+What passes between the two kernels are numbers in int32, _QUERIES queries of them side by side: of W blocks the bits of
+probabilities, whose order is that of probabilities, and behind them the S best blocks up to now, and theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,94 +14,235 @@ import math
 import triton
 import triton.language as tl
 
-from tokenmix_core.chunking import next_power_of_2
+from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size as width
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import load_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.lists import sequence_of
+from tokenmix_lte.ops.selected_blocks.plan import runs
 
-# what no block has; its bits turn the order of blocks round
-_NONE = tl.constexpr(0x7FFFFFFF)
+# blocks of a tile of scores
+_BLOCKS = 64
+# by bytes of an element, the rows, a head and a query, that meet them, and warps
+_TILES = {2: (128, 4), 4: (32, 8)}
+# queries whose probabilities of a block lie side by side
+_QUERIES = tl.constexpr(8)
+# probabilities that a warp looks through at a time, and those of one query among them
+_HELD, _WIDE = 1024, 128
+# registers of a thread then: more of them would be used, and fewer warps stand ready
+_REGISTERS = 128
+# how far below the greatest probability the search begins: an eighth of it, in bits
+_STEP = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def ranks_of(b_p, o_c):
-    """Probabilities, none negative, and blocks in one number that sorts by the first, of equal ones the lower last."""
-    return (b_p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (o_c ^ _NONE).to(tl.int64)
+def _own_blocks(o_t, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Of rows of queries the block of each in its sequence, and where its sequence's blocks begin among all."""
+    if PACKED:
+        b_n = sequence_of(o_t, N, cu_seqlens)
+        b_begin = tl.load(cu_seqlens + b_n).to(tl.int32)
+        b_own = (o_t - b_begin) // BLOCK
+        b_slot = b_begin // BLOCK + b_n
+    else:
+        b_own = o_t // BLOCK
+        b_slot = tl.zeros_like(b_own)
+    return b_own, b_slot
+
+
+@triton.jit
+def _places(x, i_bh, t, T, W, BQ: tl.constexpr):
+    """Where the W numbers of each of BQ queries from t on begin in x; the next of a query is _QUERIES further on."""
+    if BQ > _QUERIES:
+        o_q = t + tl.arange(0, BQ)
+        o_tile, o_q = o_q // _QUERIES, o_q % _QUERIES
+    else:
+        o_tile, o_q = t // _QUERIES, t % _QUERIES + tl.arange(0, BQ)
+    return x + (i_bh * tl.cdiv(T, _QUERIES) + o_tile) * W * _QUERIES + o_q
 
 
 @cached_launch
 @triton.jit
-def _select_blocks(
-    q, pooled, lse, blocks, cu_seqlens, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_lb, s_lt, s_lh, TQ, U, H, N, tiles,
-    shift, count, scale,
+def _attend_to_blocks(
+    q, pooled, lse, attention, cu_seqlens, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_lb, s_lt, s_lh, T, U, H, N, W,
+    tiles, parts, part, first, scale,
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of BQ queries for a head of keys a program, whose rows are queries and heads, GROUP of them each."""
-    i_b = (tl.program_id(0) // tiles // H).to(tl.int64)
-    i_h = (tl.program_id(0) // tiles % H).to(tl.int64)
+    """The probabilities of BQ queries for a head of keys, of `part` blocks a program, as far as there are candidates.
+
+    Columns of a tile are heads and queries, GROUP and BQ of them, so that a thread has all heads of what it sums.
+    """
+    i_x = tl.program_id(0) // parts
+    i_bh = (i_x // tiles).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
     # the last queries, which have most to choose from, start first
-    first = (tiles - 1 - tl.program_id(0) % tiles) * BQ
-    o_r = tl.arange(0, BQ * GROUP)
-    o_t = first + o_r // GROUP
-    o_g = o_r % GROUP
-    m_r = (o_t < TQ) & (o_g < G)
-    o_d = tl.arange(0, BK)
-    p_q = q + i_b * s_qb + i_h * G * s_qh + o_t.to(tl.int64) * s_qt + o_g * s_qh
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
-    p_lse = lse + i_b * s_lb + o_t.to(tl.int64) * s_lt + (i_h * G + o_g) * s_lh
-    # rows that do not exist weigh nothing
-    b_lse = tl.load(p_lse, mask=m_r, other=float("inf")) * LOG2_E
-    o_q = tl.minimum(first + tl.arange(0, BQ), TQ - 1)
-    if PACKED:
-        b_n = sequence_of(o_q, N, cu_seqlens)
-        b_begin = tl.load(cu_seqlens + b_n).to(tl.int32)
-        b_own = (o_q - b_begin) // BLOCK
-        b_slot = b_begin // BLOCK + b_n
-    else:
-        b_own = (o_q + shift) // BLOCK
-        b_slot = tl.zeros_like(b_own)
-    low = tl.min(b_slot, 0)
-    high = tl.minimum(tl.max(b_slot + b_own, 0) + 1, U)
-    b_best = tl.full([BQ, S], -1, tl.int64)
-    for i in range(low, high, BC):
-        b_k = load_tile(pooled + i_b * s_kb + i_h * s_kh, i, U, s_kt, K, BC, BK, True)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-        o_c = (i + tl.arange(0, BC))[None, :] - b_slot[:, None]
-        m_c = (o_c >= 0) & (o_c < b_own[:, None])
-        # of blocks that a query does not see the exponent may be anything
-        m_s = tl.reshape(tl.broadcast_to(m_c[:, None, :], [BQ, GROUP, BC]), [BQ * GROUP, BC])
-        b_p = tl.where(m_s, tl.exp2(b_s - b_lse[:, None]), 0.0)
-        b_p = tl.sum(tl.reshape(b_p, [BQ, GROUP, BC]), 1)
-        m_forced = (o_c == 0) | (o_c == b_own[:, None]) | (o_c == b_own[:, None] - 1)
-        b_p = tl.where(m_forced, float("inf"), b_p)
-        b_rank = tl.where((o_c >= 0) & (o_c <= b_own[:, None]), ranks_of(b_p, o_c), -1)
-        b_rank = tl.reshape(tl.join(b_best, tl.topk(b_rank, S)), [BQ, 2 * S])
-        b_best = tl.topk(b_rank, S)
-    # the greatest come first; what is beyond `count` was there to fill a power of two
-    o_s = tl.arange(0, S)
-    m_s = (b_best >= 0) & (o_s < count)[None, :]
-    b_c = tl.sort(tl.where(m_s, (b_best & _NONE).to(tl.int32) ^ _NONE, _NONE))
-    b_c = tl.where(b_c == _NONE, -1, b_c)
-    o_q = first + tl.arange(0, BQ)
-    p_c = blocks + ((i_b * TQ + o_q) * H + i_h) * count
-    tl.store(p_c[:, None] + o_s[None, :], b_c, mask=(o_q < TQ)[:, None] & (o_s < count)[None, :])
+    t = (tiles - 1 - i_x % tiles) * BQ
+    o_q = t + tl.arange(0, BQ)
+    b_own, b_slot = _own_blocks(first + tl.minimum(o_q, T - 1), N, cu_seqlens, BLOCK, PACKED)
+    begin = tl.min(b_slot, 0) + tl.program_id(0) % parts * part
+    end = tl.minimum(begin + part, tl.max(b_slot + b_own, 0) - 1)
+    if begin < end:
+        o_r = tl.arange(0, BQ * GROUP)
+        o_t = t + o_r % BQ
+        o_g = o_r // BQ
+        m_r = (o_t < T) & (o_g < G)
+        o_d = tl.arange(0, BK)
+        p_q = q + i_b * s_qb + i_h * G * s_qh + o_t.to(tl.int64) * s_qt + o_g * s_qh
+        b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
+        p_lse = lse + i_b * s_lb + o_t.to(tl.int64) * s_lt + (i_h * G + o_g) * s_lh
+        # rows that do not exist weigh nothing
+        b_lse = tl.load(p_lse, mask=m_r, other=float("inf")) * LOG2_E
+        p_a = _places(attention, i_bh, t, T, W + 2 * S, BQ)
+        for i in range(begin, end, BC):
+            b_k = load_tile(pooled + i_b * s_kb + i_h * s_kh, i, U, s_kt, K, BC, BK, True)
+            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
+            # of blocks that a query does not see this may be anything
+            b_p = tl.sum(tl.reshape(tl.exp2(b_s - b_lse[None, :]), [BC, GROUP, BQ]), 1)
+            b_p = tl.where(b_p < float("inf"), b_p, float("inf")).to(tl.int32, bitcast=True)
+            o_c = i + tl.arange(0, BC)[:, None] - b_slot[None, :]
+            m_p = (o_q < T)[None, :]
+            if PACKED:
+                m_p &= (o_c >= 0) & (o_c < W)
+            tl.store(p_a[None, :] + o_c * _QUERIES, b_p, mask=m_p)
+
+
+@triton.jit
+def _greatest(b_x, b_there, b_need):
+    """The greatest bound of each query that `b_need` of its numbers reach, or one that no more do; how many reach it.
+
+    Args:
+        b_x: numbers `[BQ, BW]`, −1 where there is none, at least 0 elsewhere.
+        b_there: how many there are `[BQ]`.
+        b_need: at most as many `[BQ]`.
+    """
+    # at least as many as are needed reach the lower bound, fewer the upper one
+    b_high = tl.max(b_x, 1) + 1
+    b_low = tl.where(b_need > 0, 0, b_high)
+    b_reach = tl.where(b_need > 0, b_there, 0)
+    step = tl.full([], _STEP, tl.int32)
+    while tl.max(((b_reach > b_need) & (b_high - b_low > 1)).to(tl.int32), 0) > 0:
+        b_mid = tl.maximum(b_low + (b_high - b_low) // 2, b_high - step)
+        # signs are fewer instructions than comparisons
+        b_n = b_x.shape[1] + tl.sum((b_x - b_mid[:, None]) >> 31, 1)
+        m_n = b_n >= b_need
+        b_low = tl.where(m_n, b_mid, b_low)
+        b_reach = tl.where(m_n, b_n, b_reach)
+        b_high = tl.where(m_n, b_high, b_mid)
+        step = tl.minimum(step, 1 << 29) * 2
+    return b_low, b_reach
+
+
+@cached_launch
+@triton.jit
+def _choose_blocks(
+    attention, blocks, cu_seqlens, s_b, T, H, N, W, tiles, first, count,
+    BQ: tl.constexpr, BW: tl.constexpr, S: tl.constexpr, CARRIED: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The lists of BQ queries, for a head of keys: the candidates with most attention, and those always chosen.
+
+    BW candidates are looked through at a time; where there are more, the S best up to then are in front of them. A
+    program is a warp, and 32 / BQ of its lanes have a query.
+    """
+    L: tl.constexpr = 32 // BQ
+    NEW: tl.constexpr = BW - S if CARRIED else BW
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    t = (tiles - 1 - tl.program_id(0) % tiles) * BQ
+    o_q = t + tl.arange(0, BQ)
+    m_q = o_q < T
+    o_q = tl.minimum(o_q, T - 1)
+    b_own, _ = _own_blocks(first + o_q, N, cu_seqlens, BLOCK, PACKED)
+    # rows that do not exist have no candidates
+    b_all = tl.where(m_q, tl.maximum(b_own - 2, 0), 0)
+    b_most = tl.minimum(b_all, count - 3)
+    p_a = _places(attention, i_bh, t, T, W + 2 * S, BQ)[:, None]
+    p_b = p_a + W * _QUERIES
+    o_w = tl.arange(0, BW)[None, :]
+    for i in range(0, tl.max(b_all, 0), NEW):
+        # candidates before and up to here, and how many of them are the best
+        b_before = tl.minimum(i, b_all)
+        b_after = tl.minimum(i + NEW, b_all)
+        b_found = tl.minimum(b_before, b_most)
+        b_need = tl.minimum(b_after, b_most)
+        o_c = 1 + i + o_w - (BW - NEW)
+        m_c = o_c <= b_all[:, None]
+        o_x = o_c
+        if CARRIED:
+            tl.debug_barrier()
+            m_best = o_w < b_found[:, None]
+            # the second condition, which follows, is known to the compiler
+            b_c = tl.load(p_b + o_w * _QUERIES, mask=m_best & (o_w < S), other=0)
+            o_c = tl.where(o_w < S, b_c, o_c)
+            m_c = tl.where(o_w < S, m_best, m_c)
+            o_x = tl.where(o_w < S, W + S + o_w, o_x)
+        b_x = tl.load(p_a + o_x * _QUERIES, mask=m_c, other=-1)
+        b_bound, b_reach = _greatest(b_x, b_found + b_after - b_before, b_need)
+        b_bound = b_bound[:, None]
+        if tl.max(b_reach - b_need, 0) > 0:
+            # of those that are equal to the bound the lower blocks
+            b_above = tl.sum((b_x > b_bound).to(tl.int32), 1)
+            b_first = tl.where(b_x == b_bound, W - o_c, -1)
+            b_last, _ = _greatest(b_first, b_reach - b_above, b_need - b_above)
+            b_x = tl.where((b_first >= 0) & (b_first < b_last[:, None]), -1, b_x)
+        # those of a lane behind those of the lane before
+        m_best = b_x >= b_bound
+        b_one = tl.reshape(m_best.to(tl.int32), [BQ, BW // L, L])
+        b_lane = tl.sum(b_one, 1)
+        b_place = tl.cumsum(b_one, 1) - b_one + (tl.cumsum(b_lane, 1) - b_lane)[:, None, :]
+        p_best = p_b + tl.reshape(b_place, [BQ, BW]) * _QUERIES
+        tl.store(p_best, o_c, mask=m_best)
+        if CARRIED:
+            tl.store(p_best + S * _QUERIES, b_x, mask=m_best)
+    tl.debug_barrier()
+    # in order, between those that are always chosen
+    o_s = tl.arange(0, BS)[None, :]
+    b_end = tl.minimum(b_own + 1, count)
+    m_s = (o_s > 0) & (o_s <= b_most[:, None])
+    b_c = tl.load(p_b + (o_s - 1) * _QUERIES, mask=m_s, other=0)
+    b_last = tl.where(o_s < b_end[:, None], (b_own + 1 - b_end)[:, None] + o_s, 0x7FFFFFFF)
+    b_c = tl.sort(tl.where(m_s | (o_s == 0), b_c, b_last))
+    p_c = blocks + i_bh // H * s_b + (o_q.to(tl.int64) * H + i_bh % H) * count
+    tl.store(p_c[:, None] + o_s, tl.where(o_s < b_end[:, None], b_c, -1), mask=m_q[:, None] & (o_s < count))
 
 
 def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shift, scale) -> None:
     """Write the blocks `[B, TQ, H, count]`."""
     q, pooled = dense_rows(q), dense_rows(pooled)
     (B, TQ, HQ, K), (U, H), count = q.shape, pooled.shape[1:3], blocks.shape[3]
-    G, S = HQ // H, next_power_of_2(count)
-    group = next_power_of_2(G)
-    BQ = max(1, 64 // group)
-    tiles = triton.cdiv(TQ, BQ)
-    _select_blocks[(tiles * H * B,)](
-        q=q, pooled=pooled, lse=lse, blocks=blocks, cu_seqlens=cu_seqlens, **strides(q=q, k=pooled, l=lse), TQ=TQ, U=U,
-        H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1, tiles=tiles, shift=shift, count=count,
-        scale=scale * math.log2(math.e), G=G, GROUP=group, K=K, BQ=BQ, BC=max(64, S), BK=width(K), S=S,
-        BLOCK=block_size, PACKED=cu_seqlens is not None, PRECISION=precision(q.dtype), num_warps=4, num_stages=2,
-    )  # fmt: skip
+    group, S = next_power_of_2(HQ // H), next_power_of_2(max(1, count - 3))
+    rows, warps = _TILES[q.element_size()]
+    BQ = min(32, max(1, rows // group))
+    side = _QUERIES.value
+
+    def columns(queries: int) -> int:
+        """Whole tiles for the candidates of the last of so many queries."""
+        return cdiv(max(1, cdiv(shift + queries, block_size) - 2), _BLOCKS) * _BLOCKS
+
+    for run in runs(TQ, B * H * (columns(TQ) + 2 * S) * 4):
+        T, W = run.stop - run.start, columns(run.stop)
+        b_q, b_lse, b_blocks = q[:, run], lse[:, run], blocks[:, run]
+        # not at a multiple of 16 bytes: a thread would read four queries then, and more threads have one's numbers
+        attention = blocks.new_empty(1 + B * H * cdiv(T, side) * side * (W + 2 * S))[1:]
+        both = dict(
+            attention=attention, cu_seqlens=cu_seqlens, T=T, H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1,
+            W=W, first=shift + run.start, S=S, BLOCK=block_size, PACKED=cu_seqlens is not None,
+        )  # fmt: skip
+        tiles = cdiv(T, BQ)
+        # few programs are made many
+        part = _BLOCKS * (8 if B * H * tiles >= 512 else 1)
+        parts = cdiv(W, part)
+        _attend_to_blocks[(B * H * tiles * parts,)](
+            **both, q=b_q, pooled=pooled, lse=b_lse, **strides(q=b_q, k=pooled, l=b_lse), U=U, tiles=tiles,
+            parts=parts, part=part, scale=scale * math.log2(math.e), G=HQ // H, GROUP=group, K=K, BQ=BQ, BC=_BLOCKS,
+            BK=width(K), PRECISION=precision(q.dtype), num_warps=warps, num_stages=2,
+        )  # fmt: skip
+        carried = W > _WIDE
+        wide = max(_WIDE, 2 * S) if carried else next_power_of_2(W)
+        queries = min(side, max(1, _HELD // wide))
+        tiles = cdiv(T, queries)
+        _choose_blocks[(B * H * tiles,)](
+            **both, blocks=b_blocks, s_b=b_blocks.stride(0), tiles=tiles, count=count, BQ=queries, BW=wide,
+            CARRIED=carried, BS=next_power_of_2(count), num_warps=1, num_stages=1, maxnreg=_REGISTERS,
+        )  # fmt: skip
