@@ -26,10 +26,10 @@ def hopper_limit(K: int, outs: Sequence[int]) -> str | None:
 
 
 def takes_gluon(impl: str | None, device: torch.device, dtype: torch.dtype, K: int, outs: Sequence[int]) -> bool:
-    """Tell whether kernels in Gluon make a call.
+    """Tell whether kernels in Gluon make a call: where they are asked for, as no GPU has run them yet.
 
     Raises:
         ValueError: they are asked for and do not run.
         NotCompiled: they are asked for and did not compile.
     """
-    return GLUON.runs(impl, device, dtype, hopper_limit(K, outs))
+    return impl == "gluon" and GLUON.runs(impl, device, dtype, hopper_limit(K, outs))
