@@ -38,6 +38,33 @@ def test_heads_keep_what_they_took_in_order():
             assert torch.equal(values, torch.stack(v))
 
 
+def test_room_is_made_for_the_longest_list_where_the_host_knows_it():
+    kv, looks = RaggedKVState(H, K, V), RaggedKVState(H, K, V)
+    longest = 0
+    for seed, C in enumerate((300, 1, 500, 64)):
+        k, v, take = tokens(C, seed)
+        looks.append(k, v, take)
+        longest = int(looks.lengths.max())
+        kv.append(k, v, take, longest=longest)
+        assert torch.equal(kv.lengths, looks.lengths)
+        for got, expected in zip(lists(kv), lists(looks), strict=True):
+            for pair in zip(got, expected, strict=True):
+                assert all(map(torch.equal, *pair))
+    assert longest < kv.places <= longest + 64
+
+
+def test_lists_that_are_held_are_those_that_were_given():
+    kv, other = RaggedKVState(H, K, V), RaggedKVState(H, K, V)
+    kv.append(*tokens(100, 0))
+    other.hold(*(x.clone() for x in kv.tensors))
+    more = tokens(70, 1)
+    kv.append(*more)
+    other.append(*more)
+    for got, expected in zip(lists(kv), lists(other), strict=True):
+        for pair in zip(got, expected, strict=True):
+            assert all(map(torch.equal, *pair))
+
+
 def test_room_follows_what_is_kept():
     kv = RaggedKVState(H, K, V)
     k, v, _ = tokens(64, 0)

@@ -14,6 +14,17 @@ from tokenmix_core.ops import attention_decode
 from tokenmix_core.ops.common import AttentionOutput, Impl
 
 
+def first_taken(take: Bool[Tensor, "N H C"], room: int) -> tuple[Int[Tensor, "N H room"], Int[Tensor, "N H"]]:
+    """Which of C ≥ 1 tokens are the first `room` that each head takes, in their order, and how many it takes in all.
+
+    Where it takes fewer the last one is repeated, and the first token of all where it takes none.
+    """
+    counts = take.contiguous().cumsum(-1)
+    lengths = counts[..., -1]
+    ranks = torch.arange(1, room + 1, device=take.device).minimum(lengths.unsqueeze(-1))
+    return torch.searchsorted(counts, ranks), lengths
+
+
 class RaggedKVState(StatePart):
     """Keys `[N, H, places, K]` and values `[N, H, places, V]`, of which row n's head h fills the first `lengths[n, h]`.
 
@@ -62,14 +73,32 @@ class RaggedKVState(StatePart):
         """Keys, values and lengths, if there are any."""
         return self._stored or ()
 
-    def append(self, k: Float[Tensor, "N C H K"], v: Float[Tensor, "N C H V"], take: Bool[Tensor, "N C H"]) -> None:
+    def append(
+        self,
+        k: Float[Tensor, "N C H K"],
+        v: Float[Tensor, "N C H V"],
+        take: Bool[Tensor, "N C H"],
+        *,
+        longest: int | None = None,
+    ) -> None:
         """Put those of the tokens that a head takes behind what it holds, in their order.
+
+        Args:
+            k, v: of the tokens.
+            take: which of them each head takes.
+            longest: what the longest list holds then, or more, if the host knows: room is made for that, without
+                looking. None: room for all tokens is made.
 
         Raises:
             ValueError: more tokens than `capacity` (seen where the host knows: for tensors on a CPU).
         """
         k, v, take = (x.detach().transpose(1, 2) for x in (k, v, take))
-        self._make_room(k, v)
+        if self._stored is None and take.shape[2]:
+            self._begin(k, v, take, longest)
+            return
+        self._make_room(k, v, longest)
+        if not take.shape[2]:
+            return
         lengths = self.lengths
         if take.shape[2] == 1:
             one, fits = take.squeeze(2), lengths < self.places
@@ -85,6 +114,10 @@ class RaggedKVState(StatePart):
             room = torch.cat((held, held[:, :, :1]), 2)
             held.copy_(room.scatter_(2, at.expand_as(new), new)[:, :, :-1])
         lengths += take.sum(-1, dtype=torch.int32)
+
+    def hold(self, keys: Tensor, values: Tensor, lengths: Int[Tensor, "N H"]) -> None:
+        """Hold these lists alone: `[N, H, places, K]`, `[N, H, places, V]` and int32 lengths; nothing is copied."""
+        self._stored, self._bound = (keys, values, lengths), keys.shape[2]
 
     def replace(
         self,
@@ -193,15 +226,31 @@ class RaggedKVState(StatePart):
         if self.capacity is not None and not beyond.is_cuda and bool(beyond.any()):
             raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
 
-    def _make_room(self, k: Tensor, v: Tensor) -> None:
+    def _begin(self, k: Tensor, v: Tensor, take: Tensor, longest: int | None) -> None:
+        """The first tokens: every place looks for its own."""
+        bound = take.shape[2] if longest is None else longest
+        room = self.capacity or self._room(bound)
+        # behind the last token it is repeated: a place that was never written may be read under a mask
+        at, lengths = first_taken(take, room)
+        if self.capacity is not None:
+            self._refuse(lengths > room)
+        at = at.unsqueeze(-1)
+        keys, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[3])) for x in (k, v))
+        self._stored, self._bound = (keys, values, lengths.to(torch.int32)), bound
+
+    def _make_room(self, k: Tensor, v: Tensor, longest: int | None) -> None:
         if self._stored is None:
             room = self.capacity or self._room(k.shape[2])
             keys, values = (x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in (k, v))
             self._stored = keys, values, torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
-        if self.capacity is None and not self.fixed:
-            self._bound += k.shape[2]
-            if self._bound > self.places:
+        if self.capacity is not None or self.fixed:
+            return
+        self._bound = self._bound + k.shape[2] if longest is None else longest
+        if self._bound > self.places:
+            if longest is None:
                 self._fit(k.shape[2])
+            else:
+                self._lengthen(self._room(longest))
 
     def _fit(self, more: int) -> None:
         """Room for the longest list and `more` tokens; much spare room is given back."""
@@ -222,12 +271,16 @@ class RaggedKVState(StatePart):
     def _widen(self, room: int, more: int) -> None:
         if self._stored is None or self.capacity is not None:
             return
-        keys, values, lengths = self._stored
         # what steps fill by and by is as long as the longest list and all tokens to come
-        needed = self._room(int(lengths.max()) + more)
+        needed = self._room(int(self.lengths.max()) + more)
         if needed != self.places:
-            pad = (0, 0, 0, needed - self.places)
-            self._stored = torch.nn.functional.pad(keys, pad), torch.nn.functional.pad(values, pad), lengths
+            self._lengthen(needed)
+
+    def _lengthen(self, room: int) -> None:
+        """Have so many places, fewer than now where the last ones are free."""
+        keys, values, lengths = self._held()
+        pad = (0, 0, 0, room - self.places)
+        self._stored = torch.nn.functional.pad(keys, pad), torch.nn.functional.pad(values, pad), lengths
 
     def _move(self, storage: Sequence[Tensor], more: int) -> None:
         if self._stored is None or self.capacity is not None:
