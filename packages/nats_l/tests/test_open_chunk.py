@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
+from tokenmix_core.nn.state import Span
+from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import run_in_pieces
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.recording import Watched
 from tokenmix_nats_l import open_chunk
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.mixer import NatsL
@@ -170,6 +174,43 @@ def test_heads_hold_different_tokens_and_their_room_follows_the_longest():
     assert lengths[0] == lengths[1] != lengths[2] == lengths[3]
     softmax = layer.types_of(x, None).softmax.sum(1)[0] * 64
     assert lengths[::2].tolist() == softmax.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"types": "alternate"}, {"own_chunk": "softmax"}])
+def test_room_that_is_asked_for_is_that_of_the_longest_list(options, monkeypatch):
+    # no chunks are kept without asking
+    monkeypatch.setattr(open_chunk, "_PIECE", 0)
+    model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
+    whole = model(ids, use_cache=False).logits
+    for pieces in ([700, 20], [70, 260, 1, 63, 326]):
+        assert relative_error(logits_in_pieces(model, ids, pieces), whole) < 1e-11, pieces
+    cache = model(ids, use_cache=True).past_key_values
+    for layer in cache.layers:
+        assert layer.parts["kept"].places == max(64, int(layer.parts["kept"].lengths.max()))
+
+
+@torch.no_grad()
+def test_a_prompt_takes_the_same_few_operations_whatever_its_length_and_asks_the_device_once(monkeypatch):
+    layer = LAYER(head_dim=64).eval()
+    asked = []
+    # two operations with kernels of their own, and what the device would answer
+    monkeypatch.setattr(open_chunk, "kept_attention", lambda q, k, v, *_, **options: AttentionOutput(v, v[..., 0]))
+    monkeypatch.setattr(layer, "delta_rule", lambda tokens, *_: (tokens.softmax_v, torch.zeros(1, 2, 64, 128)))
+    monkeypatch.setattr(open_chunk, "Asked", lambda x: asked.append(x) or SimpleNamespace(read=lambda: 64 * 40))
+
+    def operations(T):
+        state, seen, x = layer.make_state(), [], torch.randn(1, T, 16)
+        state.span = Span(1, T, torch.device("cpu"))
+        tokens, _ = layer.project(x, None, None, None, step=False)
+        with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
+            open_chunk.go_on(layer, x, tokens, state)
+        return len(seen)
+
+    assert operations(2 * 64) == operations(32 * 64) <= 35
+    assert not asked
+    assert operations(33 * 64) == operations(40 * 64) <= 40
+    assert [x.numel() for x in asked] == [1, 1]
 
 
 def test_a_cached_call_has_the_gradients_of_one_without():

@@ -75,12 +75,15 @@ def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:
     An operation that is not chosen has no gradient: types are factors of what each does, and one of 0 stays out.
     """
     shares = at_least_float32(scores).unflatten(-1, (2, -1)).softmax(-2)
+    of_linear, of_softmax = shares.unbind(-2)
     # by comparing, where torch's own function would wait for the device
-    softmax = shares.argmax(-2)
-    chosen = torch.stack((softmax == 0, softmax == 1), -2).to(shares.dtype)
+    softmax = (of_softmax > of_linear).to(shares.dtype)
+    linear = 1 - softmax
+    if not torch.is_grad_enabled():
+        return ChunkTypes(softmax, linear, of_softmax)
     # s − sg(s) is exactly 0
-    linear, softmax = (chosen + (shares - shares.detach())).unbind(-2)
-    return ChunkTypes(softmax, _only_where_active(linear), shares.select(-2, 1))
+    softmax, linear = softmax + (of_softmax - of_softmax.detach()), linear + (of_linear - of_linear.detach())
+    return ChunkTypes(softmax, _only_where_active(linear), of_softmax)
 
 
 def forced_types(kind: Types, numbers: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:

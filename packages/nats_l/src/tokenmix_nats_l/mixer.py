@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -257,13 +258,17 @@ class NatsL(Mixer):
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
         """The types of the chunks of whole sequences."""
-        numbers = chunk_numbers(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
-        return self.types_from(chunk_means(x, self.chunk, cu_seqlens), numbers)
+        B, T, _ = x.shape
+        return self.types_from(
+            chunk_means(x, self.chunk, cu_seqlens), lambda: chunk_numbers(B, T, self.chunk, cu_seqlens, x.device)
+        )
 
-    def types_from(self, means: Float[Tensor, "B slots D"], numbers: Int[Tensor, "B slots"]) -> ChunkTypes:
+    def types_from(
+        self, means: Float[Tensor, "B slots D"], numbers: Callable[[], Int[Tensor, "B slots"]]
+    ) -> ChunkTypes:
         """The types of chunks by their mean inputs, or, where types are forced, by their numbers in their sequences."""
         if self.score_proj is None:
-            return forced_types(self.types, numbers, self.num_heads, means.dtype)
+            return forced_types(self.types, numbers(), self.num_heads, means.dtype)
         # in float32 under autocast, too: chunks near the border would be of another type in decoding
         with torch.autocast(means.device.type, enabled=False):
             return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))

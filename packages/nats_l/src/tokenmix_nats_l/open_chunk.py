@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
+from tokenmix_core.launch.reading import Asked
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.state import LayerState
 from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention
@@ -25,7 +26,7 @@ from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL, Tokens
 
-# chunks that are looked at together for what is kept of them
+# chunks that are kept without asking how many of them are, and of padded rows those that are looked at together
 _PIECE = 32
 
 
@@ -61,7 +62,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Te
         # rows of one length end their chunks together
         ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
-        types = layer.types_from(means, (span.before // layer.chunk).unsqueeze(1))
+        types = layer.types_from(means, lambda: (span.before // layer.chunk).unsqueeze(1))
         _close(layer, state, types.softmax.squeeze(1) > 0.5, ending)
     return linear, softmax
 
@@ -90,8 +91,9 @@ def _go_on_evenly(
 ) -> tuple[Tensor, Tensor]:
     """`go_on` for rows whose open chunks have `fill` tokens, and are their sequences' chunk `number`, `[N, 1]`."""
     C, T = layer.chunk, x.shape[1]
-    _prepare(state, x, len(x))
     types = _types(layer, _means(layer, state, x, fill), number)
+    # asked for before the long work, and read behind it
+    longest = _longest(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
     # tokens up to the open chunk's end; those of whole chunks; those of the next open chunk
@@ -101,26 +103,27 @@ def _go_on_evenly(
     if head:
         outputs.append(_enter(layer, x, tokens, state, slice(0, head), fill))
         if fill + head == C:
-            _close(layer, state, types.softmax[:, 0] > 0.5)
+            _close(layer, state, types.softmax[:, 0] > 0.5, longest=longest)
     first = 1 if head else 0
     if layer.own_chunk == "softmax" or not layer.decay:
         # the operation knows no such chunks: one after the other
         for i in range(whole // C):
             outputs.append(_enter(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
-            _close(layer, state, types.softmax[:, first + i] > 0.5)
+            _close(layer, state, types.softmax[:, first + i] > 0.5, longest=longest)
     elif whole:
-        chunks = type(tokens)(*(y[:, head : head + whole] for y in tokens))
+        chunks = tokens if whole == T else type(tokens)(*(y[:, head : head + whole] for y in tokens))
         slots = slice(first, first + whole // C)
         o, after = layer.delta_rule(chunks, types.linear[:, slots], state.recurrent.value)
         outputs.append(o)
         state.recurrent.value, state.start.value = after, after.clone()
-        _keep(layer, state, chunks, types.softmax[:, slots] > 0.5)
+        _keep(layer, state, chunks, types.softmax[:, slots] > 0.5, longest)
     if head + whole < T:
         outputs.append(_enter(layer, x, tokens, state, slice(head + whole, T), 0))
+    _prepare(state, x, len(x))
     # gradients pass from chunk to chunk of this call, and do not cross calls
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
-    return torch.cat(outputs, 1), softmax
+    return _joined(outputs), softmax
 
 
 def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: list[int]) -> tuple[Tensor, Tensor]:
@@ -206,6 +209,7 @@ def _go_on_in_groups(
 
 def _enter(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
     """Take tokens into the open chunk, which has `fill` already; returns the delta rule's outputs."""
+    _prepare(state, x, len(x))
     new = type(tokens)(*(y[:, here] for y in tokens))
     o, after = layer.delta_rule(new, None, state.recurrent.value)
     if layer.own_chunk == "softmax":
@@ -232,7 +236,7 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         values.insert(0, kept.values.transpose(1, 2))
         held = torch.arange(0, kept.places, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
         marks.insert(0, held.transpose(1, 2).to(types.softmax.dtype))
-    k, v, keep = (y[0] if len(y) == 1 else torch.cat(y, 1) for y in (keys, values, marks))
+    k, v, keep = (_joined(y) for y in (keys, values, marks))
     if layer.own_chunk == "linear":
         return far_softmax(tokens.softmax_q, k, v, keep, C)
     return kept_attention(tokens.softmax_q, k, v, keep, unit=C, impl=layer.impl).o
@@ -240,40 +244,60 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
 
 def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
     """The mean inputs of the open chunk, of which `fill` tokens are summed up already, and of those after it."""
-    wide = at_least_float32(x)
     head = min(layer.chunk - fill, x.shape[1]) if fill else 0
     means = []
     if head:
-        means.append((state.inputs.value + wide[:, :head].sum(1)).unsqueeze(1) / (fill + head))
+        sums = x[:, :head].sum(1, dtype=state.inputs.value.dtype)
+        means.append((state.inputs.value + sums).unsqueeze(1) / (fill + head))
     if head < x.shape[1]:
-        means.append(chunk_means(wide[:, head:], layer.chunk))
-    return torch.cat(means, 1)
+        means.append(chunk_means(x[:, head:], layer.chunk))
+    return _joined(means)
 
 
 def _types(layer: NatsL, means: Tensor, first: int | Tensor) -> ChunkTypes:
     """The types of chunks with these means, the first of which is its sequence's chunk number `first`, `[N, 1]`."""
-    numbers = torch.arange(means.shape[1], device=means.device) + first
-    return layer.types_from(means, numbers.expand(len(means), -1))
+
+    def numbers() -> Tensor:
+        return (torch.arange(means.shape[1], device=means.device) + first).expand(len(means), -1)
+
+    return layer.types_from(means, numbers)
 
 
-def _keep(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor) -> None:
+def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> Asked | None:
+    """What the longest list will hold once `ending` chunks have ended; None for few, which find room without."""
+    if ending <= _PIECE:
+        return None
+    tokens = layer.chunk * types.softmax[:, :ending].sum(1, dtype=torch.int32)
+    if state.kept.places:
+        tokens = tokens + state.kept.lengths[:, :: layer.group]
+    return Asked(tokens.max())
+
+
+def _keep(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor, longest: Asked | None) -> None:
     """Hold the keys and values of those whole chunks that are marked in `softmax [N, chunks, H]`."""
-    take = softmax.repeat_interleave(layer.group, -1).repeat_interleave(layer.chunk, 1)
-    # piece by piece, so that room is made for what is kept instead of for everything
-    for parts in zip(
-        *(y.split(_PIECE * layer.chunk, 1) for y in (chunks.softmax_k, chunks.softmax_v, take)), strict=True
-    ):
-        state.kept.append(*parts)
+    N, number, H = softmax.shape
+    # head by head, as lists want it
+    take = softmax.mT[:, :, None, :, None].expand(-1, -1, layer.group, -1, layer.chunk)
+    take = take.reshape(N, H * layer.group, number * layer.chunk).mT
+    state.kept.append(chunks.softmax_k, chunks.softmax_v, take, longest=None if longest is None else longest.read())
 
 
-def _close(layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None = None) -> None:
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The parts one after the other along time."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _close(
+    layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None = None, longest: Asked | None = None
+) -> None:
     """End the open chunk, of all rows or of those that `rows [N]` names; `softmax [N, H]` are its types."""
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start
     recurrent = torch.where(layer.fit.gates(take)[..., None, None], bare, recurrent)
     take = take.repeat_interleave(layer.group, -1).unsqueeze(1).expand(-1, layer.chunk, -1)
-    state.kept.append(state.open_keys.value, state.open_values.value, take)
+    room = None if longest is None else longest.read()
+    state.kept.append(state.open_keys.value, state.open_values.value, take, longest=room)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
     # steps write into the running state, so the other is a copy
