@@ -86,10 +86,29 @@ def test_rows_are_ranked_in_pieces_as_they_are_together(monkeypatch):
     assert torch.equal(eviction_times(x, 4, 6), whole)
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.02])
+@pytest.mark.parametrize(("T", "room"), [(1, 1), (65, 3), (150, 70)])
+def test_the_kernel_finds_the_times_that_the_matrix_finds(T, room, share, ties, device):
+    x = scores(2, T, 3, share=share, ties=ties).to(device)
+    kept = x > -torch.inf
+    got, expected = (eviction_times(x, room, 7, impl=impl) for impl in ("triton", "reference"))
+    assert got.dtype == torch.int32
+    assert torch.equal(got[kept], expected[kept])
+
+
+@pytest.mark.gpu
+def test_thousands_of_keys_leave_by_the_kernel_as_by_the_matrix():
+    x = scores(2, 20_000, 3, share=0.5, ties=True).cuda()
+    kept = x > -torch.inf
+    assert torch.equal(eviction_times(x, 512, 768)[kept], eviction_times(x, 512, 768, impl="reference")[kept])
+
+
 def test_torch_checks_the_one_step_of_graphs():
     x = scores(1, 9, 2, share=0.6, ties=True)
     for borders in (None, torch.tensor([0, 4, 9])):
-        torch.library.opcheck(cap._one_step, (x, 2, 3, borders), test_utils=("test_schema", "test_faketensor"))
+        given = x, 2, 3, borders, "reference"
+        torch.library.opcheck(cap._one_step, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_many_keys_leave_as_from_the_heap():

@@ -14,9 +14,13 @@ from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding, apply_rotary
+from tokenmix_core.nn.state import Span
 from tokenmix_core.ops import kept_attention
+from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_core.testing.recording import Watched
+from tokenmix_lte import inference
 from tokenmix_lte.mixer import Lte, Tokens
 
 # windows, caps and sinks so small that keys are evicted
@@ -282,3 +286,23 @@ def test_kernels_prefill_and_step_as_the_eager_layer_does(device):
     whole = run_mixer(eager, x)
     outputs, _ = run_in_pieces(kernels, x, [28, *[1] * 15])
     torch.testing.assert_close(outputs, whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scorer", ["cnn", "uniform"])
+def test_a_prompt_of_any_length_takes_the_same_few_operations_and_asks_the_device_nothing(scorer, monkeypatch):
+    layer = build(scorer=scorer)
+    # two operations with kernels of their own
+    monkeypatch.setattr(inference, "kept_attention", lambda q, *_, **options: AttentionOutput(q, q[..., 0]))
+    monkeypatch.setattr(inference, "eviction_times", lambda ranks, *_, **options: ranks.to(torch.int32))
+    monkeypatch.setattr(layer, "logits", lambda raw, v: raw[..., 0])
+
+    def operations(T):
+        state, seen = layer.make_state(), []
+        state.span = Span(2, T, torch.device("cpu"))
+        q, k, raw, v = heads(layer, inputs(T=T))
+        with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
+            inference.go_on(layer, Tokens(q, k, raw, v), state)
+        return seen
+
+    assert len(operations(22)) == len(operations(300)) <= 40

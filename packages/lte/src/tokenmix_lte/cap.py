@@ -17,33 +17,50 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
+from tokenmix_core.ops.common import Impl, resolve_impl
 
+# the longest sequence whose pairs of keys are compared: their number grows by the square, the matrix's work does not
+_PAIRS = 1 << 15
 # keys that are ranked at one time: their indices take some ten tensors of 8 bytes each
 _AT_ONCE = 1 << 22
 
 
 def eviction_times(
-    scores: Float[Tensor, "B T H"], room: int, window: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
+    scores: Float[Tensor, "B T H"],
+    room: int,
+    window: int,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    impl: Impl | None = None,
 ) -> Int[Tensor, "B T H"]:
     """The first query that no longer sees a key as a far one, int32; a query after all for keys that stay.
 
     The position of the room-th better key plus the window. That key is the room-th smallest position among those that
     rank before j, an order statistic of a prefix, which a wavelet matrix finds for all keys at once in ⌈log₂ T⌉ steps:
-    nothing goes token by token and no pairs of tokens are formed.
+    nothing goes token by token and no pairs of tokens are formed. On a GPU these steps are some 270 launches for 16,384
+    tokens: rows of up to 32,768 have one kernel in their place, whose keys count better ones until there are enough.
 
     Args:
         scores: −∞ for keys that are not kept, whose result means nothing; +∞ for those that must stay.
         room: far keys that a head holds, at least 1.
         window: keys of the window; position p enters the far segment when query p + window comes.
         cu_seqlens: borders of packed sequences; positions are counted from each one's start.
+        impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed, longer and float64 rows
+            are the reference's in any case.
     """
     # its steps depend on the length: in a graph that torch.compile makes they are one
     find = _one_step if torch.compiler.is_compiling() else _eviction_times
-    return find(scores, room, window, cu_seqlens)
+    return find(scores, room, window, cu_seqlens, resolve_impl("eviction_times", impl, scores))
 
 
-def _eviction_times(scores: Tensor, room: int, window: int, cu_seqlens: Tensor | None) -> Tensor:
+def _eviction_times(
+    scores: Tensor, room: int, window: int, cu_seqlens: Tensor | None, impl: str | None = "reference"
+) -> Tensor:
     B, T, H = scores.shape
+    if impl != "reference" and cu_seqlens is None and 0 < T <= _PAIRS and scores.dtype == torch.float32:
+        from tokenmix_lte.ops.eviction.times import eviction_times_triton
+
+        return eviction_times_triton(scores, room, window)
     flat = scores.transpose(1, 2).reshape(B * H, T)
     starts = torch.zeros(T, dtype=torch.int64, device=scores.device)
     ids = None
@@ -59,7 +76,7 @@ _one_step = torch.library.custom_op("tokenmix_lte::eviction_times", _eviction_ti
 
 
 @_one_step.register_fake
-def _(scores, room, window, cu_seqlens):
+def _(scores, room, window, cu_seqlens, impl="reference"):
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.nn.ragged import RaggedKVState
+from tokenmix_core.nn.ragged import RaggedKVState, first_taken
 from tokenmix_core.nn.state import LayerState
 from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.common import unless_gluon
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Held(NamedTuple):
     """A state's tensors, S = W + cap places a head."""
 
-    # [N, S, H, K], [N, S, H, K], [N, H]
+    # [N, H, S, K], [N, H, S, K], [N, H]
     keys: Tensor
     values: Tensor
     lengths: Tensor
@@ -68,68 +68,83 @@ def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ
 def go_on(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
     """Outputs for the tokens of a call, in its layout; the state holds them afterwards."""
     span = state.span
-    _prepare(layer, tokens, state, span.sequences)
-    held = _held(state)
     if span.uniform:
-        o, held = _advance(layer, tokens, held, span.past)
+        o, held = _advance(layer, tokens, _held(state) if span.past else None, span.past)
     else:
+        _prepare(layer, tokens, state, span.sequences)
+        before = _held(state)
         # sequences of different lengths, one by one
         packed = span.cu_seqlens is not None
         borders = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
         parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in borders]
         outputs, rows = [], []
         for n, (part, past) in enumerate(zip(parts, span.before.tolist(), strict=True)):
-            row = Held(*(x[n : n + 1] for x in held))
+            row = Held(*(x[n : n + 1] for x in before))
             if part.k.shape[1]:
                 o, row = _advance(layer, part, row, past)
                 outputs.append(o)
             rows.append(row)
         o = torch.cat(outputs, 1 if packed else 0)
         held = Held(*(torch.cat(x) for x in zip(*rows, strict=True)))
-    _store(state, held)
+    state.kv.hold(held.keys, held.values, held.lengths)
+    # steps write them in place
+    state.scores.set(held.scores)
+    state.ages.set(held.ages)
+    state.raw.set(held.raw)
     return o
 
 
-def _advance(layer: Lte, tokens: Tokens, held: Held, past: int) -> tuple[Tensor, Held]:
+def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
     """Outputs for T tokens of sequences that each hold `past`, and what they hold afterwards.
 
     Far keys, the ring and the new tokens in a row, oldest first, are like a sequence of their own: far keys stand in
-    front, where no window reaches them, for there are none before the ring is full.
+    front, where no window reaches them, for there are none before the ring is full. Where nothing is held yet, nothing
+    is copied.
     """
-    q, k, raw, v = tokens
-    W, total, device = layer.window, past + k.shape[1], k.device
-    ring, reach = min(past, W), min(past, layer.reach)
-    places = torch.arange(past - ring, past, device=device) % W
-    keys, values = torch.cat((held.keys[:, places], k), 1), torch.cat((held.values[:, places], v), 1)
-    last = torch.arange(past - reach, past, device=device) % max(1, layer.reach)
-    raws = torch.cat((held.raw[:, last], raw), 1)
-    logits = layer.logits(raws, values[:, ring - reach :]).detach()
-    # the first ones lack what came before them, and have been scored
-    known = 0 if reach == past else layer.behind
-    scored = held.scores[:, :, places].transpose(1, 2)[:, : ring - reach + known]
-    scores = torch.cat((scored, logits[:, known:].to(scored.dtype)), 1)
+    q, keys, raws, values = tokens
+    W, total, device = layer.window, past + keys.shape[1], keys.device
+    ring, reach, known = min(past, W), min(past, layer.reach), 0
+    if held is not None and past:
+        places = torch.arange(past - ring, past, device=device) % W
+        keys, values = (
+            torch.cat((x[:, :, places].transpose(1, 2), new), 1)
+            for x, new in ((held.keys, keys), (held.values, values))
+        )
+        last = torch.arange(past - reach, past, device=device) % max(1, layer.reach)
+        raws = torch.cat((held.raw[:, last], raws), 1)
+        # the first logits lack what came before them, and have been scored
+        known = 0 if reach == past else layer.behind
+    scores = layer.logits(raws, values[:, ring - reach :]).detach()
+    if held is not None and past:
+        scored = held.scores[:, :, places].transpose(1, 2)[:, : ring - reach + known]
+        scores = torch.cat((scored, scores[:, known:].to(scored.dtype)), 1)
     positions = torch.arange(past - ring, total, device=device)
     ranks = layer.ranks(scores, positions)
-    ages = positions.to(held.ages.dtype).view(1, -1, 1).expand_as(ranks)
-    if past > W:
+    ages = None
+    if held is not None and past > W:
+        ages = positions.to(held.ages.dtype).view(1, -1, 1).expand_as(ranks)
         keys, values, ranks, ages = (
             torch.cat(pair, 1) for pair in zip(_far(layer, held), (keys, values, ranks, ages), strict=True)
         )
     keep = ranks > -torch.inf
-    until = eviction_times(ranks, layer.cap, W)
+    until = eviction_times(ranks, layer.cap, W, impl=unless_gluon(layer.impl))
     o = kept_attention(q, keys, values, keep, window=W, until=until, impl=layer.impl).o
-    left = keys.shape[1] - min(total, W)
-    stays = keep[:, :left] & (until[:, :left] >= keys.shape[1])
-    far = [_chosen(x[:, :left], stays, layer.cap) for x in (keys, values, ranks, ages)]
-    rings = [_ring(x, W, total) for x in (keys, values, scores)]
-    return o, Held(
-        torch.cat((rings[0], far[0]), 1).detach(),
-        torch.cat((rings[1], far[1]), 1).detach(),
-        min(total, W) + stays.sum(1, dtype=torch.int32),
-        torch.cat((rings[2], far[2]), 1).transpose(1, 2),
-        far[3].transpose(1, 2),
-        _ring(raws, layer.reach, total).detach(),
-    )
+    with torch.no_grad():
+        left = keys.shape[1] - min(total, W)
+        stays = keep[:, :left] & (until[:, :left] >= keys.shape[1])
+        far, lengths = _first_far(stays.transpose(1, 2), layer.cap)
+        at = torch.cat((_newest(keys.shape[1], W, total, device).expand(*far.shape[:2], -1), far), 2)
+        at = at.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
+        far_scores = ranks.transpose(1, 2).gather(2, far)
+        return o, Held(
+            keys.transpose(1, 2).gather(2, at),
+            values.transpose(1, 2).gather(2, at),
+            (lengths + min(total, W)).to(torch.int32),
+            torch.cat((_ring(scores, W, total).transpose(1, 2), far_scores), 2),
+            # where no far keys were held, tokens stand at their positions
+            far.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, far),
+            _ring(raws, layer.reach, total),
+        )
 
 
 def _far(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -137,17 +152,24 @@ def _far(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     filled = torch.arange(layer.cap, device=held.ages.device) < (held.lengths - layer.window).unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
     ranks = held.scores[:, :, layer.window :].masked_fill(~filled, -torch.inf)
-    of_tokens = order.transpose(1, 2)[..., None].expand(-1, -1, -1, layer.head_dim)
-    keys, values = (x[:, layer.window :].gather(1, of_tokens) for x in (held.keys, held.values))
+    of_tokens = order.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
+    keys, values = (x[:, :, layer.window :].gather(2, of_tokens).transpose(1, 2) for x in (held.keys, held.values))
     return keys, values, ranks.gather(-1, order).transpose(1, 2), held.ages.gather(-1, order).transpose(1, 2)
 
 
-def _chosen(x: Shaped[Tensor, "N L H *K"], take: Bool[Tensor, "N L H"], room: int) -> Shaped[Tensor, "N room H *K"]:
-    """Those of the tokens that each head takes, in their order, with zeros behind them."""
-    # what is not taken goes to a place of its own behind all others
-    to = torch.where(take, take.cumsum(1) - 1, room)
-    to = to.view(*to.shape, *[1] * (x.dim() - 3)).expand_as(x)
-    return x.new_zeros(len(x), room + 1, *x.shape[2:]).scatter_(1, to, x)[:, :room]
+def _first_far(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
+    """`first_taken`, also of no tokens."""
+    if stays.shape[2]:
+        return first_taken(stays, cap)
+    nothing = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)
+    return nothing[..., 1:], nothing[..., 0]
+
+
+def _newest(length: int, room: int, total: int, device: torch.device) -> Int[Tensor, "room"]:
+    """Which of `length` tokens stand in the places of `_ring`; any one in those that are not filled."""
+    if total < room:
+        return torch.arange(length - total, length - total + room, device=device).clamp(max=length - 1)
+    return torch.arange(length - room, length, device=device).roll(total % room)
 
 
 def _ring(x: Float[Tensor, "N L *rest"], room: int, total: int) -> Float[Tensor, "N room *rest"]:
@@ -193,15 +215,4 @@ def _prepare(layer: Lte, tokens: Tokens, state: LayerState, batch: int) -> None:
 
 def _held(state: LayerState) -> Held:
     kv = state.kv
-    keys, values = kv.keys.transpose(1, 2), kv.values.transpose(1, 2)
-    return Held(keys, values, kv.lengths, state.scores.value, state.ages.value, state.raw.value)
-
-
-def _store(state: LayerState, held: Held) -> None:
-    filled = torch.arange(held.keys.shape[1], device=held.keys.device) < held.lengths.unsqueeze(-1)
-    state.kv.clear()
-    state.kv.append(held.keys, held.values, filled.transpose(1, 2))
-    # steps write them in place
-    state.scores.set(held.scores.contiguous())
-    state.ages.set(held.ages.contiguous())
-    state.raw.set(held.raw)
+    return Held(kv.keys, kv.values, kv.lengths, state.scores.value, state.ages.value, state.raw.value)

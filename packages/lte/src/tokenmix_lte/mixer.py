@@ -214,7 +214,9 @@ class Lte(Mixer):
         logits = self.logits(raw, v, cu_seqlens=cu_seqlens)
         ranks = self.ranks(logits, places.position)
         keep = ranks > -torch.inf
-        until = None if self.training else eviction_times(ranks, self.cap, self.window, cu_seqlens)
+        until = None
+        if not self.training:
+            until = eviction_times(ranks, self.cap, self.window, cu_seqlens, impl=unless_gluon(self.impl))
         share = logits.sigmoid()
         marks: Tensor = keep
         if self.scorer is not None and self.estimator == "inside":

@@ -37,6 +37,12 @@ def eviction(window=768, far=512):
     )
 
 
+def eviction_times():
+    from tokenmix_lte.cap import eviction_times
+
+    eviction_times(torch.zeros(B, T, H), 512, 768, impl="triton")
+
+
 def selected_blocks(count=16):
     from tokenmix_lte.ops import block_attention, select_blocks
 
@@ -58,6 +64,7 @@ def branches():
 CALLS = {
     **{f"scorer in {dtype}": partial(scorer, dtype) for dtype in DTYPES},
     "eviction": eviction,
+    "eviction times": eviction_times,
     "selected blocks": selected_blocks,
     "sum of branches": branches,
 }
