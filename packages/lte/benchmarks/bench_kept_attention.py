@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import attention, kept_attention
+from tokenmix_core.ops.common import Impl
 from tokenmix_core.testing.benchmarking import measure
 from tokenmix_lte.cap import eviction_times
 
@@ -56,11 +57,15 @@ def _prefill(case: Case, device: str) -> Iterator[dict]:
     """As in evaluation, where far keys are evicted."""
     q, k, v, keep, ranks = _inputs(case, device)
     until = eviction_times(ranks, case.cap, case.window)
+
+    def timed(impl: Impl | None) -> Tensor:
+        times = eviction_times(ranks, case.cap, case.window, impl=impl)
+        return kept_attention(q, k, v, keep, window=case.window, until=times).o
+
     forwards = {
         "tokenmix": lambda: kept_attention(q, k, v, keep, window=case.window, until=until).o,
-        "with eviction times, tokenmix": lambda: (
-            kept_attention(q, k, v, keep, window=case.window, until=eviction_times(ranks, case.cap, case.window)).o
-        ),
+        "with eviction times, tokenmix": lambda: timed(None),
+        "with eviction times by the matrix, tokenmix": lambda: timed("reference"),
     }
     shape = f"{_name(case)}, {case.cap} held"
     yield from measure("kept_attention, LTE prefill", shape, device, forwards | _peers(case, q, k, v), (q, k, v),
