@@ -19,8 +19,9 @@ from torch import Tensor
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.ops.common import Impl, resolve_impl
 
-# the longest sequence whose pairs of keys are compared: their number grows by the square, the matrix's work does not
-_PAIRS = 1 << 15
+# pairs of keys, of all rows and heads, up to which they are compared: some 2 ms of an H200 by their instructions, which
+# is what the matrix's launches take
+_PAIRS = 1 << 33
 # keys that are ranked at one time: their indices take some ten tensors of 8 bytes each
 _AT_ONCE = 1 << 22
 
@@ -38,15 +39,15 @@ def eviction_times(
     The position of the room-th better key plus the window. That key is the room-th smallest position among those that
     rank before j, an order statistic of a prefix, which a wavelet matrix finds for all keys at once in ⌈log₂ T⌉ steps:
     nothing goes token by token and no pairs of tokens are formed. On a GPU these steps are some 270 launches for 16,384
-    tokens: rows of up to 32,768 have one kernel in their place, whose keys count better ones until there are enough.
+    tokens: up to 2³³ pairs, 32,768 tokens of 8 heads, one kernel stands in for them, whose keys count better ones.
 
     Args:
         scores: −∞ for keys that are not kept, whose result means nothing; +∞ for those that must stay.
         room: far keys that a head holds, at least 1.
         window: keys of the window; position p enters the far segment when query p + window comes.
         cu_seqlens: borders of packed sequences; positions are counted from each one's start.
-        impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed, longer and float64 rows
-            are the reference's in any case.
+        impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed rows, more pairs
+            and float64 are the reference's in any case.
     """
     # its steps depend on the length: in a graph that torch.compile makes they are one
     find = _one_step if torch.compiler.is_compiling() else _eviction_times
@@ -57,7 +58,7 @@ def _eviction_times(
     scores: Tensor, room: int, window: int, cu_seqlens: Tensor | None, impl: str | None = "reference"
 ) -> Tensor:
     B, T, H = scores.shape
-    if impl != "reference" and cu_seqlens is None and 0 < T <= _PAIRS and scores.dtype == torch.float32:
+    if impl != "reference" and cu_seqlens is None and 0 < B * H * T * T <= _PAIRS and scores.dtype == torch.float32:
         from tokenmix_lte.ops.eviction.times import eviction_times_triton
 
         return eviction_times_triton(scores, room, window)
