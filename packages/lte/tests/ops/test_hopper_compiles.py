@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 
-import pytest
 import torch
 
-from tokenmix_core.testing.compilation import EVERY, SHARED_MEMORY, compile_calls, compiled_by
+from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
 
 def scorer(B=8, T=4096, H=8, channels=(64, 64, 32, 16), offsets=(-2, 0, 2), dtype=torch.bfloat16, **options):
@@ -37,15 +36,12 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor(monkeypatch):
+@without_gpu
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
     # channels decide how much shared memory a kernel takes
-    monkeypatch.setenv(EVERY, "1")
-    kernels = compiled_by(__file__)
+    kernels = compiled_by(__file__, every=True)
     assert {x["call"] for x in kernels} == CALLS.keys()
-    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+    assert_all_fit(kernels)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 
-from tokenmix_core.testing.compilation import EVERY, SHARED_MEMORY, compile_calls, compiled_by
+from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
 B, T, H, K = 8, 4096, 8, 64
 DTYPES = (torch.float16, torch.float32)
@@ -70,15 +69,12 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor(monkeypatch):
+@without_gpu
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
     # a scorer's tiles, and so its shared memory, depend on its dtype
-    monkeypatch.setenv(EVERY, "1")
-    kernels = compiled_by(__file__)
+    kernels = compiled_by(__file__, every=True)
     assert {x["call"] for x in kernels} == CALLS.keys()
-    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+    assert_all_fit(kernels)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from tokenmix_core.testing.compilation import SHARED_MEMORY, compile_calls, compiled_by
+from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
 B, T, H, V = 8, 4096, 6, 256
 
@@ -19,13 +18,11 @@ def merging():
     torch.autograd.grad(y, x, torch.empty_like(y))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+@without_gpu
 def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
     kernels = compiled_by(__file__)
     assert len(kernels) == 2
-    assert [x for x in kernels if x["error"] or x["shared"] > SHARED_MEMORY] == []
+    assert_all_fit(kernels)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,39 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+import pytest
 import torch
 
 # bytes of shared memory that a block may have on Hopper
-SHARED_MEMORY = 232_448
+_SHARED_MEMORY = 232_448
 # set to 1, all kernels of the calls are compiled, and not only the first call's of each
-EVERY = "TOKENMIX_EVERY_KERNEL"
+_EVERY = "TOKENMIX_EVERY_KERNEL"
 
 
-def compiled_by(script: str) -> list[dict]:
-    """Run `compile_calls` of a script in a process of its own and return what it prints; its errors are raised here."""
+def without_gpu(test: Callable) -> Callable:
+    """Mark a test that compiles many kernels, which takes minutes and no GPU: where there is one, all tests do."""
+    there = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
+    return pytest.mark.slow(pytest.mark.timeout(3600)(there(test)))
+
+
+def compiled_by(script: str, *, every: bool = False) -> list[dict]:
+    """Run `compile_calls` of a script in a process of its own and return what it prints; its errors are raised here.
+
+    With `every` all kernels of the calls are compiled, and not only the first call's of each.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {_EVERY: "1"} if every else {}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_all_fit(kernels: Iterable[dict]) -> None:
+    """Every kernel that `compiled_by` tells of compiles, and a multiprocessor has its shared memory."""
+    assert [x for x in kernels if x["error"] or x["shared"] > _SHARED_MEMORY] == []
 
 
 def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, portable: bool = False) -> None:
@@ -41,7 +57,7 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
     from tokenmix_core.launch.kernels import Launch, taken
 
     _pretend(packages)
-    every, seen = os.environ.get(EVERY) == "1", set()
+    every, seen = os.environ.get(_EVERY) == "1", set()
     for call, make in calls.items():
         launches: list[Launch] = []
         with taken(launches.append):
