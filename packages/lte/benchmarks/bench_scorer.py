@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
+from tokenmix_core.ops.choice import device_limit
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure, mixed_lengths
 from tokenmix_lte.ops import retention_logits
 from tokenmix_lte.ops.scorer.reference import retention_logits_reference
@@ -24,7 +25,7 @@ DROPOUTS = (0.0, 0.1)
 _FIRST_CALL = """
 import torch
 from tokenmix_lte.scorers import ConvScorer
-scorer = ConvScorer(8, 128, dropout=0.1, causal=False, impl="gluon").cuda()
+scorer = ConvScorer(8, 128, dropout=0.1, causal=False, impl={impl!r}).cuda()
 k, v = (torch.randn(8, 4096, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
 torch.cuda.synchronize()
 """
@@ -64,11 +65,11 @@ def _rows(shape: tuple[int, int, int, int, bool], dropout: float, device: str) -
     convs = list(zip(scorer.kernels, scorer.biases, strict=True))
     call = functools.partial(retention_logits, k, v, convs, scorer.weight, scorer.bias, cu_seqlens=cu_seqlens)
     forwards = {
-        "tokenmix": functools.partial(call, dropout=dropout, impl=None if device == "cpu" else "gluon"),
+        "tokenmix": functools.partial(call, dropout=dropout),
         "tokenmix, eager": functools.partial(call, dropout=dropout, impl="reference"),
     }
-    if device != "cpu":
-        forwards["tokenmix, portable"] = functools.partial(call, dropout=dropout, impl="triton")
+    if gluon := device_limit(torch.device(device)) is None:
+        forwards["tokenmix, Gluon"] = functools.partial(call, dropout=dropout, impl="gluon")
     if not packed:
         forwards["torch conv1d, float32"] = lambda: grouped_convolutions(scorer, k, v, dropout, torch.float32)
         forwards["torch conv1d, dtype of k"] = lambda: grouped_convolutions(scorer, k, v, dropout, dtype)
@@ -79,7 +80,11 @@ def _rows(shape: tuple[int, int, int, int, bool], dropout: float, device: str) -
         )
     first = None
     if shape == SHAPES[0] and dropout:
-        first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)}
+        forms = {"tokenmix": None} | ({"tokenmix, Gluon": "gluon"} if gluon else {})
+        first = {
+            name: functools.partial(first_call_seconds, _FIRST_CALL.format(impl=impl), _CALL)
+            for name, impl in forms.items()
+        }
     name = f"B{B} T{T} H{H} K{K}" + (", 32 sequences" if packed else "")
     leaves = (k, v, *scorer.parameters())
     return measure(f"scorer, dropout {dropout:g}", name, device, forwards, leaves, first_calls=first)

@@ -48,6 +48,11 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
     return next(tile for bound, tile in table.items() if head_size <= bound)
 
 
+# of a thread, which ptxas is told of for wide tiles of float32: by itself, as 12.8 and 12.9, it falls back to 32 there,
+# and spills up to 16 KB
+ALL_REGISTERS = 255
+
+
 class KeptAttentionTile(NamedTuple):
     """BM queries meet BN columns, in at most so many registers a thread where that is a number."""
 
@@ -82,8 +87,7 @@ _KEPT_ATTENTION: dict[str, dict[int, KeptAttentionTile]] = {
 def kept_attention(kernel: str, head_size: int, dtype: torch.dtype, unit: int) -> KeptAttentionTile:
     """The same of attention over kept keys. BN divides 64: a tile of columns lies in one unit of more than a token."""
     if dtype == torch.float32:
-        # as for wide keys of the delta rule, ptxas is told of the registers that there are
-        return KeptAttentionTile(*attention(kernel, head_size, dtype), 255 if head_size > 128 else None)
+        return KeptAttentionTile(*attention(kernel, head_size, dtype), ALL_REGISTERS if head_size > 128 else None)
     tile = next(tile for bound, tile in _KEPT_ATTENTION[kernel].items() if head_size <= bound)
     if kernel == "backward_keys" or unit == 1:
         return tile
@@ -116,7 +120,7 @@ def kept_attention_pieces(tiles: int, device: torch.device) -> int:
 def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
     """BN, num_warps, num_stages and maxnreg of the decoding kernel, which is bound by reading the cache."""
     if dtype == torch.float32 or head_size > 128:
-        return 32, 4, 2, 255 if dtype == torch.float32 and head_size > 128 else None
+        return 32, 4, 2, ALL_REGISTERS if dtype == torch.float32 and head_size > 128 else None
     return 64, 4, 3, None
 
 
@@ -331,11 +335,10 @@ _GATED_DELTA_RULE_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-    # float32 operands are split in parts, and 8 warps read past their tile where K is 256. There ptxas 12.8 and 12.9
-    # fall back to 32 registers a thread, and spill 16 KB, where they are not told that there are 255
+    # float32 operands are split in parts, and 8 warps read past their tile where K is 256
     (4, 64): (ScanTile(32, 4, 1),),
     (4, 128): (ScanTile(32, 4, 1),),
-    (4, 256): (ScanTile(32, 4, 1, maxnreg=255),),
+    (4, 256): (ScanTile(32, 4, 1, maxnreg=ALL_REGISTERS),),
 }
 # the same where the state is held transposed: 64 columns are the rows of one warp group
 _GATED_DELTA_RULE_TRANSPOSED = _GATED_DELTA_RULE_SEQUENCE | {

@@ -54,9 +54,7 @@ def eviction_times(
     return find(scores, room, window, cu_seqlens, resolve_impl("eviction_times", impl, scores))
 
 
-def _eviction_times(
-    scores: Tensor, room: int, window: int, cu_seqlens: Tensor | None, impl: str | None = "reference"
-) -> Tensor:
+def _eviction_times(scores: Tensor, room: int, window: int, cu_seqlens: Tensor | None, impl: str | None) -> Tensor:
     B, T, H = scores.shape
     if impl != "reference" and cu_seqlens is None and 0 < B * H * T * T <= _PAIRS and scores.dtype == torch.float32:
         from tokenmix_lte.ops.eviction.times import eviction_times_triton
@@ -77,7 +75,7 @@ _one_step = torch.library.custom_op("tokenmix_lte::eviction_times", _eviction_ti
 
 
 @_one_step.register_fake
-def _(scores, room, window, cu_seqlens, impl="reference"):
+def _(scores, room, window, cu_seqlens, impl):
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 

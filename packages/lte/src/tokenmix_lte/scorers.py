@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.ops.common import Impl
 from tokenmix_lte.ops import retention_logits
+from tokenmix_lte.ops.scorer.sizes import channels_of_layers
 
 Scorers = Literal["cnn", "causal", "mlp", "none", "uniform"]
 # those that learn nothing
@@ -63,7 +64,7 @@ class ConvScorer(Scorer):
         self.offsets = (-4, -2, 0) if causal else (-2, 0, 2)
         self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
         self.dropout = dropout
-        sizes = [channels >> i for i in range(_LAYERS + 1)]
+        sizes = channels_of_layers(channels, _LAYERS)
         self.kernels = nn.ParameterList(
             torch.empty(heads, sizes[i + 1], sizes[i], len(self.offsets)) for i in range(_LAYERS)
         )

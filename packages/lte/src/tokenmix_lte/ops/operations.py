@@ -10,13 +10,14 @@ from tokenmix_lte.ops.branches.api import gated_sum
 from tokenmix_lte.ops.eviction.api import evict_step
 from tokenmix_lte.ops.scorer.api import retention_logits
 from tokenmix_lte.ops.scorer.plan import GLUON, hopper_limit, takes_gluon
+from tokenmix_lte.ops.scorer.sizes import channels_of_layers
 from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
 
 
 def _scorer(tensors: Tensors) -> tuple[int, list[int]]:
     """Channels of keys, and of each layer as a model has it."""
     K = tensors["k"].shape[3]
-    return K, [K, K // 2, K // 4]
+    return K, channels_of_layers(2 * K)[1:]
 
 
 def _scores(tensors: Tensors, impl: str | None) -> Mapping[str, str]:

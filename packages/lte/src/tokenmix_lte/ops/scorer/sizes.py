@@ -53,6 +53,11 @@ BLOCK_STREAMS, RING = 64, 6
 MOST_CHANNELS = 64
 
 
+def channels_of_layers(channels: int, layers: int = 3) -> list[int]:
+    """Channels of a model's scorer: of its input, and half as many of each layer as of what it reads."""
+    return [channels >> i for i in range(layers + 1)]
+
+
 def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> str | None:
     """Why the kernels do not take a scorer, as a clause; None where they do."""
     if dtype == torch.float64:
