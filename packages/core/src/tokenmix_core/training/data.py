@@ -6,6 +6,7 @@ another run, killed at i, would have gone on, on any number of processes, withou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -217,29 +218,33 @@ class NiahRows(Dataset):
 
     def __init__(self, task: str, tokenizer: Any, text: TokenFile | None, seq_len: int, seed: int) -> None:
         self.task, self.tokenizer, self.text, self.seq_len, self.seed = task, tokenizer, text, seq_len, seed
+        tokenizer("", add_special_tokens=False)
         self[0]
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        # under the options of the call in `__init__`, without what transformers would wrap it in
+        return self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def __getitem__(self, index: int) -> Row:
         rng = stream("niah rows", self.seed, index)
+        # the search for the length asks for the same text more than once
+        encode = functools.cache(self._encode)
         words: list[str] = []
         if self.text is not None:
             start = rng.integers(max(1, len(self.text) - 2 * self.seq_len))
-            words = self.tokenizer.decode(self.text.tokens[start : start + 2 * self.seq_len].tolist()).split()
+            words = self.tokenizer.decode(self.text.tokens[start : start + 2 * self.seq_len]).split()
         example = synthetic.niah(
             self.task,
             max_tokens=self.seq_len - 1,
-            count_tokens=lambda text: len(self._encode(text)),
+            count_tokens=lambda text: len(encode(text)),
             depth=float(rng.random()),
             haystack=words,
             seed=self.seed,
             index=index,
         )
         eos = self.tokenizer.eos_token_id
-        prompt = self._encode(example.context + example.question)
-        answer = [*self._encode(" " + example.answer), eos]
+        prompt = encode(example.context + example.question)
+        answer = [*encode(" " + example.answer), eos]
         ids = torch.full((self.seq_len,), eos)
         labels = torch.full((self.seq_len,), IGNORE_INDEX)
         end = len(prompt) + len(answer)

@@ -55,8 +55,8 @@ def retention_logits(
             hash of a number drawn by torch and of their places, alike in all implementations.
         impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", our kernels for Hopper
             (the same in bfloat16 or float16, and 16, 32 or 64 channels; at most 32 of the second layer where keys and
-            the first one have 64; no GPU has run them yet), "reference" (any device), or None: Triton for CUDA tensors
-            wherever it takes the scorer, else the reference. With k in bfloat16 or float16, products of kernels are of
+            the first one have 64), "reference" (any device), or None: for CUDA tensors the kernels that take the
+            scorer, those in Gluon first, else the reference. With k in bfloat16 or float16, products of kernels are of
             that dtype, with sums in float32; all else is float32.
 
     Returns:
