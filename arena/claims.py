@@ -9,7 +9,9 @@ from arena.measures import MEAN, Estimate, Line, Scores, title
 from arena.sizes import LEAST_SEEDS, Size
 from arena.tasks import MQAR, NEEDLE, TEXT
 
-HELD, NOT_HELD, OPEN, NOT_MEASURED = "held", "did not hold", "not decided", "not measured"
+HELD, NOT_HELD, OPEN, NOT_LEARNT, NOT_MEASURED = "held", "did not hold", "not decided", "not learnt", "not measured"
+# mean accuracy that one side must reach: two that recall nothing are equal, which says nothing about them
+_LEARNT = 0.05
 # what is less is the rounding of a sum
 _ROUNDING = 1e-9
 
@@ -95,13 +97,16 @@ def judge(claim: Claim, scores: Scores, size: Size) -> Verdict:
     """Held where the whole interval of the difference lies on the claim's side, not held where all of it lies beyond.
 
     Nothing is measured by a size without rates to choose from and seeds for an interval, nor before as many seeds of
-    both are there.
+    both are there. Where neither side has learnt the task, the numbers answer nothing.
     """
     if not size.says_something:
         return Verdict(NOT_MEASURED, None)
     difference = scores.difference(claim.line, claim.other, claim.column)
     if difference is None or difference.half is None or difference.seeds < LEAST_SEEDS:
         return Verdict(NOT_MEASURED, difference)
+    sides = [scores.estimate(line, claim.column) for line in (claim.line, claim.other)]
+    if claim.higher and all(side is not None and side.mean < _LEARNT for side in sides):
+        return Verdict(NOT_LEARNT, difference)
     better = (1 if claim.higher else -1) * difference.mean + claim.margin
     if abs(better) <= difference.half + _ROUNDING:
         return Verdict(OPEN, difference)

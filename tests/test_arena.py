@@ -12,7 +12,7 @@ import torch
 
 from arena import pieces, report, runner
 from arena.__main__ import main
-from arena.claims import HELD, NOT_HELD, NOT_MEASURED, OPEN, Claim, judge
+from arena.claims import HELD, NOT_HELD, NOT_LEARNT, NOT_MEASURED, OPEN, Claim, judge
 from arena.contestants import (
     CONTESTANTS,
     DIVISIONS,
@@ -360,6 +360,20 @@ def test_a_difference_of_just_the_margin_is_not_decided(tmp_path):
             record(comparison, piece, rows=recalled(accuracy))
     claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""), 0.02)
     assert judge(claim, Scores(comparison, PARAMETERS, MQAR), SMALL).word == OPEN
+
+
+@pytest.mark.parametrize(("accuracy", "word"), [(0.0, NOT_LEARNT), (0.04, NOT_LEARNT), (0.2, NOT_HELD)])
+def test_what_neither_side_has_learnt_decides_nothing(tmp_path, accuracy, word):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "gdn-h"), (MQAR,))
+    for name, recall in (("gdn", accuracy), ("gdn-h", 0.0)):
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
+            record(comparison, piece, rows=recalled(recall))
+    claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""))
+    assert judge(claim, Scores(comparison, PARAMETERS, MQAR), SMALL).word == word
+    unlearnt = word == NOT_LEARNT
+    assert (judge(claim._replace(margin=0.3), Scores(comparison, PARAMETERS, MQAR), SMALL).word != HELD) == unlearnt
 
 
 def test_intervals_are_students():
