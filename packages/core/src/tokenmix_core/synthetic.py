@@ -200,6 +200,33 @@ _NOUNS = (
 )
 
 
+class Needle(NamedTuple):
+    """A fact to hide.
+
+    Attributes:
+        kind: of its value, "number" or "uuid".
+        key: the word that it is about.
+        text: the sentence to hide.
+        question: the beginning of a sentence that the answer completes.
+        answer: the value.
+    """
+
+    kind: str
+    key: str
+    text: str
+    question: str
+    answer: str
+
+
+def needle(task: str, rng: np.random.Generator) -> Needle:
+    """Draw a fact as those of S-NIAH 1 to 3: the special magic number (or uuid) for some word."""
+    kind = NIAH_TASKS[task].value
+    key = f"{rng.choice(_ADJECTIVES.split())}-{rng.choice(_NOUNS.split())}"
+    answer = str(rng.integers(10**6, 10**7)) if kind == "number" else _uuid(rng)
+    text = f"One of the special magic {kind}s for {key} is: {answer}."
+    return Needle(kind, key, text, f"The special magic {kind} for {key} mentioned in the provided text is", answer)
+
+
 def niah(
     task: str,
     *,
@@ -231,32 +258,26 @@ def niah(
         raise ValueError(f"niah: task must be one of {', '.join(NIAH_TASKS)}, got {task!r}")
     if not 0 <= depth <= 1:
         raise ValueError(f"niah: depth must be from 0 to 1, got {depth}")
-    kind = NIAH_TASKS[task]
-    if kind.haystack == "text" and not haystack:
+    in_text = NIAH_TASKS[task].haystack == "text"
+    if in_text and not haystack:
         raise ValueError(f"niah: {task} needs the words of a running text as haystack, got none")
-    rng = stream("niah", seed, index)
-    key = f"{rng.choice(_ADJECTIVES.split())}-{rng.choice(_NOUNS.split())}"
-    answer = str(rng.integers(10**6, 10**7)) if kind.value == "number" else _uuid(rng)
-    needle = f"One of the special magic {kind.value}s for {key} is: {answer}."
+    kind, key, hidden, asked, answer = needle(task, stream("niah", seed, index))
     head = (
-        f"A special magic {kind.value} is hidden within the following text. Make sure to memorize it. "
-        f"I will quiz you about the {kind.value} afterwards.\n"
+        f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+        f"I will quiz you about the {kind} afterwards.\n"
     )
-    question = (
-        f"\nWhat is the special magic {kind.value} for {key} mentioned in the provided text? "
-        f"The special magic {kind.value} for {key} mentioned in the provided text is"
-    )
+    question = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text? {asked}"
 
     def lay(units: int) -> tuple[str, float]:
-        if kind.haystack == "noise":
+        if not in_text:
             lines = [NOISE] * units
             at = round(depth * units)
-            return "\n".join([*lines[:at], needle, *lines[at:]]), at / max(units, 1)
+            return "\n".join([*lines[:at], hidden, *lines[at:]]), at / max(units, 1)
         words = [haystack[i % len(haystack)] for i in range(units)]
         at = round(depth * units)
         while 0 < at < units and not words[at - 1].endswith((".", "!", "?", ":")):
             at += 1
-        return " ".join([*words[:at], needle, *words[at:]]), at / max(units, 1)
+        return " ".join([*words[:at], hidden, *words[at:]]), at / max(units, 1)
 
     def tokens(units: int) -> int:
         return count_tokens(head + lay(units)[0] + question)

@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -140,20 +141,44 @@ def test_recall_examples_grow_to_all_sizes(packed):
     assert sizes(448, 500) == sizes(500, 600) == sizes(10**6, 10**6 + 100) == ({2, 4, 8, 16, 32}, 256)
 
 
+def _facts(row, tokenizer):
+    """Each example's facts, and what is scored of it, as keys and values."""
+    found = []
+    parts = (np.split(row[name].numpy(), row["borders"]) for name in ("input_ids", "labels"))
+    for ids, labels in zip(*parts, strict=True):
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        hidden = dict(re.findall(r"One of the special magic \w+s for (\S+) is: (\S+)\.", text))
+        asked = re.findall(r"\nThe special magic \w+ for (\S+) mentioned in the provided text is (\S+)", text)
+        scored = tokenizer.decode(labels[labels != IGNORE_INDEX].tolist()).split()
+        assert [value for _, value in asked] == scored
+        assert (labels[labels != IGNORE_INDEX] == ids[labels != IGNORE_INDEX]).all()
+        if asked:
+            assert dict(asked) == hidden
+            found.append((len(ids), len(asked)))
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("task", ["s-niah-1", "s-niah-2", "s-niah-3"])
-def test_a_needle_row_scores_the_answer_that_stands_in_its_haystack(task, corpus):
+def test_needle_rows_ask_for_the_facts_that_they_hide(task, packed, corpus):
     tokenizer = byte_tokenizer()
-    rows = NiahRows(task, tokenizer, None if task == "s-niah-1" else TokenFile(corpus), 900, seed=0)
-    for index in (0, 5):
-        row = rows[index]
-        assert row["input_ids"].shape == row["labels"].shape == (900,)
-        scored = row["labels"] != IGNORE_INDEX
-        assert torch.equal(row["labels"][scored], row["input_ids"][scored])
-        answer = tokenizer.decode(row["labels"][scored].tolist(), skip_special_tokens=True).strip()
-        text = tokenizer.decode(row["input_ids"].tolist(), skip_special_tokens=True)
-        assert len(answer) >= 7
-        assert text.count(answer) == 2
-    assert torch.equal(rows[5]["input_ids"], row["input_ids"])
+    text = None if task == "s-niah-1" else TokenFile(corpus)
+    rows = NiahRows(task, tokenizer, text, 900, seed=0, packed=packed, ramp_rows=60)
+    found = [_facts(rows[index], tokenizer) for index in range(80)]
+    for index, examples in enumerate(found):
+        assert rows[index]["input_ids"].shape == rows[index]["labels"].shape == (900,)
+        assert len(examples) >= 1 if packed else len(examples) == 1
+    assert {facts for examples in found[:10] for _, facts in examples} == {1}
+    assert max(facts for examples in found for _, facts in examples) > 1
+    if packed:
+        assert max(length for examples in found[:10] for length, _ in examples) <= 300
+        assert max(length for examples in found[60:] for length, _ in examples) > 500
+    assert torch.equal(rows[5]["input_ids"], rows[5]["input_ids"])
+
+
+def test_a_row_without_room_for_a_needle_is_refused():
+    with pytest.raises(ValueError, match="s-niah-1: seq_len=100 leaves no room"):
+        NiahRows("s-niah-1", byte_tokenizer(), None, 100, seed=0)
 
 
 def _batch(corpus, count=4, seq_len=64):

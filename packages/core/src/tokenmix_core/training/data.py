@@ -6,8 +6,8 @@ another run, killed at i, would have gone on, on any number of processes, withou
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypedDict
 
@@ -206,51 +206,116 @@ class CopyRows(GrowingRows):
 
 
 class NiahRows(Dataset):
-    """Needles in haystacks without end: the prompt, its answer, the end token, and padding by it; the answer is scored.
+    """Facts hidden in haystacks, and a question for each behind them, without end; the answers are scored.
+
+    Facts and questions are those of S-NIAH (`tokenmix_core.synthetic.niah`). Its prompts hide one among many other
+    words, too little to learn from: an example has 1, 2 or 4 facts, each as often, or as many as fit, in a haystack of
+    any length, and an end token behind it. Over the first `ramp_rows` rows examples grow, faster and faster: from one
+    fact and 256 tokens to four and T.
 
     Args:
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
         tokenizer: turns the text into tokens.
-        text: running text to hide needles in, for the second and third task.
+        text: running text to hide facts in, for the second and third task.
         seq_len: T.
         seed: rows are a function of the seed and their index.
+        packed: fill a row with examples, with borders between them; else each has a row of its own.
+        ramp_rows: rows until examples have grown; 0 for at once.
+
+    Raises:
+        ValueError: a row has no room for a fact and its question.
     """
 
-    def __init__(self, task: str, tokenizer: Any, text: TokenFile | None, seq_len: int, seed: int) -> None:
+    _FACTS = (1, 2, 4)
+    _SHORTEST = 256
+
+    def __init__(
+        self,
+        task: str,
+        tokenizer: Any,
+        text: TokenFile | None,
+        seq_len: int,
+        seed: int,
+        *,
+        packed: bool = True,
+        ramp_rows: int = 0,
+    ) -> None:
         self.task, self.tokenizer, self.text, self.seq_len, self.seed = task, tokenizer, text, seq_len, seed
+        self.packed, self.ramp_rows = packed, ramp_rows
         tokenizer("", add_special_tokens=False)
-        self[0]
+        if text is None:
+            lines = 1 + seq_len // len(self._encode(synthetic.NOISE))
+            self._noise = self._encode("\n".join([synthetic.NOISE] * lines))
+        rng = stream("niah rows", seed)
+        if not all(self._example(rng, [], seq_len, 1)[0] for _ in range(8)):
+            raise ValueError(f"{task}: seq_len={seq_len} leaves no room for a fact and its question")
 
     def _encode(self, text: str) -> list[int]:
         # under the options of the call in `__init__`, without what transformers would wrap it in
         return self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
+    def _haystack(self, rng: np.random.Generator) -> list[int]:
+        """A row's tokens to hide facts among."""
+        if self.text is None:
+            return self._noise
+        start = rng.integers(max(1, len(self.text) - self.seq_len))
+        return self._encode(" ".join(self.tokenizer.decode(self.text.tokens[start : start + self.seq_len]).split()))
+
+    def _example(
+        self, rng: np.random.Generator, haystack: list[int], longest: int, facts: int
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and labels of an example with up to so many facts; none where not even one fits."""
+        drawn = {needle.key: needle for needle in (synthetic.needle(self.task, rng) for _ in range(facts))}
+        hidden, asked, room = [], [], longest - 1
+        for needle in drawn.values():
+            fact = self._encode(f" {needle.text} ")
+            question, answer = self._encode(f"\n{needle.question}"), self._encode(f" {needle.answer}")
+            if (room := room - len(fact) - len(question) - len(answer)) < 0:
+                break
+            hidden.append(fact)
+            asked.append((question, answer))
+        if not hidden:
+            return [], []
+        used = sum(map(len, hidden)) + sum(len(x) for pair in asked for x in pair)
+        length = min(len(haystack), int((longest - 1 - used) * rng.random()))
+        borders = [0, *sorted(int(at) for at in rng.integers(0, length + 1, len(hidden))), length]
+        pieces = [haystack[start:stop] for start, stop in itertools.pairwise(borders)]
+        ids = [*pieces[0], *(token for pair in zip(hidden, pieces[1:], strict=True) for x in pair for token in x)]
+        labels = [IGNORE_INDEX] * len(ids)
+        for i in rng.permutation(len(asked)):
+            question, answer = asked[i]
+            ids += question + answer
+            labels += [IGNORE_INDEX] * len(question) + answer
+        return [*ids, self.tokenizer.eos_token_id], [*labels, IGNORE_INDEX]
+
     def __getitem__(self, index: int) -> Row:
         rng = stream("niah rows", self.seed, index)
-        # the search for the length asks for the same text more than once
-        encode = functools.cache(self._encode)
-        words: list[str] = []
-        if self.text is not None:
-            start = rng.integers(max(1, len(self.text) - 2 * self.seq_len))
-            words = self.tokenizer.decode(self.text.tokens[start : start + 2 * self.seq_len]).split()
-        example = synthetic.niah(
-            self.task,
-            max_tokens=self.seq_len - 1,
-            count_tokens=lambda text: len(encode(text)),
-            depth=float(rng.random()),
-            haystack=words,
-            seed=self.seed,
-            index=index,
-        )
-        eos = self.tokenizer.eos_token_id
-        prompt = encode(example.context + example.question)
-        answer = [*encode(" " + example.answer), eos]
-        ids = torch.full((self.seq_len,), eos)
-        labels = torch.full((self.seq_len,), IGNORE_INDEX)
-        end = len(prompt) + len(answer)
-        ids[:end] = torch.tensor(prompt + answer)
-        labels[len(prompt) : end] = torch.tensor(answer)
-        return {"input_ids": ids, "labels": labels, "borders": np.zeros(0, dtype=np.int64)}
+        grown = min(1.0, index / self.ramp_rows) ** 2 if self.ramp_rows else 1.0
+        longest = round(self._SHORTEST + (self.seq_len - self._SHORTEST) * grown)
+        joined = self._FACTS[: 1 + int(len(self._FACTS) * grown)]
+        haystack = self._haystack(rng)
+        ids: list[int] = []
+        labels: list[int] = []
+        borders: list[int] = []
+        while True:
+            room = min(longest, self.seq_len - len(ids))
+            more, scored = self._example(rng, haystack, room, int(rng.choice(joined)))
+            if not more:
+                break
+            ids += more
+            labels += scored
+            haystack = haystack[len(more) :]
+            borders.append(len(ids))
+            if not self.packed:
+                break
+        left = self.seq_len - len(ids)
+        ids += [self.tokenizer.eos_token_id] * left
+        labels += [IGNORE_INDEX] * left
+        return {
+            "input_ids": torch.tensor(ids),
+            "labels": torch.tensor(labels),
+            "borders": np.array([border for border in borders if border < self.seq_len], dtype=np.int64),
+        }
 
 
 class MixedRows(Dataset):

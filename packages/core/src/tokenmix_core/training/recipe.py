@@ -75,8 +75,8 @@ class DataRecipe:
         mqar_pairs: the most pairs in an example of the source "mqar". Where documents are kept apart, several short
             examples fill a row.
         mqar_vocab_size: how many tokens its examples are made of.
-        mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`, and those of
-            copying from two tokens to `copy_tokens`.
+        mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`, those of copying
+            from two tokens to `copy_tokens`, and those with needles from one fact to four and to a whole row.
         copy_tokens: the most tokens to copy in an example of the sources "copying" and "selective-copying", which fill
             a row as those of "mqar" do.
         copy_vocab_size: how many tokens such an example is made of, the blank and the marker included.

@@ -88,7 +88,7 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
             text = None
             if NIAH_TASKS[source].haystack == "text":
                 text = TokenFile(built_in_corpus(data.tokenizer), fingerprint=fingerprint)
-            datasets.append(NiahRows(source, tokenizer, text, data.seq_len, seed))
+            datasets.append(NiahRows(source, tokenizer, text, data.seq_len, seed, **growing))
             names[source] = text.meta.sha256["tokens.bin"] if text else fingerprint
         else:
             path = built_in_corpus(data.tokenizer) if source == STDLIB else Path(source)
