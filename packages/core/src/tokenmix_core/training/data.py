@@ -246,7 +246,7 @@ class NiahRows(Dataset):
         if text is None:
             lines = 1 + seq_len // len(self._encode(synthetic.NOISE))
             self._noise = self._encode("\n".join([synthetic.NOISE] * lines))
-        rng = stream("niah rows", seed)
+        rng = stream("niah room", seed)
         if not all(self._example(rng, [], seq_len, 1)[0] for _ in range(8)):
             raise ValueError(f"{task}: seq_len={seq_len} leaves no room for a fact and its question")
 
