@@ -24,7 +24,8 @@ class Size:
         words: vocabulary of associative recall.
         deviation: standard deviation of initial weights.
         steps: optimizer steps of a run.
-        ramp: the share of them over which examples of recall and copying grow from two pairs or tokens.
+        ramp: the share of them over which examples of recall and copying grow from two pairs or tokens,
+            and rows with needles from one fact.
         readers: processes that make the rows of a run beside it; 0 where as many runs as cores go side by side.
         batch_tokens: tokens of a step, a multiple of both row lengths.
         rates: the grid of learning rates, the same for all.

@@ -18,8 +18,6 @@ from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, R
 from tokenmix_oryx.evals import BY_MODE, isolated
 
 MQAR, COPY, NEEDLE, TEXT = "mqar", "copying", "niah", "text"
-# the share of a run over which rows with needles grow; attention then meets whole rows for long enough to answer them
-NEEDLE_RAMP = 0.6
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ TASKS = {
             NEEDLE,
             "Needle in text",
             lambda s: BYTE_VOCAB,
-            lambda s: DataRecipe(sources=list(NIAH_TASKS), seq_len=s.needle_len, mqar_ramp=NEEDLE_RAMP),
+            lambda s: DataRecipe(sources=list(NIAH_TASKS), seq_len=s.needle_len, mqar_ramp=s.ramp),
             lambda s: {"niah": _options(s, lengths=(s.needle_len,), batch_size=64)},
         ),
         Task(
