@@ -1,3 +1,4 @@
+import pickle
 import re
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tokenmix_core.corpora.token_file import TokenFile
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.testing.corpora import token_file
 from tokenmix_core.training.data import (
     IGNORE_INDEX,
     ChunkRows,
@@ -174,6 +176,15 @@ def test_needle_rows_ask_for_the_facts_that_they_hide(task, packed, corpus):
         assert max(length for examples in found[:10] for length, _ in examples) <= 300
         assert max(length for examples in found[60:] for length, _ in examples) > 500
     assert torch.equal(rows[5]["input_ids"], rows[5]["input_ids"])
+
+
+def test_needle_rows_are_the_same_in_another_process(tmp_path):
+    # the text names a token, whose name is bytes like any other
+    text = TokenFile(token_file(tmp_path, ["some <|end|> words " * 300]))
+    rows = NiahRows("s-niah-2", byte_tokenizer(), text, 900, seed=0)
+    there = pickle.loads(pickle.dumps(rows))
+    for index in range(4):
+        assert torch.equal(there[index]["input_ids"], rows[index]["input_ids"])
 
 
 def test_a_row_without_room_for_a_needle_is_refused():

@@ -242,7 +242,6 @@ class NiahRows(Dataset):
     ) -> None:
         self.task, self.tokenizer, self.text, self.seq_len, self.seed = task, tokenizer, text, seq_len, seed
         self.packed, self.ramp_rows = packed, ramp_rows
-        tokenizer("", add_special_tokens=False)
         if text is None:
             lines = 1 + seq_len // len(self._encode(synthetic.NOISE))
             self._noise = self._encode("\n".join([synthetic.NOISE] * lines))
@@ -251,8 +250,7 @@ class NiahRows(Dataset):
             raise ValueError(f"{task}: seq_len={seq_len} leaves no room for a fact and its question")
 
     def _encode(self, text: str) -> list[int]:
-        # under the options of the call in `__init__`, without what transformers would wrap it in
-        return self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _haystack(self, rng: np.random.Generator) -> list[int]:
         """A row's tokens to hide facts among."""
