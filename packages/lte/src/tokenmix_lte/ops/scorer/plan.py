@@ -9,7 +9,7 @@ import torch
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, RING
 
-GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="about 2.3 times slower")
+GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="about 2 to 2.4 times slower")
 # bytes that a block may have on Hopper, less what its own scratch and barriers take
 _SHARED_MEMORY = 230_000
 
