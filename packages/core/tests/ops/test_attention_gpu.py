@@ -100,12 +100,26 @@ def test_kernels_for_other_devices_answer_to_float64(K, case):
     answers_to_float64(case, torch.bfloat16, "triton", K)
 
 
-@pytest.mark.parametrize("case", ["window", "window and sinks, grouped heads", "fewer queries"])
+MANY = CASES | {"wide window": dict(B=1, TQ=2500, window=2100, sinks=5, HQ=2, H=1)}
+
+
+@pytest.mark.parametrize("case", MANY.values(), ids=MANY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_kernel_for_many_blocks_answers_to_float64(monkeypatch, dtype, case):
+def test_kernels_for_many_blocks_answer_to_float64(monkeypatch, dtype, case):
     # these are many for one multiprocessor
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
-    answers_to_float64(CASES[case], dtype, fastest_of_ours(128), 128)
+    answers_to_float64(case, dtype, fastest_of_ours(128), 128)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_kernels_for_many_blocks_give_the_same_bits_in_every_run(monkeypatch, window):
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
+    x = inputs(TQ=2000, HQ=8, H=4, K=128)
+    up = torch.randn(2, 2000, 8, 128, device="cuda", dtype=torch.bfloat16)
+    first, *others = (
+        torch.autograd.grad(attention(*x, window=window, impl=fastest_of_ours(128)).o, x, up) for _ in range(20)
+    )
+    assert all(torch.equal(a, b) for grads in others for a, b in zip(grads, first, strict=True))
 
 
 @pytest.mark.parametrize("impl", ["fastest of ours", "triton", None])

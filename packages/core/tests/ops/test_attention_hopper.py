@@ -92,3 +92,54 @@ def test_outputs_answer_to_the_reference(hopper, case):
     hopper[1].forward(q, k, v, o, lse, cu, mask, 0.125)
     for got, expected in zip((o, lse.transpose(1, 2)), exact, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+# what programs of 128 rows by groups of warps need
+LONG = {
+    "causal": dict(TQ=300, mask=CAUSAL),
+    "bidirectional, ragged": dict(TQ=129, TK=333, mask=Mask(False, None, 0)),
+    "window, grouped heads": dict(TQ=500, HQ=4, H=2, mask=Mask(True, 100, 0)),
+    "narrow window": dict(TQ=400, HQ=1, H=1, mask=Mask(True, 5, 0)),
+    "fewer queries": dict(TQ=7, TK=400, mask=Mask(True, 300, 0)),
+    "fewer keys": dict(TQ=400, TK=270, mask=CAUSAL),
+    "far fewer keys": dict(B=2, TQ=400, TK=100, HQ=1, H=1, mask=CAUSAL),
+    "packed": dict(mask=CAUSAL, HQ=2, H=1, cu_seqlens=[0, 1, 1, 64, 300, 301, 500]),
+    "packed window": dict(TQ=500, mask=Mask(True, 70, 0), cu_seqlens=[0, 250, 250, 383, 500]),
+    "window and sinks": dict(TQ=500, HQ=2, H=1, mask=Mask(True, 100, 37)),
+}
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """The modules of the kernels by groups of warps on the stand-in."""
+    place = "ops.softmax_attention.hopper"
+    return gluon.load("tokenmix_core", "tile.hopper", f"{place}.forward_groups", f"{place}.backward_groups")[1:]
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_groups_of_warps_answer_to_the_reference(groups, case):
+    forward, backward = groups
+    options = dict(LONG[case])
+    mask, cu = options.pop("mask"), options.pop("cu_seqlens", None)
+    B, HQ, H = (options.get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2)))
+    TQ = options.get("TQ", cu and cu[-1])
+    TK = options.get("TK", TQ)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, TQ, HQ, 128), (B, TK, H, 128), (B, TK, H, 128), (B, TQ, HQ, 128)
+    q, k, v, do = (torch.randn(shape, generator=generator) for shape in shapes)
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    form = dict(scale=0.1, cu_seqlens=cu, **mask._asdict())
+    exact = attention_reference(q, k, v, **form)
+
+    o, lse = torch.full_like(q, float("nan")), torch.full((B, HQ, TQ), float("nan"))
+    forward.forward(q, k, v, o, lse, cu, mask, 0.1)
+    for got, expected in zip((o, lse.transpose(1, 2)), exact, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    if mask.sinks:
+        return  # their gradients are summed elsewhere
+    delta = (exact.o * do).sum(-1).transpose(1, 2).contiguous()
+    grads = [torch.full_like(x, float("nan")) for x in (k, v)]
+    backward.backward_keys(q, k, v, do, lse, delta, *grads, cu, mask, 0.1)
+    expected = attention_reference_backward(q, k, v, exact.o, do, None, **form)[1:]
+    for grad, exact in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, exact, rtol=1e-4, atol=2e-5)

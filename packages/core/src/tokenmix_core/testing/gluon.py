@@ -59,7 +59,7 @@ class Pointer:
 
 
 class Shared:
-    """A tile of shared memory, NaN until it is written."""
+    """A tile of shared memory, NaN, or −1 for integers, until it is written."""
 
     def __init__(self, data: Tensor):
         self.data, self.shape, self.dtype = data, list(data.shape), data.dtype
@@ -122,7 +122,9 @@ class Barriers:
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout) -> Shared | Barriers:
     """Barriers are 64-bit integers, as nothing else in shared memory is."""
-    return Barriers(shape[0]) if dtype == torch.int64 else Shared(torch.full(shape, float("nan"), dtype=dtype))
+    if dtype == torch.int64:
+        return Barriers(shape[0])
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, registers) -> None:

@@ -5,7 +5,7 @@ Gluon is the part of Triton that names layouts and leaves the order of copies an
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 # names of newer versions of Triton, or of older ones
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -240,3 +240,19 @@ def let_next_begin():
 def await_kernels_before():
     """Wait until the kernel before has ended: what is launched with `launch_pdl` reads and writes nothing earlier."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers whose phases end when so many have arrived."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), arrivals)
+    return barriers
+
+
+@gluon.jit
+def await_tile(full, i, count, places: gl.constexpr):
+    """Wait until the i-th tile of a ring is there, or the last one."""
+    i = gl.minimum(i, count - 1)
+    mbarrier.wait(full.index(i % places), (i // places) & 1)

@@ -14,7 +14,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
-from tokenmix_core.ops.softmax_attention.plan import plan
+from tokenmix_core.ops.softmax_attention.plan import Form, plan
 from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles, listed, selected_rows
 from tokenmix_core.ops.softmax_attention.tiles import (
     add_product,
@@ -209,10 +209,10 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     # the kernel of dq leaves delta for the kernel of dk and dv
     # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
-    by = plan(q, k, v, mask, impl, do)
+    by = plan(q, k, v, mask, impl, do, chosen=selected is not None)
     given = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, cu_seqlens=cu_seqlens)
 
-    if by.queries is None:
+    if isinstance(by.queries, Form):
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_queries
 
         backward_queries(**given, o=o, dlse=dlse, dq=dq, mask=mask, scale=scale, selected=selected, fill=fill)
@@ -227,7 +227,11 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     # a sink is seen by every query: among keys that a window sees, its tile would make all others wait
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
-    if by.keys is None:
+    if by.keys is Form.GROUPS:
+        from tokenmix_core.ops.softmax_attention.hopper.backward_groups import backward_keys
+
+        backward_keys(**given, dk=dk, dv=dv, mask=mask, scale=scale)
+    elif by.keys is Form.ONE:
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_keys
 
         backward_keys(**given, dk=dk, dv=dv, mask=mask, scale=scale, selected=selected)

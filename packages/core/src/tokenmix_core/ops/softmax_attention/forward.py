@@ -11,7 +11,7 @@ import triton.language as tl
 from tokenmix_core.chunking import chunk_slots, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.backends import Mask
-from tokenmix_core.ops.softmax_attention.plan import plan
+from tokenmix_core.ops.softmax_attention.plan import Form, plan
 from tokenmix_core.ops.softmax_attention.selection import selected_rows
 from tokenmix_core.ops.softmax_attention.tiles import (
     add_product,
@@ -124,9 +124,12 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, _), V = q.shape, v.shape[3]
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
-    tile = plan(q, k, v, mask, impl).forward
-    if tile is None:
-        from tokenmix_core.ops.softmax_attention.hopper.forward import forward
+    tile = plan(q, k, v, mask, impl, chosen=selected is not None).forward
+    if isinstance(tile, Form):
+        if tile is Form.GROUPS:
+            from tokenmix_core.ops.softmax_attention.hopper.forward_groups import forward
+        else:
+            from tokenmix_core.ops.softmax_attention.hopper.forward import forward
 
         forward(q=q, k=k, v=v, o=o, lse=lse, cu_seqlens=cu_seqlens, mask=mask, scale=scale)
         return o, lse

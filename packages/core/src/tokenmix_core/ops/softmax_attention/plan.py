@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.ops.softmax_attention.backends import Mask
-from tokenmix_core.ops.softmax_attention.hopper import TILE
+from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 times slower")
 
@@ -18,8 +19,19 @@ GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slo
 _BLOCKS = 12
 
 
+# the least window that groups of warps are faster with: 1,024 they lose by 4 %, whole rows they win by 14
+_WIDE = 2048
+
+
+class Form(Enum):
+    """A kernel in Gluon: a program is one group of warps, or two that take a tile each and one that brings the rest."""
+
+    ONE = "one group"
+    GROUPS = "groups"
+
+
 class AttentionPlan(NamedTuple):
-    """The tile of each portable kernel, or None where one in Gluon runs.
+    """The tile of each portable kernel, or the form of the one in Gluon that runs instead.
 
     Attributes:
         forward: makes o and the log-sum-exp.
@@ -27,27 +39,44 @@ class AttentionPlan(NamedTuple):
         keys: makes dk and dv.
     """
 
-    forward: tuning.AttentionTile | None
-    queries: tuning.AttentionTile | None
-    keys: tuning.AttentionTile | None
+    forward: tuning.AttentionTile | Form
+    queries: tuning.AttentionTile | Form
+    keys: tuning.AttentionTile | Form
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor) -> AttentionPlan:
-    """The plan of a call with these tensors; `others` are those that the backward pass also reads by rows.
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, chosen: bool = False
+) -> AttentionPlan:
+    """The plan of a call with these tensors.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: what each query sees.
+        impl: as users give it.
+        others: what the backward pass also reads by rows.
+        chosen: some queries alone are wanted.
 
     Raises:
         ValueError: `impl` is "gluon" and kernels in Gluon do not run.
     """
-    (B, TQ, HQ, K), V = q.shape, v.shape[3]
+    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
     forward, queries, keys = (
         tuning.attention(name, max(K, V), q.dtype) for name in ("forward", "backward_queries", "backward_keys")
     )
     if not GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, *others)):
         return AttentionPlan(forward, queries, keys)
-    enough = B * HQ * cdiv(TQ, TILE) >= _BLOCKS * tuning.multiprocessors(q.device)
-    if mask.window is not None and (impl == "gluon" or enough):
-        forward = None
-    return AttentionPlan(forward, None if K == 128 else queries, None)
+    blocks, multiprocessors = B * HQ * cdiv(TQ, TILE), tuning.multiprocessors(q.device)
+    # a program by groups has a multiprocessor for itself
+    fits = K == 128 and not chosen
+    wide = mask.window is None or mask.window >= _WIDE
+    if fits and wide and (impl == "gluon" or B * HQ * cdiv(TQ, ROWS) >= multiprocessors):
+        forward = Form.GROUPS
+    elif mask.window is not None and (impl == "gluon" or blocks >= _BLOCKS * multiprocessors):
+        forward = Form.ONE
+    keys = Form.GROUPS if fits and B * H * cdiv(TK, ROWS) >= multiprocessors else Form.ONE
+    return AttentionPlan(forward, Form.ONE if K == 128 else queries, keys)
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:

@@ -3,6 +3,8 @@
 # queries that meet as many keys on four warps; two blocks share a multiprocessor
 TILE = 64
 WARPS = 4
+# rows of a program by groups of warps: 64 for each of two
+ROWS = 128
 
 
 def constants(q, cu_seqlens, mask) -> dict:
