@@ -11,7 +11,7 @@ from arena.tasks import MQAR, NEEDLE, TEXT
 
 HELD, NOT_HELD, OPEN, NOT_LEARNT, NOT_MEASURED = "held", "did not hold", "not decided", "not learnt", "not measured"
 # mean accuracy that one side must reach: two that recall nothing are equal, which says nothing about them
-_LEARNT = 0.05
+LEARNT = 0.05
 # what is less is the rounding of a sum
 _ROUNDING = 1e-9
 
@@ -105,7 +105,7 @@ def judge(claim: Claim, scores: Scores, size: Size) -> Verdict:
     if difference is None or difference.half is None or difference.seeds < LEAST_SEEDS:
         return Verdict(NOT_MEASURED, difference)
     sides = [scores.estimate(line, claim.column) for line in (claim.line, claim.other)]
-    if claim.higher and all(side is not None and side.mean < _LEARNT for side in sides):
+    if claim.higher and all(side is not None and side.mean < LEARNT for side in sides):
         return Verdict(NOT_LEARNT, difference)
     better = (1 if claim.higher else -1) * difference.mean + claim.margin
     if abs(better) <= difference.half + _ROUNDING:

@@ -275,6 +275,18 @@ def test_what_was_not_run_is_not_measured(tmp_path):
     assert all(word not in text for word in ("| held ", "| did not hold ", "| not decided "))
 
 
+def test_the_report_says_what_was_learnt_by_luck(tmp_path):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn", "attention"), (MQAR,))
+    for name in ("gdn", "attention"):
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece, piece.rate)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
+            learnt = name == "gdn" or piece.seed == SMALL.seeds[0]
+            record(comparison, piece, rows=recalled(0.9 if learnt else 0.0))
+    (said,) = (line for line in report.write(comparison).read_text().splitlines() if "luck" in line)
+    assert "learnt at one seed and not at another by Attention. " in said
+
+
 def test_the_report_says_of_each_claim_what_the_differences_say(tmp_path):
     names = ("gdn", "gdn-h", "nha-h", "gsa-h", "attention")
     comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), names, (MQAR,))
