@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
@@ -154,3 +155,26 @@ def test_a_traced_call_is_the_layers(device):
     x = torch.randn(3, 24, device=device)
     compiled = torch.compile(lambda x: projected(x, *layers), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), tuple(layer(x) for layer in layers))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_traced_call_shares_products_for_any_number_of_tokens(device, autocast):
+    layers = layers_of((6, 96, 6, 160), 64, torch.float32, device)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def called(x):
+        # twice, as what the first call's trace leaves behind would change the second
+        return *projected(2 * x, *layers), *projected(3 * x, *layers)
+
+    compiled = torch.compile(called, fullgraph=True, backend=counter)
+    for tokens in (40, 56, 72):
+        x = torch.randn(2, tokens, 64, device=device, requires_grad=True)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
+            got, wanted = compiled(x), called(x)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layers.parameters())
+        for a, b in zip(gradients(got, upstream, inputs), gradients(wanted, upstream, inputs), strict=True):
+            assert torch.equal(a, b)
+    # the second call finds that lengths change
+    assert counter.frame_count <= 2
+    assert any("autograd_function_apply" in str(node.target) for node in counter.graphs[0].graph.nodes)

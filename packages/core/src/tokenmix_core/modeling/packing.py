@@ -161,7 +161,9 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
     past = 0 if cache is None else cache.length
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
-    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, past + tokens)):
+    # one comparison at a time: of lengths that are traced torch 2.11 finds none in a tuple
+    fits = mask is None or (mask.dim() == 2 and mask.shape[0] == batch)
+    if mask is not None and not (fits and (mask.shape[1] == tokens or mask.shape[1] == past + tokens)):
         raise ValueError(
             f"attention_mask must have shape [B, T] = {[batch, tokens]}"
             f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"

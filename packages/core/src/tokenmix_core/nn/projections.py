@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tokenmix_core.launch import private
-from tokenmix_core.launch.replay import is_plain, is_real, on_gpu
+from tokenmix_core.launch.replay import is_plain
 from tokenmix_core.nn.precision import gives_float32
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
@@ -34,27 +34,35 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
 
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    # where torch traces it sees layers: the number of tokens, asked for, would make a graph for either answer
-    if not is_plain(x) or not x.numel() or not all(is_plain_linear(layer) for layer in layers):
+    tracing = torch.compiler.is_compiling()
+    # of what is traced the number of tokens, asked for, would make a graph for either answer
+    usable = tracing or (is_plain(x) and x.numel() > 0)
+    if not usable or not all(is_plain_linear(layer) for layer in layers):
         return tuple(layer(x) for layer in layers)
     weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
     dtype = _dtype_of_products(x, weights)
-    forward_mode = private.forward_mode()
+    forward_mode = not tracing and private.forward_mode()
     learning = torch.is_grad_enabled() or forward_mode
     if dtype is not None and torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not forward_mode:
         return _products(x, weights, dtype)
-    few = x.numel() <= MOST_ROWS * x.shape[-1] and 2 <= len(layers) <= MOST_WEIGHTS
     # what autocast makes of a layer is its own
-    if learning or not few or dtype is None or torch.is_autocast_enabled(x.device.type):
+    if tracing or learning or dtype is None or torch.is_autocast_enabled(x.device.type):
+        return tuple(layer(x) for layer in layers)
+    if x.numel() > MOST_ROWS * x.shape[-1] or not 2 <= len(layers) <= MOST_WEIGHTS:
         return tuple(layer(x) for layer in layers)
     found = linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Tell whether kernels are launched for x; torch's compiler reads it, too."""
+    return x.is_cuda
+
+
 def _dtype_of_products(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype in which torch would multiply; None where layers do not multiply numbers of one dtype."""
     # what a weight of another class, quantised or sharded, holds is its own
-    if not all(is_real(weight) for weight in weights):
+    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
         return None
     dtypes = {x.dtype, *(weight.dtype for weight in weights)}
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
@@ -83,25 +91,33 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(as_rows(factor), *factors)
         ctx.set_materialize_grads(False)
         ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
+        ctx.device_type = x.device.type
         # no views, which nobody could change in place
         return tuple(F.linear(factor, w) for w in factors)
 
     @staticmethod
     def backward(ctx, *dys):
         refuse_graph()
+        if torch.compiler.is_compiling():
+            # traced, it has the forward pass's dtypes; a context in here would end that of the model around it
+            return _Products._gradients(ctx, dys)
+        # dtypes are as the forward pass had them, wherever `backward` is called
+        with torch.autocast(ctx.device_type, enabled=False):
+            return _Products._gradients(ctx, dys)
+
+    @staticmethod
+    def _gradients(ctx, dys):
         rows, *factors = ctx.saved_tensors
         dx: Tensor | None = None
         dweights: list[Tensor | None] = [None] * len(dys)
-        # dtypes are as the forward pass had them, wherever `backward` is called
-        with torch.autocast(rows.device.type, enabled=False):
-            for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
-                if dy is None:
-                    continue
-                dy = as_rows(dy)
-                if ctx.needs_input_grad[0]:
-                    dx = torch.mm(dy, factor) if dx is None else dx.addmm_(dy, factor)
-                if ctx.needs_input_grad[2 + i]:
-                    dweights[i] = _product(dy.t(), rows, ctx.of_weights[i])
+        for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
+            if dy is None:
+                continue
+            dy = as_rows(dy)
+            if ctx.needs_input_grad[0]:
+                dx = torch.mm(dy, factor) if dx is None else dx.addmm_(dy, factor)
+            if ctx.needs_input_grad[2 + i]:
+                dweights[i] = _product(dy.t(), rows, ctx.of_weights[i])
         shape, dtype = ctx.of_x
         return None if dx is None else dx.view(shape).to(dtype), None, *dweights
 
