@@ -34,7 +34,7 @@ OBJECTIONS = """\
 - Where models are narrow a GPU waits for its host: training and prefill times are more the host's than the kernels'.
 - Recall and copying are synthetic; the text is one corpus of source code, read as bytes.
 """
-# a mean accuracy from which on a task has been learnt for the most part; below `LEARNT` it has not been
+# an accuracy from which on a kind of example has been learnt; below `LEARNT` it has not been
 FOUND = 0.25
 HEADINGS = {PARAMETERS: "Equal parameters", "state": "Equal parameters and equal state"}
 SMOKE = (
@@ -72,19 +72,21 @@ def at_an_end(comparison: Comparison) -> str | None:
 
 
 def at_some_seeds(comparison: Comparison) -> list[str]:
-    """For each task that is learnt suddenly, who has learnt it at one seed and not at another."""
+    """For each task whose examples can be counted, who has learnt a kind of them at one seed and not at another."""
     said = []
     for division in comparison.divisions:
         for task in comparison.tasks:
             lines = Scores(comparison, division, task).lines.items()
-            means = {line: columns.get(MEAN, {}).values() for line, columns in lines}
             divided = [
-                title(line) for line, found in means.items() if found and max(found) >= FOUND and min(found) < LEARNT
+                title(line)
+                for line, columns in lines
+                if MEAN in columns
+                and any(max(x.values()) >= FOUND and min(x.values()) < LEARNT for x in columns.values())
             ]
             if divided:
                 said.append(
                     f"- {TASKS[task].title}, {HEADINGS[division].lower()}: learnt at one seed and not at another by "
-                    f"{', '.join(divided)}. How soon it is learnt is luck there, and more steps would change it."
+                    f"{', '.join(divided)}. How soon it is learnt is luck there, and more steps may change it."
                 )
     return said
 

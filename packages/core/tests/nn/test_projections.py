@@ -178,3 +178,37 @@ def test_a_traced_call_shares_products_for_any_number_of_tokens(device, autocast
     # the second call finds that lengths change
     assert counter.frame_count <= 2
     assert any("autograd_function_apply" in str(node.target) for node in counter.graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_traced_call_may_be_anywhere_beside_autocast(device, outer, inner, around):
+    layers = layers_of((6, 96, 160), 64, torch.float32, device)
+    x = torch.randn(8, 64, device=device, requires_grad=True)
+    kind = x.device.type
+
+    def called(x):
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=inner):
+            return projected(x, *layers)
+
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
+    with torch.autocast(kind, dtype=torch.bfloat16, enabled=outer):
+        got, wanted = compiled(x), called(x)
+    upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layers.parameters())
+    with torch.autocast(kind, dtype=torch.bfloat16, enabled=around):
+        found = gradients(got, upstream, inputs)
+    for a, b in zip((*got, *found), (*wanted, *gradients(wanted, upstream, inputs)), strict=True):
+        assert a.dtype == b.dtype
+        # traced, products of float32 may be narrowed by autocast around them, as those of torch's layers are
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
+
+
+def test_a_traced_call_of_tensors_with_a_class_of_their_own_is_the_layers(device):
+    layers = layers_of((6, 96), device=device, dtype=torch.float32)
+    nested = torch.nested.nested_tensor(
+        [torch.randn(n, 24) for n in (2, 3)], layout=torch.jagged, device=device, requires_grad=True
+    )
+    compiled = torch.compile(lambda x: projected(x, *layers), fullgraph=True, backend="aot_eager")
+    for a, layer in zip(compiled(nested), layers, strict=True):
+        torch.testing.assert_close(a.values(), layer(nested).values())

@@ -7,7 +7,7 @@ import torch
 
 from tokenmix_core import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
-from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl
+from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl, plan
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.softmax_attention.backends import Call, Mask, cudnn_heads, flash_attention, limit, on_hopper
 from tokenmix_core.ops.softmax_attention.plan import GLUON
@@ -103,17 +103,22 @@ def test_kernels_for_other_devices_answer_to_float64(K, case):
 MANY = CASES | {"wide window": dict(B=1, TQ=2500, window=2100, sinks=5, HQ=2, H=1)}
 
 
+@pytest.fixture(params=[True, False], ids=["by groups", "by one group"])
+def many_blocks(monkeypatch, request):
+    """What kernels for many blocks, of groups of warps or of one, take: these are many for one multiprocessor."""
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
+    for name in ("_LONG", "_WINDOW_FORWARD", "_WINDOW_BACKWARD"):
+        monkeypatch.setattr(plan, name, 1 if request.param else 1 << 30)
+
+
 @pytest.mark.parametrize("case", MANY.values(), ids=MANY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_kernels_for_many_blocks_answer_to_float64(monkeypatch, dtype, case):
-    # these are many for one multiprocessor
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
+def test_kernels_for_many_blocks_answer_to_float64(many_blocks, dtype, case):
     answers_to_float64(case, dtype, fastest_of_ours(128), 128)
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_kernels_for_many_blocks_give_the_same_bits_in_every_run(monkeypatch, window):
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
+def test_kernels_for_many_blocks_give_the_same_bits_in_every_run(many_blocks, window):
     x = inputs(TQ=2000, HQ=8, H=4, K=128)
     up = torch.randn(2, 2000, 8, 128, device="cuda", dtype=torch.bfloat16)
     first, *others = (

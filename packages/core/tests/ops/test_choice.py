@@ -119,34 +119,40 @@ def test_ssds_segments_are_those_of_every_device(K, T, hopper_device):
     assert (portable.forward.hopper, portable.forward.lookback, portable.gradients.hopper) == (0, 0, None)
 
 
-# heads, tokens and window; then whether forward, queries and keys run in Gluon
 ONE, GROUPS = attention_plan.Form
-# head size, tokens, window: what makes the output, dq, and dk with dv
+# batch, head size, tokens, window: what makes the output, dq, and dk with dv
 ATTENTION = [
-    ((128, 4096, 1024), (ONE, ONE, GROUPS)),
-    ((128, 4096, 2048), (GROUPS, ONE, GROUPS)),
-    ((128, 4096, None), (GROUPS, ONE, GROUPS)),
+    ((8, 128, 4096, 1024), (ONE, ONE, GROUPS)),
+    ((8, 128, 4096, 2048), (GROUPS, ONE, GROUPS)),
+    ((8, 128, 4096, 256), (ONE, ONE, ONE)),
+    ((8, 128, 4096, None), (GROUPS, ONE, GROUPS)),
     # few blocks
-    ((128, 128, 64), (None, ONE, ONE)),
-    ((128, 128, None), (None, ONE, ONE)),
-    ((64, 4096, 1024), (ONE, None, ONE)),
-    ((64, 4096, None), (None, None, ONE)),
-    ((96, 4096, 1024), (None, None, None)),
-    ((256, 4096, 1024), (None, None, None)),
+    ((1, 128, 1024, None), (GROUPS, ONE, GROUPS)),
+    ((1, 128, 1024, 512), (None, ONE, GROUPS)),
+    ((1, 128, 512, None), (None, ONE, ONE)),
+    # short rows
+    ((64, 128, 512, None), (None, ONE, ONE)),
+    ((64, 128, 512, 128), (ONE, ONE, ONE)),
+    ((8, 64, 4096, 1024), (ONE, None, ONE)),
+    ((8, 64, 4096, None), (None, None, ONE)),
+    ((8, 96, 4096, 1024), (None, None, None)),
+    ((8, 256, 4096, 1024), (None, None, None)),
 ]
 
 
 @pytest.mark.parametrize(("call", "forms"), ATTENTION, ids=str)
 def test_attentions_kernels_on_hopper_follow_heads_windows_and_blocks(call, forms, hopper_device):
-    K, T, window = call
-    x = [empty(8, T, 16, K) for _ in range(4)]
+    B, K, T, window = call
+    x = [empty(B, T, 16, K) for _ in range(4)]
     mask = Mask(True, window, 0)
     plan = attention_plan.plan(*x[:3], mask, None, x[3])
     assert tuple(made if isinstance(made, attention_plan.Form) else None for made in plan) == forms
     portable = attention_plan.plan(*x[:3], mask, "triton", x[3])
     assert portable.forward == tuning.attention("forward", K, BFLOAT16)
-    # groups of warps know nothing of chosen queries
-    assert attention_plan.Form.GROUPS not in attention_plan.plan(*x[:3], mask, None, x[3], chosen=True)
+    # of chosen queries these kernels know nothing, and many short sequences are not long ones
+    chosen = attention_plan.plan(*x[:3], mask, None, x[3], chosen=True)
+    assert not isinstance(chosen.forward, attention_plan.Form)
+    assert GROUPS not in (*chosen, *attention_plan.plan(*x[:3], mask, None, x[3], sequences=T // 512))
 
 
 @pytest.mark.parametrize(("K", "V", "asked"), [(64, 64, False), (64, 128, False), (128, 128, True)])

@@ -161,15 +161,15 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
     past = 0 if cache is None else cache.length
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
-    # one comparison at a time: of lengths that are traced torch 2.11 finds none in a tuple
-    fits = mask is None or (mask.dim() == 2 and mask.shape[0] == batch)
-    if mask is not None and not (fits and (mask.shape[1] == tokens or mask.shape[1] == past + tokens)):
+    if mask is None:
+        return None
+    # one comparison at a time: a length that is traced torch 2.11 does not find in a tuple
+    fits = mask.dim() == 2 and mask.shape[0] == batch
+    if not fits or (mask.shape[1] != tokens and mask.shape[1] != past + tokens):
         raise ValueError(
             f"attention_mask must have shape [B, T] = {[batch, tokens]}"
             f"{f' or [B, past + T] = {[batch, past + tokens]}' if past else ''}, got {list(mask.shape)}"
         )
-    if mask is None:
-        return None
     tracing = torch.compiler.is_compiling()
     if tokens == 1 and past > 0 and cache is not None:
         # a graph that is being traced can look at nothing
@@ -191,7 +191,7 @@ def token_positions(
     if position_ids is not None:
         if (
             position_ids.dim() != 2
-            or position_ids.shape[0] not in (1, span.batch)
+            or (position_ids.shape[0] != 1 and position_ids.shape[0] != span.batch)
             or position_ids.shape[1] != span.tokens
         ):
             raise ValueError(

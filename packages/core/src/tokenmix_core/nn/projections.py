@@ -20,6 +20,8 @@ from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
 # layers of fewer outputs share one product in training, of a multiple of _WHOLE outputs: rows of six heads are not
 # aligned, and products of their own take several times as long as reading x
 _THIN, _WHOLE = 64, 16
+# tensors without a class of their own, which may compute otherwise
+_ORDINARY = Tensor, nn.Parameter
 
 
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
@@ -27,7 +29,7 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
 
     Without gradients two to six of them take one launch for few tokens (`linears`). On a GPU, where x has a gradient,
     the products that make it add to one tensor, where torch makes one for each layer and adds these, and thin layers
-    share a product; gradients of gradients there are none of then, as of kernels.
+    share a product, also where torch compiles a model; gradients of gradients there are none of then, as of kernels.
     """
     found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
     return tuple(None if layer is None else next(found) for layer in layers)
@@ -35,8 +37,8 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     tracing = torch.compiler.is_compiling()
-    # of what is traced the number of tokens, asked for, would make a graph for either answer
-    usable = tracing or (is_plain(x) and x.numel() > 0)
+    # where torch traces, the number of tokens, asked for, would make a graph for either answer
+    usable = type(x) in _ORDINARY and (tracing or (is_plain(x) and x.numel() > 0))
     if not usable or not all(is_plain_linear(layer) for layer in layers):
         return tuple(layer(x) for layer in layers)
     weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
@@ -55,14 +57,14 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Tell whether kernels are launched for x; torch's compiler reads it, too."""
+    """Tell whether kernels are launched for x, by a function that torch's compiler reads, unlike `replay.on_gpu`."""
     return x.is_cuda
 
 
 def _dtype_of_products(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype in which torch would multiply; None where layers do not multiply numbers of one dtype."""
     # what a weight of another class, quantised or sharded, holds is its own
-    if not all(type(weight) in (Tensor, nn.Parameter) for weight in weights):
+    if not all(type(weight) in _ORDINARY for weight in weights):
         return None
     dtypes = {x.dtype, *(weight.dtype for weight in weights)}
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
@@ -92,14 +94,14 @@ class _Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
         ctx.device_type = x.device.type
-        # no views, which nobody could change in place
+        # the wide ones are no views, which nobody could change in place
         return tuple(F.linear(factor, w) for w in factors)
 
     @staticmethod
     def backward(ctx, *dys):
         refuse_graph()
         if torch.compiler.is_compiling():
-            # traced, it has the forward pass's dtypes; a context in here would end that of the model around it
+            # a context in here would end, for torch's compiler, that of the model around it
             return _Products._gradients(ctx, dys)
         # dtypes are as the forward pass had them, wherever `backward` is called
         with torch.autocast(ctx.device_type, enabled=False):
@@ -108,6 +110,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, dys):
         rows, *factors = ctx.saved_tensors
+        add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
         dx: Tensor | None = None
         dweights: list[Tensor | None] = [None] * len(dys)
         for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
@@ -115,7 +118,8 @@ class _Products(torch.autograd.Function):
                 continue
             dy = as_rows(dy)
             if ctx.needs_input_grad[0]:
-                dx = torch.mm(dy, factor) if dx is None else dx.addmm_(dy, factor)
+                # what is traced may be narrowed by autocast, which knows both of these, and not `addmm_`
+                dx = torch.mm(dy, factor) if dx is None else add(dx, dy, factor)
             if ctx.needs_input_grad[2 + i]:
                 dweights[i] = _product(dy.t(), rows, ctx.of_weights[i])
         shape, dtype = ctx.of_x
@@ -123,8 +127,11 @@ class _Products(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b in `dtype`; sums in float32 are not rounded on their way to it where a device's products can give them."""
-    if dtype == torch.float32 and gives_float32(a):
+    """a b in `dtype`; sums in float32 are not rounded on their way to it where a device's products can give them.
+
+    In models that torch compiles they are, as those of its layers.
+    """
+    if dtype == torch.float32 and gives_float32(a) and not torch.compiler.is_compiling():
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
 

@@ -62,7 +62,10 @@ def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mappin
     """Name our kernels of each step of causal attention."""
     plan = attention_plan.plan(q, k, v, Mask(True, None, 0), impl, v)
     steps = "outputs", "gradients of queries", "gradients of keys and values"
-    return {name: "gluon" if tile is None else "triton" for name, tile in zip(steps, plan, strict=True)}
+    return {
+        name: "gluon" if isinstance(made, attention_plan.Form) else "triton"
+        for name, made in zip(steps, plan, strict=True)
+    }
 
 
 def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:

@@ -19,12 +19,13 @@ GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slo
 _BLOCKS = 12
 
 
-# the least window that groups of warps are faster with: 1,024 they lose by 4 %, whole rows they win by 14
-_WIDE = 2048
+# Groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so many:
+# forward they lose 4 % with 1,024, and win 10 with 2,048 and 14 without
+_LONG, _WINDOW_FORWARD, _WINDOW_BACKWARD = 1024, 2048, 512
 
 
 class Form(Enum):
-    """A kernel in Gluon: a program is one group of warps, or two that take a tile each and one that brings the rest."""
+    """A kernel in Gluon: a program is one group of warps, or two that take a tile each and one that copies for them."""
 
     ONE = "one group"
     GROUPS = "groups"
@@ -45,8 +46,9 @@ class AttentionPlan(NamedTuple):
 
 
 def plan(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, chosen: bool = False
-) -> AttentionPlan:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, sequences: int = 1,
+    chosen: bool = False,
+) -> AttentionPlan:  # fmt: skip
     """The plan of a call with these tensors.
 
     Args:
@@ -56,6 +58,7 @@ def plan(
         mask: what each query sees.
         impl: as users give it.
         others: what the backward pass also reads by rows.
+        sequences: packed ones in a row.
         chosen: some queries alone are wanted.
 
     Raises:
@@ -67,15 +70,22 @@ def plan(
     )
     if not GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, *others)):
         return AttentionPlan(forward, queries, keys)
-    blocks, multiprocessors = B * HQ * cdiv(TQ, TILE), tuning.multiprocessors(q.device)
-    # a program by groups has a multiprocessor for itself
-    fits = K == 128 and not chosen
-    wide = mask.window is None or mask.window >= _WIDE
-    if fits and wide and (impl == "gluon" or B * HQ * cdiv(TQ, ROWS) >= multiprocessors):
+    multiprocessors = tuning.multiprocessors(q.device)
+
+    def by_groups(programs: int, least: int) -> bool:
+        # a program has a multiprocessor for itself
+        seen = mask.window is None or mask.window >= least
+        return K == 128 and not chosen and seen and _LONG * sequences <= TK and 4 * programs >= 3 * multiprocessors
+
+    if by_groups(B * HQ * cdiv(TQ, ROWS), _WINDOW_FORWARD):
         forward = Form.GROUPS
-    elif mask.window is not None and (impl == "gluon" or blocks >= _BLOCKS * multiprocessors):
+    elif (
+        mask.window is not None
+        and not chosen
+        and (impl == "gluon" or B * HQ * cdiv(TQ, TILE) >= _BLOCKS * multiprocessors)
+    ):
         forward = Form.ONE
-    keys = Form.GROUPS if fits and B * H * cdiv(TK, ROWS) >= multiprocessors else Form.ONE
+    keys = Form.GROUPS if by_groups(B * H * cdiv(TK, ROWS), _WINDOW_BACKWARD) else Form.ONE
     return AttentionPlan(forward, Form.ONE if K == 128 else queries, keys)
 
 

@@ -324,6 +324,7 @@ def _backward_keys(
 
 def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale) -> None:
     """Write dk and dv of all keys, none of them a sink."""
+    assert not mask.sinks, "keys that every query sees are summed elsewhere"
     B, TK, H, _ = k.shape
     tiles = chunk_slots(1, TK, ROWS, cu_seqlens)
     _backward_keys[(tiles * H * B,)](
