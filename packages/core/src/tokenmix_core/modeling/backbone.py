@@ -135,7 +135,8 @@ class HybridModel(HybridPreTrainedModel):
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
         """An empty cache; arguments as `HybridCache`'s."""
-        return HybridCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
+        # a list: where a graph ends, torch 2.11 cannot make a generator anew that it has traced
+        return HybridCache([mixer.make_state() for mixer in self.mixers], max_length=max_length, offload=offload)
 
     @can_return_tuple
     def forward(
