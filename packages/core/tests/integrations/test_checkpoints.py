@@ -105,8 +105,8 @@ def state_spaces_folder(path, model, **fields):
     (path / "config.json").write_text(json.dumps(values | fields))
 
 
-@torch.no_grad()
 @theirs_is_right
+@torch.no_grad()
 def test_mamba2_of_state_spaces_has_its_logits_with_words_padded_and_tied(tmp_path):
     theirs = field_model("mamba2")
     expected = theirs(ids(words=64)).logits
@@ -122,8 +122,8 @@ def test_mamba2_of_state_spaces_has_its_logits_with_words_padded_and_tied(tmp_pa
     assert relative_error(tied(ids(words=64)).logits, theirs(ids(words=64)).logits) < 1e-5
 
 
-@torch.no_grad()
 @theirs_is_right
+@torch.no_grad()
 def test_a_convolution_without_bias_has_one_of_zero(tmp_path):
     theirs = field_model("mamba2")
     for layer in theirs.backbone.layers:

@@ -209,8 +209,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     # the kernel of dq leaves delta for the kernel of dk and dv
     # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
-    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    by = plan(q, k, v, mask, impl, do, sequences=sequences, chosen=selected is not None)
+    by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None)
     given = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, cu_seqlens=cu_seqlens)
 
     if isinstance(by.queries, Form):

@@ -124,8 +124,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, _), V = q.shape, v.shape[3]
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, HQ, TQ, dtype=torch.float32)
-    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    tile = plan(q, k, v, mask, impl, sequences=sequences, chosen=selected is not None).forward
+    tile = plan(q, k, v, mask, impl, cu_seqlens=cu_seqlens, chosen=selected is not None).forward
     if isinstance(tile, Form):
         if tile is Form.GROUPS:
             from tokenmix_core.ops.softmax_attention.hopper.forward_groups import forward

@@ -46,7 +46,7 @@ class AttentionPlan(NamedTuple):
 
 
 def plan(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, sequences: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, cu_seqlens: Tensor | None = None,
     chosen: bool = False,
 ) -> AttentionPlan:  # fmt: skip
     """The plan of a call with these tensors.
@@ -58,7 +58,7 @@ def plan(
         mask: what each query sees.
         impl: as users give it.
         others: what the backward pass also reads by rows.
-        sequences: packed ones in a row.
+        cu_seqlens: borders of packed sequences.
         chosen: some queries alone are wanted.
 
     Raises:
@@ -71,11 +71,13 @@ def plan(
     if not GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, *others)):
         return AttentionPlan(forward, queries, keys)
     multiprocessors = tuning.multiprocessors(q.device)
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
-    def by_groups(programs: int, least: int) -> bool:
-        # a program has a multiprocessor for itself
-        seen = mask.window is None or mask.window >= least
-        return K == 128 and not chosen and seen and _LONG * sequences <= TK and 4 * programs >= 3 * multiprocessors
+    def by_groups(programs: int, least_window: int) -> bool:
+        wide = mask.window is None or mask.window >= least_window
+        # a program by groups has a multiprocessor for itself
+        enough = 4 * programs >= 3 * multiprocessors
+        return K == 128 and not chosen and wide and _LONG * sequences <= TK and enough
 
     if by_groups(B * HQ * cdiv(TQ, ROWS), _WINDOW_FORWARD):
         forward = Form.GROUPS
