@@ -15,8 +15,8 @@ from tokenmix_core.ops.softmax_attention import attention_reference, backends, c
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.softmax_attention.backends import Call as Choice
 from tokenmix_core.ops.softmax_attention.backends import Mask, limit
-from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.operations import Call, KernelCase, OpContract
+from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract
 
 NEG_INF = float("-inf")
 
@@ -258,7 +258,7 @@ def merged(first, first_lse, second, second_lse, impl=None):
 class TestMerging(OpContract):
     covers = (merge_attention,)
     absent: ClassVar = {
-        "kernels": "a few sums, which torch makes",
+        "kernels": "the kernel has no gradients: a test of its own",
         "lengths": "a token stands alone",
         "pieces": "a token stands alone, without a state",
         "step": "a token stands alone, without a state",
@@ -339,6 +339,26 @@ def test_merging_parts_gives_attention_over_all_keys():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     for a, b in zip(*(torch.autograd.grad(out, (q, k, v), upstream(want)) for out in (got, want)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.operation
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("V", [16, 20])
+def test_the_merging_kernel_errs_at_most_twice_as_much_as_torch(V, dtype, device):
+    rng = torch.Generator().manual_seed(0)
+    lses = [8 * torch.randn(2, 3, 5, generator=rng) for _ in range(3)]
+    # a row that one part saw nothing of, and one that none saw anything of
+    lses[0][0, 0, 0] = NEG_INF
+    for lse in lses:
+        lse[1, 2, 4] = NEG_INF
+    parts = [AttentionOutput(torch.randn(2, 3, 5, V, generator=rng).to(device, dtype), lse.to(device)) for lse in lses]
+    exact = merge_attention([AttentionOutput(o.double(), lse.double()) for o, lse in parts])
+    eager, got = (merge_attention(parts, impl=impl) for impl in ("reference", "triton"))
+    assert_within("o", got.o, exact.o, eager.o)
+    seen = exact.lse.isfinite()
+    assert_within("lse", got.lse[seen], exact.lse[seen], eager.lse[seen])
+    assert (got.lse[~seen] == NEG_INF).all()
+    assert (got.o[~seen] == 0).all()
 
 
 def test_merging_parts_that_saw_nothing_sees_nothing():

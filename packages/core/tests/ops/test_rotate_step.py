@@ -16,6 +16,8 @@ CASES = {
     "angles of each sequence": dict(rows=3),
     "values of another size": dict(V=20, norm=True),
     "heads before places": dict(head_major=True, rows=3),
+    "no angles": dict(rows=0),
+    "norms without angles": dict(rows=0, norm=True, V=20),
 }
 
 
@@ -30,11 +32,12 @@ def inputs(B=3, HQ=4, H=2, K=12, V=12, S=7, rows=1, norm=False, head_major=False
         return draw(B, H, S, size).transpose(1, 2) if head_major else draw(B, S, H, size)
 
     angles = torch.rand(rows, K // 2, generator=rng).to(device)
+    angles = (angles.cos(), angles.sin()) if rows else (None, None)
     weights = (draw(K), draw(K)) if norm else (None, None)
     places = torch.tensor([5, 0, 6], device=device)
     # a slice of wider rows, as projections may be
     q = draw(B, 2 * HQ * K)[:, : HQ * K].unflatten(-1, (HQ, K))
-    return q, draw(B, H, K), draw(B, H, V), angles.cos(), angles.sin(), cache(K), cache(V), places, *weights
+    return q, draw(B, H, K), draw(B, H, V), *angles, cache(K), cache(V), places, *weights
 
 
 def run(x, impl):
@@ -48,7 +51,10 @@ def run(x, impl):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_rotation_and_leaves_other_places_alone(case):
     q, k, v, cos, sin, keys, values, places, *weights = x = inputs(**CASES[case])
-    angles, rows = (cos.unsqueeze(1), sin.unsqueeze(1)), torch.arange(3)
+    rows = torch.arange(3)
+    # the angle of zero turns nothing
+    none = torch.zeros(1, 6)
+    angles = [x.unsqueeze(1) for x in ((none.cos(), none.sin()) if cos is None else (cos, sin))]
     turned = [rotate(y.unsqueeze(1), *angles, w, eps=1e-3).squeeze(1) for y, w in zip((q, k), weights, strict=True)]
     keys, values = keys.clone(), values.clone()
     keys[rows, places], values[rows, places] = turned[1], v
@@ -86,6 +92,7 @@ def test_repeated_calls_read_and_write_what_they_are_given(device):
         (0, torch.zeros(3, 4, 11), "k must have shape"),
         (1, torch.zeros(2, 2, 12), "k must have shape"),
         (3, torch.zeros(2, 6), "cos B or 1 rows"),
+        (3, None, "cos and sin go together, got only sin"),
         (5, torch.zeros(3, 7, 2, 24)[..., ::2], "keys must have channels side by side"),
         (6, torch.zeros(3, 8, 2, 12), "values must have shape"),
         (7, torch.zeros(3), "places must be"),

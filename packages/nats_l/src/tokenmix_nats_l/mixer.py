@@ -123,10 +123,10 @@ class NatsL(Mixer):
                 f"NatsL: num_softmax_heads must be a multiple of num_heads, got {num_softmax_heads} and {num_heads}"
             )
         group = num_softmax_heads // num_heads
-        if head_dim % group or value_dim % group or (rope and head_dim // group % 2):
+        if head_dim % group or value_dim % group or head_dim // group % 2:
             raise ValueError(
-                f"NatsL: a head's {head_dim} and {value_dim} channels must divide into {group} softmax heads, "
-                "even ones with rope"
+                f"NatsL: a head's {head_dim} and {value_dim} channels must divide into {group} softmax heads, those of "
+                "keys of even size"
             )
         if chunk < 64 or chunk % 64:
             raise ValueError(f"NatsL: chunk must be a multiple of 64, got {chunk}")
@@ -222,13 +222,17 @@ class NatsL(Mixer):
             linear, softmax = self.mix(tokens, types, cu_seqlens)
             auxiliary = self._auxiliary(types, x, cu_seqlens)
         else:
-            linear, softmax = (step if one else go_on)(self, x, tokens, state)
+            rotation = rotary if self.rotary_dim else None
+            linear, softmax = step(self, x, tokens, state, rotation) if one else go_on(self, x, tokens, state)
         return self.o_proj(self._merge(linear, softmax, x, tokens.flat_q, gate)), auxiliary
 
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> tuple[Tokens, Tensor]:
-        """q, k, v after convolution and SiLU, as both operations take them, and the gates; the gate of outputs."""
+        """q, k, v after convolution and SiLU, as both operations take them, and the gates; the gate of outputs.
+
+        Of a step q and k of the softmax heads are neither normed nor turned yet.
+        """
         q, k, v, a, b, gate = projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
@@ -238,9 +242,9 @@ class NatsL(Mixer):
             step=step,
         )
         softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
-        if self.rotary_dim is None:
+        if self.rotary_dim is None and not step:
             softmax_q, softmax_k = self.q_norm(softmax_q), self.k_norm(softmax_k)
-        else:
+        elif not step:
             assert rotary is not None
             softmax_q = apply_rotary(softmax_q, rotary, self.q_norm)
             softmax_k = apply_rotary(softmax_k, rotary, self.k_norm)

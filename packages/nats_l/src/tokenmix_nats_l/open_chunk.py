@@ -18,8 +18,10 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
 from tokenmix_core.launch.reading import Asked
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.state import LayerState
-from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention
+from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention, rotate_step
+from tokenmix_core.ops.common import unless_gluon
 from tokenmix_nats_l.ablations import carried, far_attention, far_softmax
 from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
 
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
 _PIECE = 32
 
 
-def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: both operations' outputs `[N, 1, HA, VA]`; the state is updated in place."""
+def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: both operations' outputs `[N, 1, HA, VA]`; the state is updated in place.
+
+    The softmax heads' q and k are as the convolutions gave them: one launch norms and turns both and stores k and v.
+    """
     span, fit = state.span, layer.fit
     _prepare(state, x, len(x))
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
@@ -46,17 +51,19 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Te
     decay += g
     state.inputs.value.add_(x.squeeze(1))
 
-    fill = span.before % layer.chunk
-    rows = torch.arange(len(x), device=x.device)
-    keys[rows, fill] = tokens.softmax_k.squeeze(1)
-    values[rows, fill] = tokens.softmax_v.squeeze(1)
-    filled = (fill + 1).to(torch.int32)
+    place, filled = span.fill(layer.chunk)
+    softmax_q, softmax_k, softmax_v = (y.squeeze(1) for y in (tokens.softmax_q, tokens.softmax_k, tokens.softmax_v))
+    cos, sin = (None, None) if rotary is None else (y.squeeze(1) for y in rotary)
+    softmax_q = rotate_step(
+        softmax_q, softmax_k, softmax_v, cos, sin, keys, values, place, layer.q_norm.weight, layer.k_norm.weight,
+        eps=layer.q_norm.eps, impl=unless_gluon(layer.impl),
+    )  # fmt: skip
     seen = []
     if layer.own_chunk != "linear":
-        seen.append(attention_decode(tokens.softmax_q, keys, values, filled, impl=layer.impl))
+        seen.append(attention_decode(softmax_q.unsqueeze(1), keys, values, filled, impl=layer.impl))
     if state.kept.places:
-        seen.append(state.kept.attend(tokens.softmax_q.squeeze(1), impl=layer.impl))
-    softmax = merge_attention(seen).o if seen else torch.zeros_like(tokens.softmax_v)
+        seen.append(state.kept.attend(softmax_q, impl=layer.impl))
+    softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
     if layer.step_form(span):
         # rows of one length end their chunks together

@@ -80,6 +80,7 @@ class Span:
         # sequences that states are kept of during the call
         self.sequences = batch + 1 if self.fixed else batch
         self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._fills: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def uniform(self) -> bool:
@@ -101,6 +102,13 @@ class Span:
         if self.known is None:
             return bool((self.after % every == 0).any())
         return any((n + 1) % every == 0 for n in self.known())
+
+    def fill(self, every: int) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
+        """Of a call of one token its place in its run of `every` tokens, and how many the run has then (int32)."""
+        if every not in self._fills:
+            place = self.before % every
+            self._fills[every] = place, (place + 1).to(torch.int32)
+        return self._fills[every]
 
     @_once
     def before(self) -> Int[Tensor, "N"]:

@@ -55,8 +55,8 @@ def rotate_step(
     q: Float[Tensor, "B HQ K"],
     k: Float[Tensor, "B H K"],
     v: Float[Tensor, "B H V"],
-    cos: Float[Tensor, "B_or_1 K_over_2"],
-    sin: Float[Tensor, "B_or_1 K_over_2"],
+    cos: Float[Tensor, "B_or_1 K_over_2"] | None,
+    sin: Float[Tensor, "B_or_1 K_over_2"] | None,
     keys: Float[Tensor, "B S H K"],
     values: Float[Tensor, "B S H V"],
     places: Int[Tensor, "B"],
@@ -70,7 +70,7 @@ def rotate_step(
 
     Args:
         q, k, v: of one token of each sequence.
-        cos, sin: of its angles, float32.
+        cos, sin: of its angles, float32; both None for a token that is not turned.
         keys, values: of the cache, of q's dtype, with channels side by side; overwritten at `places`.
         places: int64, each from 0 to S − 1, which nobody checks.
         q_weight, k_weight: of the norms of q and k; None for no norm.
@@ -98,10 +98,15 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
     dims = bind_shapes(op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), q_weight=(q_weight, "K?"))
     check_dtype(op, _FLOATS, q=q, q_weight=q_weight, k_weight=k_weight)
     check_same_dtype(op, q=q, k=k, v=v, keys=keys, values=values)
-    check_tensors(op, cos=cos, sin=sin)
-    dims |= _angles_of(op, dims, cos, q=q)
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{op}: cos and sin go together, got only {'sin' if cos is None else 'cos'}")
+    if cos is not None:
+        check_tensors(op, cos=cos, sin=sin)
+        dims |= _angles_of(op, dims, cos, q=q)
+    elif dims["K"] % 2:
+        raise ValueError(f"{op}: q must have an even K, got {list(q.shape)}")
     bind_shapes(
-        op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half"), sin=(sin, "R half"),
+        op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half?"), sin=(sin, "R half?"),
         keys=(keys, "B S H K"), values=(values, "B S H V"), places=(places, "B"),
     )  # fmt: skip
     check_dtype(op, (torch.int64,), places=places)

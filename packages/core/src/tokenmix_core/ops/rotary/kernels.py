@@ -41,15 +41,17 @@ def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
-    """The halves of the heads at `p_x [BM]`, normalised where there is a weight, and turned by the angles of `o_t`."""
+    """The halves of the heads at `p_x [BM]`: normalised where there is a weight, turned where `o_t` have angles."""
     b_a, b_b = load_halves(p_x, m_r, HALF, BH)
     if weight is not None:
         o_d = tl.arange(0, BH)
         b_r = tl.rsqrt(tl.sum(b_a * b_a + b_b * b_b, 1) / (2 * HALF) + eps)[:, None]
         b_a *= b_r * tl.load(weight + o_d, mask=o_d < HALF, other=0.0).to(tl.float32)[None, :]
         b_b *= b_r * tl.load(weight + HALF + o_d, mask=o_d < HALF, other=0.0).to(tl.float32)[None, :]
-    b_cos, b_sin = load_angles(cos, sin, o_t, m_r, HALF, BH)
-    return b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
+    if cos is not None:
+        b_cos, b_sin = load_angles(cos, sin, o_t, m_r, HALF, BH)
+        b_a, b_b = b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
+    return b_a, b_b
 
 
 @cached_launch
@@ -154,8 +156,8 @@ def rotate_step(
     v: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     places: Tensor,
@@ -163,7 +165,8 @@ def rotate_step(
 ) -> Tensor:
     """q turned, `[B, HQ, K]`; k, turned, and v are stored at `places [B]` of `keys` and `values`, `[B, S, H, ...]`.
 
-    Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[turned, K / 2]`, contiguous.
+    Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[turned, K / 2]`, contiguous, or
+    None for no turn.
     """
     (B, HQ, K), (H, V) = q.shape, v.shape[1:]
     y = torch.empty((B, HQ, K), dtype=q.dtype, device=q.device)
@@ -172,8 +175,8 @@ def rotate_step(
     rotate_step_kernel[(B * (HQ + 2 * H),)](
         q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, y=y, keys=keys, values=values,
         places=places, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=v.stride(0), s_kb=s_kb, s_kp=s_kp,
-        s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, turned=len(cos), HQ=HQ, H=H, eps=eps, HALF=K // 2, V=V,
-        BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
+        s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, turned=1 if cos is None else len(cos), HQ=HQ,
+        H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
     return y
 

@@ -17,12 +17,17 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
 
 
 def rotate_step_reference(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    keys: Tensor, values: Tensor, places: Tensor, eps: float,
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, keys: Tensor, values: Tensor, places: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     """q turned; k, turned, and v are stored at their places."""
-    angles = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        if cos is not None and sin is not None:
+            return rotate_reference(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1), weight, eps).squeeze(1)
+        return x if weight is None else F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
     rows = torch.arange(len(places), device=places.device)
-    keys.index_put_((rows, places), rotate_reference(k.unsqueeze(1), *angles, k_weight, eps).squeeze(1))
+    keys.index_put_((rows, places), turned(k, k_weight))
     values.index_put_((rows, places), v)
-    return rotate_reference(q.unsqueeze(1), *angles, q_weight, eps).squeeze(1)
+    return turned(q, q_weight)

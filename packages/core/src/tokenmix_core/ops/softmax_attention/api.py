@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from tokenmix_core.ops.common import (
     check_multiple,
     check_same_dtype,
     check_scale,
+    row_impl,
 )
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
@@ -74,16 +76,18 @@ def attention(
     return AttentionOutput(o, lse.transpose(1, 2))
 
 
-def merge_attention(outputs: Sequence[AttentionOutput]) -> AttentionOutput:
+def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = None) -> AttentionOutput:
     """Join attention over disjoint sets of keys into attention over their union, differentiable in every o and lse.
 
         lse = log Σ_i exp(lse_i)        o = Σ_i exp(lse_i − lse) o_i
 
     Args:
         outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse may be −∞: no key was seen.
+        impl: "triton" (a launch for every two results), "reference" (any device), or None: Triton for CUDA tensors in
+            eager mode. Where a gradient is wanted, torch's operations make it whatever is asked.
 
     Raises:
-        ValueError: an empty sequence, or shapes, dtypes or devices that differ.
+        ValueError: an empty sequence, or shapes, dtypes, devices or an `impl` that do not fit.
     """
     if not outputs:
         raise ValueError("merge_attention: outputs must hold at least one result, got none")
@@ -91,6 +95,10 @@ def merge_attention(outputs: Sequence[AttentionOutput]) -> AttentionOutput:
     for i, (o, lse) in enumerate(outputs):
         bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
     check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
+    learning = torch.is_grad_enabled() and any(x.requires_grad for out in outputs for x in out)
+    first = outputs[0].o
+    if row_impl("merge_attention", impl, first) == "triton" and not learning and first.numel():
+        return functools.reduce(lambda a, b: AttentionOutput(*autograd.merge_two(*a, *b)), outputs)
     lses = torch.stack([out.lse for out in outputs])
     top = lses.detach().amax(0)
     top = top.masked_fill(top.isneginf(), 0.0)

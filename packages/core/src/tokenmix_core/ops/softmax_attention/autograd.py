@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_core.ops.softmax_attention import backends
 
@@ -135,6 +136,13 @@ def _decode(x: DecodeInputs) -> tuple[Tensor, Tensor]:
     return decode(x.q, x.k_cache, x.v_cache, lengths, window=x.window, sinks=x.sinks, scale=x.scale)
 
 
+def _merge_two(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    from tokenmix_core.ops.softmax_attention.decode import merge_two
+
+    return merge_two(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+
+
+merge_two = Replayed(_merge_two)
 attention_decode_op = recorded_op("tokenmix_core::attention_decode", _decode, mutates_args=())
 attention_decode = direct_when_eager(attention_decode_op, _decode)
 

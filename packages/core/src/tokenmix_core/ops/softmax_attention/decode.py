@@ -95,6 +95,40 @@ def _merge_splits(
     tl.store(lse + i_row, b_sum)
 
 
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def _merge_two(o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr):
+    """A block of queries and heads: their outputs over two disjoint sets of keys, as one over both."""
+    o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, BV)
+    m_r = o_r < rows
+    b_a = tl.load(lse_a + o_r, mask=m_r, other=float("-inf")).to(tl.float32)
+    b_b = tl.load(lse_b + o_r, mask=m_r, other=float("-inf")).to(tl.float32)
+    b_top = tl.maximum(b_a, b_b)
+    b_zero = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_a, b_b = tl.exp2((b_a - b_zero) * LOG2_E), tl.exp2((b_b - b_zero) * LOG2_E)
+    b_norm, b_sum = finish_softmax(b_top * LOG2_E, b_a + b_b, 1.0)
+    at = o_r[:, None] * V + o_d[None, :]
+    mask = m_r[:, None] & (o_d < V)[None, :]
+    b_o = tl.load(o_a + at, mask=mask, other=0.0).to(tl.float32) * (b_a * b_norm)[:, None]
+    b_o += tl.load(o_b + at, mask=mask, other=0.0).to(tl.float32) * (b_b * b_norm)[:, None]
+    tl.store(o + at, b_o.to(o.dtype.element_ty), mask=mask)
+    tl.store(lse + o_r, b_sum, mask=m_r)
+
+
+def merge_two(o_a, lse_a, o_b, lse_b):
+    """o `[B, T, HQ, V]` and the log-sum-exp `[B, T, HQ]`, float32, of two results over disjoint sets of keys."""
+    o_a, lse_a, o_b, lse_b = (x.contiguous() for x in (o_a, lse_a, o_b, lse_b))
+    o, lse = torch.empty_like(o_a), torch.empty_like(lse_a, dtype=torch.float32)
+    V = o.shape[-1]
+    tile = tuning.row_tile(V)
+    _merge_two[(cdiv(lse.numel(), tile.BM),)](
+        o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b, o=o, lse=lse, rows=lse.numel(), V=V, BM=tile.BM, BV=tile.BD,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    return o, lse
+
+
 def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale):
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
