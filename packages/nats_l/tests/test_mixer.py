@@ -242,7 +242,7 @@ def test_the_share_counts_real_chunks_alone():
         ({"num_heads": 0}, "num_softmax_heads"),
         ({"head_dim": 7, "expand_v": 1.5}, "head_dim"),
         ({"head_dim": 9}, "softmax heads"),
-        ({"head_dim": 6, "rope": True}, "rope"),
+        ({"head_dim": 6, "rope": True}, "of even size"),
         ({"chunk": 32}, "chunk"),
         ({"chunk": 100}, "chunk"),
         ({"types": "random"}, "types"),

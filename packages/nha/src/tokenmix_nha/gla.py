@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, TensorState, register_mixer
 from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation
-from tokenmix_nha.ops import chunk_gla
+from tokenmix_nha.ops import chunk_gla, log_forget_gates
 
 _GATE_RANK = 16
 
@@ -76,8 +74,7 @@ class GatedLinearAttention(Mixer):
     ) -> MixerOutput:
         q, k, v, a, z = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.a_down_proj, self.g_proj)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        a = at_least_float32(self.a_up_proj(a))
-        g = (F.logsigmoid(a) / self.gate_normalizer).unflatten(-1, (self.num_heads, -1))
+        g = log_forget_gates(self.a_up_proj(a), normalizer=self.gate_normalizer).unflatten(-1, (self.num_heads, -1))
         before = None if state is None else state.recurrent.value
         o, after = chunk_gla(q, k, v, g, initial_state=before, cu_seqlens=cu_seqlens)
         if state is not None:

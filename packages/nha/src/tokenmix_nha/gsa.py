@@ -10,11 +10,10 @@ from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixe
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.ops.common import Impl, unless_gluon
-from tokenmix_nha.ops import slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops import log_forget_gates, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.state import SlotWindowPart
 
 
@@ -79,8 +78,7 @@ class GatedSlotAttention(Mixer):
     ) -> MixerOutput:
         q, k, v, f = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.f_proj)
         q, k, v = (F.silu(x).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        f = at_least_float32(f).unflatten(-1, (self.num_kv_heads, self.slots))
-        f = F.logsigmoid(f) / self.gate_normalizer
+        f = log_forget_gates(f, normalizer=self.gate_normalizer).unflatten(-1, (self.num_kv_heads, self.slots))
         if state is not None and stepping(hidden_states, state):
             past = state.slots.get(len(q), q)
             q, k, v, f = (x.squeeze(1) for x in (q, k, v, f))

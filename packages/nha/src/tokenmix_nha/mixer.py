@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
 from tokenmix_nha.choices import Fusion, Positions, check_choices
 from tokenmix_nha.heads import Call, Heads
-from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window.prefix import with_zeros
 from tokenmix_nha.shares import share_of_slots
 from tokenmix_nha.state import SlotWindowPart
@@ -192,8 +191,7 @@ class NhaMixer(Mixer):
     def _gates(self, f: Tensor | None) -> Float[Tensor, "B T H M"] | None:
         if f is None:
             return None
-        f = at_least_float32(f).unflatten(-1, (self.num_kv_heads, self.slots))
-        return F.logsigmoid(f) / self.gate_normalizer
+        return log_forget_gates(f, normalizer=self.gate_normalizer).unflatten(-1, (self.num_kv_heads, self.slots))
 
     def _weight(self, x: Tensor) -> Float[Tensor, "B T HQ"] | None:
         if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):

@@ -1,9 +1,10 @@
-"""The paper's operation `slot_window_attention` with one token of it for decoding, and the GLA baseline's."""
+"""The paper's operation `slot_window_attention` with one token of it for decoding, its gates, and GLA's."""
 
 # what explain knows
 import tokenmix_nha.ops.operations  # noqa: F401
+from tokenmix_nha.ops.forget_gates.api import log_forget_gates
 from tokenmix_nha.ops.gla.api import chunk_gla
 from tokenmix_nha.ops.slot_window.api import slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 
-__all__ = ["SlotWindowState", "chunk_gla", "slot_window_attention", "slot_window_attention_step"]
+__all__ = ["SlotWindowState", "chunk_gla", "log_forget_gates", "slot_window_attention", "slot_window_attention_step"]

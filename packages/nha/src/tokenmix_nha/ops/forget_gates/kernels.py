@@ -1,0 +1,59 @@
+"""The gates and their gradient, element by element."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.gated_units.kernels import BD, BM, tile_of
+from tokenmix_core.tile.decay import LOG2_E
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def forget_gates_kernel(f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr):
+    """log σ(f) / τ = (min(f, 0) − log(1 + exp(−|f|))) / τ of a tile, which no f makes overflow."""
+    o_r, o_d, mask = tile_of(rows, D, BM, BD)
+    b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
+    # 1 + x rounds digits of a small x away, whose logarithm a series has
+    b_series = b_x * (1.0 - b_x * (0.5 - b_x * (0.33333333 - b_x * 0.25)))
+    b_log = tl.where(b_x < 0.01, b_series, tl.log(1.0 + b_x))
+    tl.store(y + o_r * D + o_d, (tl.minimum(b_f, 0.0) - b_log) * inverse, mask=mask)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def forget_gates_backward_kernel(f, dy, df, stride_f, stride_dy, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr):
+    """df = dy σ(−f) / τ of a tile."""
+    o_r, o_d, mask = tile_of(rows, D, BM, BD)
+    b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_dy = tl.load(dy + o_r * stride_dy + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
+    b_closed = tl.where(b_f > 0, b_x, 1.0) / (1.0 + b_x)
+    tl.store(df + o_r * D + o_d, (b_dy * b_closed * inverse).to(df.dtype.element_ty), mask=mask)
+
+
+def forget_gates_forward(f: Tensor, normalizer: float) -> Tensor:
+    """log α `[rows, D]`, float32; f has rows of one stride."""
+    rows, D = f.shape
+    y = torch.empty((rows, D), dtype=torch.float32, device=f.device)
+    forget_gates_kernel[(cdiv(rows, BM), cdiv(D, BD))](
+        f=f, y=y, stride_f=f.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM, BD=BD, num_warps=4
+    )
+    return y
+
+
+def forget_gates_backward(f: Tensor, dy: Tensor, normalizer: float) -> Tensor:
+    """df `[rows, D]` in f's dtype; f and dy have rows of one stride each."""
+    rows, D = f.shape
+    df = torch.empty((rows, D), dtype=f.dtype, device=f.device)
+    forget_gates_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
+        f=f, dy=dy, df=df, stride_f=f.stride(0), stride_dy=dy.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM,
+        BD=BD, num_warps=4,
+    )  # fmt: skip
+    return df

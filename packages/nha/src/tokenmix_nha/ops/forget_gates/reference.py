@@ -1,0 +1,13 @@
+"""The gates in eager PyTorch, for any device and dtype."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenmix_core.nn.precision import at_least_float32
+
+
+def log_forget_gates_reference(f: Tensor, normalizer: float) -> Tensor:
+    """log α, in float32 at least."""
+    return F.logsigmoid(at_least_float32(f)) / normalizer
