@@ -1,7 +1,8 @@
 """Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers with Native Hybrid Attention in the place of their attention.
 
 The models are transformers' own classes. Their attention modules become `NhaMixer`s with the same weights and gates
-beside them; around the layers, padding is taken out and our cache is kept. Everything else is inherited.
+beside them, their norms and SwiGLUs core's, which take fewer launches; around the layers, padding is taken out and our
+cache is kept. Everything else is inherited.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from tokenmix_core.modeling.config import check_depth
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.loss import IGNORE, at_least_one
+from tokenmix_core.nn.mlp import SwiGLU
+from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.windows import check_windows, nha_mixers
@@ -104,7 +107,7 @@ class HybridizedAttention(NhaMixer):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: tuple[Tensor, Tensor],
+        rotary: Rotation,
         past_key_values: HybridCache | None = None,
         cu_seqlens: Tensor | None = None,
         **given: Any,
@@ -112,15 +115,25 @@ class HybridizedAttention(NhaMixer):
         if not hidden_states.shape[1]:
             # a piece of a padded prompt that is padding alone
             return hidden_states, None
-        # transformers repeats the angles for both halves of a head
-        cos, sin = (x[..., : self.head_dim // 2].float() for x in position_embeddings)
         state: LayerState | None = None
         if past_key_values is not None:
             state = past_key_values.fetch(self.layer_idx, hidden_states.device)
-        o = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=Rotation(cos, sin))[0]
+        o = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=rotary)[0]
         if past_key_values is not None:
             past_key_values.release(self.layer_idx)
         return o, None
+
+
+def _take_core_layers(model: Any) -> None:
+    """Let core's norms and SwiGLU stand in the place of those around attention, with parameters of the same names."""
+    config = model.config
+    for layer in model.layers:
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        names = [name for name, _ in layer.mlp.named_parameters()]
+        if config.hidden_act == "silu" and names == [f"{x}_proj.weight" for x in ("gate", "up", "down")]:
+            layer.mlp = SwiGLU(*layer.mlp.down_proj.weight.shape)
+    model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class HybridizedModel(ChoosesAttention, CheckedLoading):
@@ -133,6 +146,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         super().__init__(config)  # type: ignore[call-arg]
         for i, layer in enumerate(self.layers):
             layer.self_attn = HybridizedAttention(config, i, layer.self_attn)  # type: ignore[assignment]
+        _take_core_layers(self)
         choose_attention(nha_mixers(self), config._attn_implementation)  # type: ignore[arg-type]
         self.post_init()  # type: ignore[attr-defined]
 
@@ -173,6 +187,9 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         )
         span, cache = call.span, call.cache
         packed = span.pack(hidden)
+        # once for all layers; transformers repeats the angles for both halves of a head
+        cos, sin = self.rotary_emb(packed, call.position_ids)  # type: ignore[operator]
+        rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed,
             # a mask of four dimensions is taken as it is, and ours needs none
@@ -181,6 +198,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             past_key_values=cache,
             use_cache=cache is not None,
             cu_seqlens=call.cu_seqlens,
+            rotary=rotary,
             **kwargs,
         )
         if cache is not None:
