@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
-from tokenmix_core.nn.projections import projected
+from tokenmix_core.nn.projections import projected, sum_of_products_op
 
 pytestmark = pytest.mark.operation
 
@@ -212,3 +212,12 @@ def test_a_traced_call_of_tensors_with_a_class_of_their_own_is_the_layers(device
     compiled = torch.compile(lambda x: projected(x, *layers), fullgraph=True, backend="aot_eager")
     for a, layer in zip(compiled(nested), layers, strict=True):
         torch.testing.assert_close(a.values(), layer(nested).values())
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_torch_checks_the_sum_of_products(terms, device):
+    a, b = (
+        [torch.randn(shape, dtype=torch.float64, device=device) for _ in range(terms)] for shape in ((4, 3), (3, 5))
+    )
+    torch.testing.assert_close(sum_of_products_op(a, b), sum(x @ y for x, y in zip(a, b, strict=True)))
+    torch.library.opcheck(sum_of_products_op, (a, b), test_utils=("test_schema", "test_faketensor"))

@@ -110,20 +110,35 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, dys):
         rows, *factors = ctx.saved_tensors
-        add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
-        dx: Tensor | None = None
-        dweights: list[Tensor | None] = [None] * len(dys)
-        for i, (dy, factor) in enumerate(zip(dys, factors, strict=True)):
-            if dy is None:
-                continue
-            dy = as_rows(dy)
-            if ctx.needs_input_grad[0]:
-                # what is traced may be narrowed by autocast, which knows both of these, and not `addmm_`
-                dx = torch.mm(dy, factor) if dx is None else add(dx, dy, factor)
-            if ctx.needs_input_grad[2 + i]:
-                dweights[i] = _product(dy.t(), rows, ctx.of_weights[i])
+        dys = [None if dy is None else as_rows(dy) for dy in dys]
+        dweights: list[Tensor | None] = [
+            None if dy is None or not needed else _product(dy.t(), rows, dtype)
+            for dy, needed, dtype in zip(dys, ctx.needs_input_grad[2:], ctx.of_weights, strict=True)
+        ]
+        terms = [(dy, factor) for dy, factor in zip(dys, factors, strict=True) if dy is not None]
+        if not ctx.needs_input_grad[0] or not terms:
+            return None, None, *dweights
+        add = sum_of_products_op if torch.compiler.is_compiling() else _sum_of_products
         shape, dtype = ctx.of_x
-        return None if dx is None else dx.view(shape).to(dtype), None, *dweights
+        return add(*map(list, zip(*terms, strict=True))).view(shape).to(dtype), None, *dweights
+
+
+def _sum_of_products(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Σ a b of matrices `[T, N]` and `[N, D]`, for which one tensor is made."""
+    with torch.autocast(a[0].device.type, enabled=False):
+        total = torch.mm(a[0], b[0])
+        for x, y in zip(a[1:], b[1:], strict=True):
+            total.addmm_(x, y)
+    return total
+
+
+# torch's compiler would copy the sum so far before each product that it adds
+sum_of_products_op = torch.library.custom_op("tokenmix_core::sum_of_products", _sum_of_products, mutates_args=())
+
+
+@sum_of_products_op.register_fake
+def _(a, b):
+    return a[0].new_empty(a[0].shape[0], b[0].shape[1])
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
