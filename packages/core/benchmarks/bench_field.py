@@ -152,8 +152,8 @@ def _model(family: str, width: int, layers: int, device: str) -> Any:
     if device == "cpu":
         return field_model(family, width=width, head=16, state=16, layers=layers)
     head = 128 if family in DELTA_RULE else 64
-    # groups and chunks are what most of the families have; transformers norms several groups by kernels as it does not
-    # without them
+    # one group and chunks of 256, as most of the families have; several groups mamba_ssm norms each by itself, where
+    # Mamba2, Bamba and Granite norm all together
     sizes = {"width": width, "head": head, "state": 128, "layers": layers, "vocab": 32000, "groups": 1, "chunk": 256}
     return field_model(family, device=device, **sizes).bfloat16()
 
