@@ -24,8 +24,9 @@ DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 
 
 def field_config(
-    family: str, *, width: int = 32, head: int = 8, state: int = 8, layers: int = 2, vocab: int = 64
-) -> Any:
+    family: str, *, width: int = 32, head: int = 8, state: int = 8, layers: int = 2, vocab: int = 64, groups: int = 2,
+    chunk: int = 16,
+) -> Any:  # fmt: skip
     """A family's configuration: its last layer attends, where the family can, and the others do not.
 
     Args:
@@ -35,6 +36,8 @@ def field_config(
         state: size of the heads of keys, which is SSD's state size.
         layers: how many.
         vocab: how many words.
+        groups: of SSD's heads, which share B and C.
+        chunk: tokens of a chunk of SSD, for transformers' own scans.
     """
     attention = {"num_attention_heads": width // head, "num_key_value_heads": width // head // 2, "head_dim": head}
     common = {
@@ -52,8 +55,8 @@ def field_config(
         "linear_key_head_dim": state, "linear_value_head_dim": head, "layer_types": kinds,
     }  # fmt: skip
     bamba = {
-        "mamba_n_heads": 2 * width // head, "mamba_d_head": head, "mamba_n_groups": 2, "mamba_d_state": state,
-        "mamba_chunk_size": 16,
+        "mamba_n_heads": 2 * width // head, "mamba_d_head": head, "mamba_n_groups": groups, "mamba_d_state": state,
+        "mamba_chunk_size": chunk,
     }  # fmt: skip
     own: dict[str, dict[str, Any]] = {
         "qwen3_next": {**attention, **mlp, **delta, **experts},
@@ -61,17 +64,18 @@ def field_config(
         "qwen3_5_moe": {**attention, **delta, **experts},
         "olmo_hybrid": {**attention, **mlp, **delta},
         "mamba2": {
-            "num_heads": 2 * width // head, "head_dim": head, "state_size": state, "n_groups": 2, "chunk_size": 16,
+            "num_heads": 2 * width // head, "head_dim": head, "state_size": state, "n_groups": groups,
+            "chunk_size": chunk,
         },
         "bamba": {**attention, **mlp, **bamba, "attn_layer_indices": [layers - 1]},
         "zamba2": {
-            **mlp, "mamba_d_state": state, "mamba_ngroups": 2, "n_mamba_heads": 2 * width // head, "chunk_size": 16,
-            "num_attention_heads": width // head, "layers_block_type": ["mamba"] * (layers - 1) + ["hybrid"],
-            "adapter_rank": 4,
+            **mlp, "mamba_d_state": state, "mamba_ngroups": groups, "n_mamba_heads": 2 * width // head,
+            "chunk_size": chunk, "num_attention_heads": width // head, "adapter_rank": 4,
+            "layers_block_type": ["mamba"] * (layers - 1) + ["hybrid"],
         },
         "nemotron_h": {
             **attention, **mlp, "layers_block_type": ["mamba"] * (layers - 1) + ["attention"], "ssm_state_size": state,
-            "mamba_num_heads": 2 * width // head, "mamba_head_dim": head, "n_groups": 2, "chunk_size": 16,
+            "mamba_num_heads": 2 * width // head, "mamba_head_dim": head, "n_groups": groups, "chunk_size": chunk,
         },
         "granitemoehybrid": {
             **attention, **mlp, **bamba, "layer_types": ["mamba"] * (layers - 1) + ["attention"],
@@ -87,12 +91,14 @@ def field_config(
     return getattr(home, _CLASSES[family][0])(**common, **own[family])
 
 
-def field_model(family: str, *, seed: int = 0, **sizes: int) -> torch.nn.Module:
+def field_model(family: str, *, seed: int = 0, device: str = "cpu", **sizes: int) -> torch.nn.Module:
     """A random language model of a family, in evaluation mode; sizes as `field_config`'s."""
     torch.manual_seed(seed)
     home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    model = getattr(home, _CLASSES[family][1])(field_config(family, **sizes)).eval()
-    generator = torch.Generator().manual_seed(seed)
+    # made where it is to be: large ones take a CPU many seconds
+    with torch.device(device):
+        model = getattr(home, _CLASSES[family][1])(field_config(family, **sizes)).eval()
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # far from what they begin with, so that nothing cancels and every path is seen

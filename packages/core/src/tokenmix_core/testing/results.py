@@ -7,7 +7,7 @@ import platform
 import re
 import runpy
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +69,28 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
     return path
 
 
+def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
+    """The rows, each printed as it comes, and a GPU's saved: a run that is cut short leaves what it had measured."""
+    for i, row in enumerate(rows):
+        print("\n" + table([row]) if i == 0 else table([row]).splitlines()[1], flush=True)
+        # a CPU's times are for the one who runs it; a GPU's are kept
+        if torch.cuda.is_available():
+            save([row], folder)
+        yield row
+
+
 def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
     """Run one function of a `bench_*.py` under pytest-benchmark, print its rows, and keep those of a GPU.
 
-    The `rows` of the tables go to `results/`, every other function's to a folder of its name in there. What a function
-    yields is printed and kept at once, so that a run that is cut short leaves what it had measured.
+    The `rows` of the tables go to `results/`, every other function's to a folder of its name in there, as they come.
     """
     measure = runpy.run_path(str(path))[function]
+    folder = path.parent / "results" / ("" if function == "rows" else function)
     rows: list[dict] = []
 
     def run() -> None:
         with capsys.disabled():
-            for row in measure("cuda" if torch.cuda.is_available() else "cpu"):
-                rows.append(row)
-                print("\n" + table([row]) if len(rows) == 1 else table([row]).splitlines()[1], flush=True)
-                # a CPU's times are for the one who runs it; a GPU's are kept
-                if torch.cuda.is_available():
-                    save([row], path.parent / "results" / ("" if function == "rows" else function))
+            rows.extend(kept(measure("cuda" if torch.cuda.is_available() else "cpu"), folder))
 
     benchmark.pedantic(run, rounds=1)
     assert rows, f"{path.name} measured nothing"
