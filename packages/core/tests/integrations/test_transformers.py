@@ -11,6 +11,7 @@ from types import MethodType
 import pytest
 import torch
 
+from tokenmix_core.integrations.adapters import norm_of_gated
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.field import DELTA_RULE, field_model
@@ -153,7 +154,8 @@ def test_a_family_is_exchanged_for_models_made_before_and_after(family):
     before, ids = field_model(family), prompt(1)
     expected = before(ids, use_cache=False).logits
     with use_kernels(family) as use:
-        assert use.layers == len(FAMILIES[family].classes)
+        home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        assert use.layers == 1 + hasattr(home, FAMILIES[family].norm)
         for model in (before, field_model(family)):
             assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < BAR
     assert torch.equal(before(ids, use_cache=False).logits, expected)
@@ -312,5 +314,34 @@ def test_the_fallback_is_in_torch_whatever_is_installed(family, monkeypatch):
 def test_no_family_is_without_its_norm_or_its_scan():
     for family, what in FAMILIES.items():
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        assert all(hasattr(home, name) for name in (*what.classes, *what.functions))
-        assert (what.norm is not None) == (family in DELTA_RULE)
+        assert all(hasattr(home, name) for name in (what.layer, *what.functions))
+        # before transformers 5.23 Nemotron-H's norm is Zamba2's
+        assert hasattr(home, what.norm) or (family == "nemotron_h" and hasattr(home, "Zamba2RMSNormGated"))
+        assert ("torch_chunk_gated_delta_rule" in what.scan) == (family in DELTA_RULE)
+
+
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_falcons_norm_is_ours_in_every_form_of_it(groups, norm_before_gate):
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+
+    rng = torch.Generator().manual_seed(0)
+    norm = FalconH1RMSNormGated(12, n_groups=groups, norm_before_gate=norm_before_gate)
+    with torch.no_grad():
+        norm.weight.normal_(generator=rng)
+    for shape in ((2, 5, 12), (2, 12)):
+        x, gate = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
+        expected = norm(x, gate)
+        with use_kernels("falcon_h1"):
+            assert norm.forward.__func__ is norm_of_gated
+            assert relative_error(norm(x, gate), expected) < BAR
+
+
+def test_wide_weights_of_a_norm_widen_what_it_gives():
+    from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+
+    sizes = {"group_size": 12} if "group_size" in BambaRMSNormGated.__init__.__code__.co_varnames else {}
+    norm, x = BambaRMSNormGated(12, **sizes), torch.randn(2, 5, 12, dtype=torch.bfloat16)
+    with use_kernels("bamba"):
+        ours = norm(x, x)
+    assert ours.dtype == norm(x, x).dtype == torch.float32

@@ -209,6 +209,21 @@ def gated_norm(self: nn.Module, hidden_states: Float[Tensor, "*rows V"], gate: F
     return ops.gated_rms_norm(hidden_states, gate, weight, eps=eps)  # pyright: ignore[reportArgumentType]
 
 
+def norm_of_gated(
+    self: nn.Module, hidden_states: Float[Tensor, "*rows D"], gate: Float[Tensor, "*rows D"] | None = None
+) -> Tensor:
+    """Forward of Mamba-2's norms: of what is gated, whole or group by group; Falcon-H1 may gate after normalising."""
+    module: Any = self
+    size = getattr(module, "group_size", len(module.weight) // getattr(module, "n_groups", 1))
+    after = getattr(module, "norm_before_gate", False)
+    # Falcon-H1's are narrow again in the end, others as wide as their weights
+    wide = hidden_states.dtype if hasattr(module, "n_groups") else None
+    return ops.gated_rms_norm(
+        hidden_states, gate, module.weight, size=size, eps=module.variance_epsilon, gate="after" if after else "before",
+        dtype=wide or torch.promote_types(hidden_states.dtype, module.weight.dtype),
+    )  # fmt: skip
+
+
 def _packed(
     x: Float[Tensor, "B T ..."], call: dict[str, Any], borders: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:

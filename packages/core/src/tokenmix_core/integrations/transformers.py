@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from tokenmix_core.integrations.adapters import FUNCTIONS, gated_norm
+from tokenmix_core.integrations.adapters import FUNCTIONS, gated_norm, norm_of_gated
 from tokenmix_core.ops.common import Impl
 
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -39,42 +39,39 @@ class Family:
 
     Attributes:
         layer: the class whose forward calls the functions.
-        norm: the class of its gated norm, where ours takes its place.
+        norm: the class of its gated norm. Nemotron-H has Zamba2's before transformers 5.23.
+        scan: the functions that it calls beside the convolutions.
     """
 
     layer: str
-    norm: str | None = None
+    norm: str
+    scan: tuple[str, ...]
 
     @property
     def functions(self) -> tuple[str, ...]:
         """The functions that the layer calls."""
-        return (*_CONVOLUTION, *(_SSD if self.norm is None else _DELTA))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The classes whose forward is exchanged."""
-        return (self.layer,) if self.norm is None else (self.layer, self.norm)
+        return (*_CONVOLUTION, *self.scan)
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen3_next": Family("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated"),
-    "qwen3_5": Family("Qwen3_5GatedDeltaNet", "Qwen3_5RMSNormGated"),
-    "qwen3_5_moe": Family("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeRMSNormGated"),
-    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", "OlmoHybridRMSNormGated"),
-    "mamba2": Family("Mamba2Mixer"),
-    "bamba": Family("BambaMixer"),
-    "zamba2": Family("Zamba2MambaMixer"),
-    "nemotron_h": Family("NemotronHMamba2Mixer"),
-    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer"),
-    "falcon_h1": Family("FalconH1Mixer"),
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated", _DELTA),
+    "qwen3_5": Family("Qwen3_5GatedDeltaNet", "Qwen3_5RMSNormGated", _DELTA),
+    "qwen3_5_moe": Family("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeRMSNormGated", _DELTA),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", "OlmoHybridRMSNormGated", _DELTA),
+    "mamba2": Family("Mamba2Mixer", "MambaRMSNormGated", _SSD),
+    "bamba": Family("BambaMixer", "BambaRMSNormGated", _SSD),
+    "zamba2": Family("Zamba2MambaMixer", "Zamba2RMSNormGated", _SSD),
+    "nemotron_h": Family("NemotronHMamba2Mixer", "NemotronHRMSNormGated", _SSD),
+    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", "GraniteMoeHybridRMSNormGated", _SSD),
+    "falcon_h1": Family("FalconH1Mixer", "FalconH1RMSNormGated", _SSD),
 }
 
 
 def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
     """Let a model of transformers, or all models of a family, run our kernels, in training, prefill and decoding.
 
-    Gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD and convolution
-    of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1. Weights, caches and all else stay
+    Gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD, convolution and
+    gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1. Weights, caches and all else stay
     transformers'. Documents packed into rows are kept apart where a call tells their borders, as `cu_seq_lens_q` or
     `seq_idx`. A compiled model keeps what it was traced with: exchange first, then compile. A copy of a model goes on
     with what the model had then; a pickled one comes back as transformers made it.
@@ -97,7 +94,9 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
         if model_or_family not in FAMILIES:
             raise ValueError(f"use_kernels: expected a model, or one of {', '.join(FAMILIES)}, got {model_or_family!r}")
         family = importlib.import_module(_home(model_or_family))
-        classes = [getattr(family, name) for name in FAMILIES[model_or_family].classes]
+        what = FAMILIES[model_or_family]
+        classes = [getattr(family, what.layer)]
+        classes += [getattr(family, what.norm)] if hasattr(family, what.norm) else []
         return KernelUse([_Exchange(cls, "forward", _ours(cls, impl)) for cls in classes])
     if not isinstance(model_or_family, nn.Module):
         raise ValueError(f"use_kernels: expected a model or a family, got {type(model_or_family).__name__}")
@@ -211,7 +210,7 @@ def _known(cls: type) -> type | None:
 
 def _family(cls: type) -> Family | None:
     for name, family in FAMILIES.items():
-        if cls.__module__ == _home(name) and cls.__name__ in family.classes:
+        if cls.__module__ == _home(name) and cls.__name__ in (family.layer, family.norm):
             return family
     return None
 
@@ -232,7 +231,7 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
     family = _family(cls)
     assert family is not None
     if cls.__name__ == family.norm:
-        return gated_norm
+        return gated_norm if family.scan is _DELTA else norm_of_gated
     functions = {name: functools.partial(FUNCTIONS[name], impl=impl) for name in family.functions}
     return _made_anew(cls, vars(cls)["forward"], functions)
 
@@ -266,6 +265,7 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
     return made
 
 
-setattr(gated_norm, _MARK, True)
-# pickle looks for a method of a module by its name, and has to find that of the class
-gated_norm.__name__ = "forward"
+for _norm in (gated_norm, norm_of_gated):
+    setattr(_norm, _MARK, True)
+    # pickle looks for a method of a module by its name, and has to find that of the class
+    _norm.__name__ = "forward"

@@ -103,7 +103,7 @@ class Mamba2(Mixer):
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
         z, mixed, dt = self.in_proj(hidden_states).split((self.inner, self.mixed, self.num_heads), -1)
-        mixed = self.conv(mixed.contiguous(), state=state and state.conv, cu_seqlens=cu_seqlens, step=step)
+        mixed = self.conv(mixed, state=state and state.conv, cu_seqlens=cu_seqlens, step=step)
         groups = self.num_groups * self.state_size
         x, B, C = mixed.split((self.inner, groups, groups), -1)
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
