@@ -1,7 +1,8 @@
 """transformers' hybrid models on our kernels, beside the kernels that it takes where they are installed, and torch.
 
 A layer and a small model of every family in training, and one decoded token. With names of families on the command line
-only these are measured (`python bench_field.py mamba2 bamba`); what fails is told and left out, and the rest goes on.
+only these are measured (`python bench_field.py mamba2 bamba`), and with `--only` only forms whose name has this; what
+fails is told and left out, and the rest goes on.
 
 Each peer is transformers as it is, by what it finds installed:
 
@@ -47,6 +48,8 @@ CPU_SWEEP = [(2, 32, 64)]
 # what is imported of a package for a family's kernels
 PEERS = {"fla": "fla.ops.gated_delta_rule", "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined"}
 CONVOLUTION = {"causal_conv1d": "causal_conv1d"}
+# parts of names, of which a form beside ours has one; none for all
+ONLY: list[str] = []
 
 
 def rows(device: str, families: Sequence[str] = tuple(FAMILIES)) -> Iterator[dict]:
@@ -177,7 +180,8 @@ def _forms(family: str, module: nn.Module) -> dict[str, Any]:
         fallback = twin()
         use_fallback(fallback)
         forms["transformers, torch"] = fallback
-    return forms
+    # ours are measured in any case: the others are beside them
+    return {name: form for name, form in forms.items() if form is ours or any(part in name for part in ONLY or [name])}
 
 
 def _imports(package: str, home: str) -> bool:
@@ -205,12 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     """Measure, print, and keep what a GPU gave."""
     parser = argparse.ArgumentParser(description="measure transformers' hybrid models on our kernels and on others")
     parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}; without any, all")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="peers whose name has this")
     parser.add_argument("--sweep", action="store_true", help="layers at other shapes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     if unknown := sorted(set(given.families) - set(FAMILIES)):
         parser.error(f"there is no family {', '.join(unknown)}, but {', '.join(FAMILIES)}")
+    ONLY[:] = given.only
     found = (sweep if given.sweep else rows)(given.device, given.families or tuple(FAMILIES))
     return list(kept(found, given.out / ("sweep" if given.sweep else "")))
 
