@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
-from tokenmix_core.nn.projections import projected, sum_of_products_op
+from tokenmix_core.nn.projections import parted, projected, sum_of_products_op
 
 pytestmark = pytest.mark.operation
 
@@ -212,6 +212,28 @@ def test_a_traced_call_of_tensors_with_a_class_of_their_own_is_the_layers(device
     compiled = torch.compile(lambda x: projected(x, *layers), fullgraph=True, backend="aot_eager")
     for a, layer in zip(compiled(nested), layers, strict=True):
         torch.testing.assert_close(a.values(), layer(nested).values())
+
+
+@pytest.mark.parametrize("sizes", [(64, 70, 3), (65,), (3, 2)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_parts_of_a_layer_and_their_gradients_are_the_layers(sizes, traced):
+    (layer,), x = layers_of((sum(sizes),)), torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+
+    def run(x):
+        return parted(x, layer, sizes)
+
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(x) if traced else run(x)
+    wanted = layer(x).split(list(sizes), -1)
+    upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layer.parameters())
+    torch.testing.assert_close(list(found), list(wanted))
+    torch.testing.assert_close(gradients(found, upstream, inputs), gradients(wanted, upstream, inputs))
+
+
+def test_a_layer_that_somebody_watches_is_called_and_parted():
+    (layer,), x, seen = layers_of((6,)), torch.randn(2, 24, dtype=torch.float64, requires_grad=True), []
+    layer.register_forward_hook(lambda *given: seen.append(given))
+    assert [y.shape[-1] for y in parted(x, layer, (4, 2))] == [4, 2]
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("terms", [1, 3])

@@ -13,6 +13,7 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import parted
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
@@ -102,7 +103,7 @@ class Mamba2(Mixer):
         rotary: Rotation | None = None,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
-        z, mixed, dt = self.in_proj(hidden_states).split((self.inner, self.mixed, self.num_heads), -1)
+        z, mixed, dt = parted(hidden_states, self.in_proj, (self.inner, self.mixed, self.num_heads))
         mixed = self.conv(mixed, state=state and state.conv, cu_seqlens=cu_seqlens, step=step)
         groups = self.num_groups * self.state_size
         x, B, C = mixed.split((self.inner, groups, groups), -1)

@@ -35,18 +35,42 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
     return tuple(None if layer is None else next(found) for layer in layers)
 
 
-def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    tracing = torch.compiler.is_compiling()
+def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The output of a linear layer in parts of so many features, side by side.
+
+    On a GPU, where x has a gradient, each part is a product of its own: gradients of parts of one tensor would be
+    copied into the gradient of the whole, a tensor as wide as the layer.
+    """
+    if _can_share(x, [layer]):
+        weights: Any = layer.weight.split(list(sizes))  # type: ignore[operator]
+        dtype = _dtype_of_products(x, weights)
+        if dtype is not None and _shares_gradient(x):
+            return _products(x, weights, dtype)
+    return layer(x).split(list(sizes), -1)
+
+
+def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
+    """Tell whether products with the layers' weights are all that the layers do."""
     # where torch traces, the number of tokens, asked for, would make a graph for either answer
-    usable = type(x) in _ORDINARY and (tracing or (is_plain(x) and x.numel() > 0))
-    if not usable or not all(is_plain_linear(layer) for layer in layers):
+    usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (is_plain(x) and x.numel() > 0))
+    return usable and all(is_plain_linear(layer) for layer in layers)
+
+
+def _shares_gradient(x: Tensor) -> bool:
+    """Tell whether products of x are to add to one gradient of it."""
+    forward_mode = not torch.compiler.is_compiling() and private.forward_mode()
+    return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not forward_mode
+
+
+def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    if not _can_share(x, layers):
         return tuple(layer(x) for layer in layers)
     weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
     dtype = _dtype_of_products(x, weights)
-    forward_mode = not tracing and private.forward_mode()
-    learning = torch.is_grad_enabled() or forward_mode
-    if dtype is not None and torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not forward_mode:
+    if dtype is not None and _shares_gradient(x):
         return _products(x, weights, dtype)
+    tracing = torch.compiler.is_compiling()
+    learning = torch.is_grad_enabled() or (not tracing and private.forward_mode())
     # what autocast makes of a layer is its own
     if tracing or learning or dtype is None or torch.is_autocast_enabled(x.device.type):
         return tuple(layer(x) for layer in layers)
