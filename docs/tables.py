@@ -1,7 +1,7 @@
 """Fill the tables of the READMEs and of docs from committed measurements; `--check` fails on stale ones.
 
-Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/steps.md (`steps.py`), what models
-were seen to do to docs/nha.md and docs/oryx.md (`seen.py`).
+Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/steps.md (`steps.py`), other
+people's models to docs/field.md (`field.py`), what models were seen to do to docs/nha.md and docs/oryx.md (`seen.py`).
 
 The rows of the sweeps over shapes stand in no table: they are plotted, and those slower than a peer are printed.
 """
@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import field
 import goals
 import seen
 import steps
@@ -41,6 +42,7 @@ def main(check: bool) -> int:
     for document, found in seen.tables().items():
         tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}
     tables |= {(ROOT / "docs" / "steps.md", mark): table for mark, table in steps.tables().items()}
+    tables |= {(ROOT / "docs" / "field.md", mark): table for mark, table in field.tables().items()}
     versions = [row for rows in measurements("results/versions").values() for row in rows]
     if versions:
         tables[ROOT / "docs" / "tritons.md", "speed"] = results.by_version(versions)

@@ -75,6 +75,7 @@ def build() -> Site:
             "Measurements": [
                 {"Speed": _readme(site, "docs/speed.md")},
                 {"Training steps": _readme(site, "docs/steps.md")},
+                {"Other people's models": _readme(site, "docs/field.md")},
                 {"Versions of Triton": _readme(site, "docs/tritons.md")},
                 {"Log": _readme(site, "docs/log.md")},
             ]
@@ -96,7 +97,8 @@ def addresses() -> dict[str, str]:
         "packages/core/src/tokenmix_core/modeling/README.md": "core/modeling.md",
     }
     found |= {
-        f"docs/{name}.md": f"{name}.md" for name in ("notation", "architecture", "speed", "steps", "tritons", "log")
+        f"docs/{name}.md": f"{name}.md"
+        for name in ("notation", "architecture", "speed", "steps", "field", "tritons", "log")
     }
     for name, title in PAPERS.items():
         found[f"packages/{name}/README.md"] = f"papers/{name}.md"

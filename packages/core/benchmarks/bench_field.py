@@ -37,6 +37,8 @@ from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, int
 from tokenmix_core.testing.field import DELTA_RULE, field_model
 from tokenmix_core.testing.results import kept
 
+# of results, beside those of operations
+FOLDER = "field"
 # batch, tokens, width; the second has room for Mamba-2's form in torch
 LAYERS = [(4, 4096, 2048), (1, 4096, 2048)]
 # batch, tokens, width, layers
@@ -218,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
         parser.error(f"there is no family {', '.join(unknown)}, but {', '.join(FAMILIES)}")
     ONLY[:] = given.only
     found = (sweep if given.sweep else rows)(given.device, given.families or tuple(FAMILIES))
-    return list(kept(found, given.out / ("sweep" if given.sweep else "")))
+    return list(kept(found, given.out / ("sweep" if given.sweep else FOLDER)))
 
 
 if __name__ == "__main__":

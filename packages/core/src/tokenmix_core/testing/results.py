@@ -82,10 +82,12 @@ def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
 def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
     """Run one function of a `bench_*.py` under pytest-benchmark, print its rows, and keep those of a GPU.
 
-    The `rows` of the tables go to `results/`, every other function's to a folder of its name in there, as they come.
+    The `rows` of the tables go to `results/`, or a file's `FOLDER` in there, every other function's to a folder of its
+    name in there, as they come.
     """
-    measure = runpy.run_path(str(path))[function]
-    folder = path.parent / "results" / ("" if function == "rows" else function)
+    script = runpy.run_path(str(path))
+    measure = script[function]
+    folder = path.parent / "results" / (script.get("FOLDER", "") if function == "rows" else function)
     rows: list[dict] = []
 
     def run() -> None:
@@ -125,7 +127,7 @@ def markdown(rows: Sequence[dict]) -> str:
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
     others = [row for row in rows if (row["op"], row["shape"]) not in paired]
-    blocks = ["Measured on " + "; ".join(_places(rows)) + "."]
+    blocks = [places(rows)]
     if pairs:
         columns = {key: _COLUMNS[key] for key in ("op", "shape")}
         for key in (*_TIMES, "peak_mb", "first_call_s"):
@@ -143,7 +145,7 @@ def markdown(rows: Sequence[dict]) -> str:
 def by_version(rows: Sequence[dict]) -> str:
     """Rows of `measure_forms` as one markdown table: a line a shape, a column a form and version of Triton."""
     forms = sorted({row["impl"] for row in rows}, key=lambda form: (form.partition(",")[0], _version(form)))
-    lines = ["Measured on " + "; ".join(_places(rows)) + ".", ""]
+    lines = [places(rows), ""]
     lines += ["| operation | shape | " + " | ".join(forms) + " |", "|---|---|" + "---|" * len(forms)]
     shapes = dict.fromkeys((row["op"], row["shape"]) for row in rows)
     found = {_key(row): f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}" for row in rows}
@@ -240,6 +242,11 @@ def _share(pair: dict, key: str) -> float | None:
 
 def _key(row: dict) -> tuple[str, str, str]:
     return row["op"], row["shape"], row["impl"]
+
+
+def places(rows: Iterable[dict]) -> str:
+    """A sentence that says where rows were measured."""
+    return "Measured on " + "; ".join(_places(rows)) + "."
 
 
 def _places(rows: Iterable[dict]) -> list[str]:

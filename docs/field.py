@@ -1,0 +1,55 @@
+"""The table of docs/field.md: transformers' models on our kernels beside others; `docs/tables.py` fills it in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenmix_core.testing import results
+
+FOLDER = Path(__file__).parents[1] / "packages" / "core" / "benchmarks" / "results" / "field"
+OURS, TORCH = results.OURS, "transformers, torch"
+
+
+def tables() -> dict[str, str]:
+    """By mark; nothing where nothing was measured."""
+    rows = [row for path in sorted(FOLDER.glob("*.json")) for row in json.loads(path.read_text())]
+    return {"speed": _table(rows)} if rows else {}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    found: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        found.setdefault((row["op"], row["shape"]), {})[row["impl"]] = row
+    lines = [results.places(rows), ""]
+    lines.append("| what | shape | ours | transformers with kernels | of these | transformers, torch |")
+    lines.append("|---|---|---|---|---|---|")
+    for (what, shape), forms in sorted(found.items(), key=lambda item: _order(*item[0])):
+        kernels = [name for name in forms if name not in (OURS, TORCH)]
+        named = f" ({kernels[0].partition(' with ')[2].partition(',')[0]})" if kernels else ""
+        beside = forms[kernels[0]] if kernels else None
+        lines.append(
+            f"| {what} | {shape} | {_times(forms.get(OURS))} | {_times(beside)}{named} | "
+            f"{_share(forms.get(OURS), beside)} | {_times(forms.get(TORCH))} |"
+        )
+    return "\n".join(lines)
+
+
+def _order(what: str, shape: str) -> tuple[int, str, int]:
+    """Layers, models, tokens; by family; the larger batch first."""
+    kind, _, family = what.partition(" of ")
+    return ["layer", "model", "one token"].index(kind), family, -int(shape[1:].split()[0])
+
+
+def _times(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    return " / ".join(f"{row[key]:.2f}" for key in ("fwd_ms", "fwdbwd_ms") if row[key] is not None)
+
+
+def _share(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
+    if ours is None or theirs is None:
+        return "–"
+    keys = [key for key in ("fwd_ms", "fwdbwd_ms") if ours[key] is not None and theirs[key] is not None]
+    return " / ".join(f"{ours[key] / theirs[key]:.2f}" for key in keys)
