@@ -98,7 +98,7 @@ def _dtype_of_products(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | No
 
 def _products(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """x Wᵀ of each weight, multiplied in `dtype`, with gradients."""
-    thin, wide = ([w for w in weights if (len(w) < _THIN) == is_thin] for is_thin in (True, False))
+    thin, wide = [w for w in weights if len(w) < _THIN], [w for w in weights if len(w) >= _THIN]
     if not thin:
         return _Products.apply(x, dtype, *wide)  # type: ignore[return-value]
     rows = [len(w) for w in thin]
