@@ -451,6 +451,14 @@ class RowTile(NamedTuple):
     num_warps: int
 
 
+def registers_of_many(programs: int, registers: int) -> int | None:
+    """So many registers a thread where eight programs a multiprocessor wait, or more; None leaves it to the compiler.
+
+    With fewer registers more programs run side by side, each more slowly, which few programs have nothing of.
+    """
+    return registers if programs >= 8 * one_round() else None
+
+
 def row_tile(size: int) -> RowTile:
     """The tile of what works on whole rows of `size` elements, such as a norm: 4,096 elements, 16 a thread."""
     BD = next_power_of_2(size)

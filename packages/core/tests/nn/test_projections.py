@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import parted, projected, sum_of_products_op
+from tokenmix_core.ops import linears
 
 pytestmark = pytest.mark.operation
 
@@ -245,3 +246,14 @@ def test_torch_checks_the_sum_of_products(terms, device):
     )
     torch.testing.assert_close(sum_of_products_op(a, b), sum(x @ y for x, y in zip(a, b, strict=True)))
     torch.library.opcheck(sum_of_products_op, (a, b), test_utils=("test_schema", "test_faketensor"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("most", "calls"), [(24 * 6 * 8, 1), (24 * 6 * 8 - 1, 0)])
+def test_large_weights_are_left_to_the_library(most, calls, monkeypatch):
+    shared = []
+    monkeypatch.setattr(projections, "MOST_BYTES", most)
+    monkeypatch.setattr(projections, "linears", lambda x, weights: shared.append(x) or linears(x, weights))
+    layers, x = layers_of((4, 8)), torch.randn(2, 24, dtype=torch.float64)
+    torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))
+    assert len(shared) == calls

@@ -15,7 +15,7 @@ from tokenmix_core.launch.replay import is_plain
 from tokenmix_core.nn.precision import gives_float32
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
-from tokenmix_core.ops.projections.sizes import MOST_ROWS, MOST_WEIGHTS
+from tokenmix_core.ops.projections.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
 
 # layers of fewer outputs share one product in training, of a multiple of _WHOLE outputs: rows of six heads are not
 # aligned, and products of their own take several times as long as reading x
@@ -27,9 +27,10 @@ _ORDINARY = Tensor, nn.Parameter
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
     """The outputs of several linear layers, None for None: those of each, but that plain layers share launches.
 
-    Without gradients two to six of them take one launch for few tokens (`linears`). On a GPU, where x has a gradient,
-    the products that make it add to one tensor, where torch makes one for each layer and adds these, and thin layers
-    share a product, also where torch compiles a model; gradients of gradients there are none of then, as of kernels.
+    Without gradients two to six of them, if they are not large, take one launch for few tokens (`linears`). On a GPU,
+    where x has a gradient, the products that make it add to one tensor, where torch makes one for each layer and adds
+    these, and thin layers share a product, also where torch compiles a model; gradients of gradients there are none of
+    then, as of kernels.
     """
     found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
     return tuple(None if layer is None else next(found) for layer in layers)
@@ -75,6 +76,8 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if tracing or learning or dtype is None or torch.is_autocast_enabled(x.device.type):
         return tuple(layer(x) for layer in layers)
     if x.numel() > MOST_ROWS * x.shape[-1] or not 2 <= len(layers) <= MOST_WEIGHTS:
+        return tuple(layer(x) for layer in layers)
+    if sum(weight.nbytes for weight in weights) > MOST_BYTES * len(weights):
         return tuple(layer(x) for layer in layers)
     found = linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)

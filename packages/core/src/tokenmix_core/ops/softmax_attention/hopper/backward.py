@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
+from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
@@ -270,6 +271,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, sca
         q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, cu_seqlens=cu_seqlens, selected=selected,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask), THROUGH_LSE=dlse is not None, FILL=fill,
+        maxnreg=128 if q.shape[3] == 64 else None,
     )  # fmt: skip
 
 
@@ -282,4 +284,5 @@ def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, sele
         q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, cu_seqlens=cu_seqlens, ranks=ranks, order=order,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask),
+        maxnreg=tuning.registers_of_many(tiles * H * B, 168) if q.shape[3] == 64 else None,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
+from tokenmix_core import tuning
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
 from tokenmix_core.ops.sparse_attention.forward import sizes
@@ -191,10 +192,12 @@ def backward_keys(
     *, unit, window, scale,
 ) -> None:  # fmt: skip
     """Write dk and dv, and the gradients of keys' factors `dm` unless that is None; of tiles in pieces their parts."""
+    small = q.shape[3] == v.shape[3] == 64 and dm is None
     _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
         q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v,
         parts_m=parts_m, ranks=ranks, lists=lists, facts=pieces.facts, piece_tiles=pieces.piece_tiles,
         totals=pieces.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
         **sizes(q, k, ranks, cu_seqlens), tiles=pieces.tiles, window=window or 0, scale=scale,
         **constants(q, v, unit, window, cu_seqlens),
+        maxnreg=tuning.registers_of_many(len(pieces.piece_tiles), 168) if small else None,
     )  # fmt: skip

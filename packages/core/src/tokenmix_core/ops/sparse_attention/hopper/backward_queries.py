@@ -134,5 +134,5 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, cu_seql
         q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists,
         cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do),
         **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
-        **constants(q, v, unit, window, cu_seqlens),
+        **constants(q, v, unit, window, cu_seqlens), maxnreg=168 if q.shape[3] == 64 else None,
     )  # fmt: skip
