@@ -124,3 +124,13 @@ def test_what_leaves_a_window_is_handed_out_once_and_in_order(sinks, pieces):
         kv.write(x, -x, span)
         past += tokens
     assert gone == list(range(sinks, past - window))
+
+
+def test_the_fill_of_a_run_is_made_once_a_call():
+    span = Span(3, 1, torch.device("cpu"), past=7, lengths=torch.tensor([0, 3, 7]))
+    place, filled = span.fill(4)
+    assert place.tolist() == [0, 3, 3]
+    assert filled.tolist() == [1, 4, 4]
+    assert filled.dtype == torch.int32
+    assert span.fill(4)[0] is place
+    assert span.fill(8)[0].tolist() == [0, 3, 7]
