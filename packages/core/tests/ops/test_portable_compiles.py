@@ -102,15 +102,22 @@ def rotation_step():
 
     q, k, v = half(B, H, K), half(B, 4, K), half(B, 4, K)
     keys, values = half(B, T, 4, K), half(B, T, 4, K)
-    rotate_step(
-        q, k, v, long(1, K // 2), long(1, K // 2), keys, values, torch.zeros(B, dtype=torch.int64), impl="triton"
-    )
+    places = torch.zeros(B, dtype=torch.int64)
+    rotate_step(q, k, v, long(1, K // 2), long(1, K // 2), keys, values, places, impl="triton")
+    rotate_step(q, k, v, None, None, keys, values, places, long(K), long(K), impl="triton")
+
+
+def merging():
+    from tokenmix_core.ops import merge_attention
+    from tokenmix_core.ops.common import AttentionOutput
+
+    merge_attention([AttentionOutput(half(B, 1, H, 128), long(B, 1, H)) for _ in range(2)], impl="triton")
 
 
 CALLS = {
     "norms": norms, "rotation": rotation, "products": products, "gates": gates, "convolutions": convolutions,
     "layer's step": layer_step, "kept keys": kept_keys, "sinks": sinks,
-    "layers": layers, "rotation's step": rotation_step,
+    "layers": layers, "rotation's step": rotation_step, "merging": merging,
 }  # fmt: skip
 
 

@@ -1,0 +1,28 @@
+"""The kernels of the forget gates compile for Hopper, without a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
+
+B, T, D = 8, 4096, 1024
+
+
+def gates():
+    from tokenmix_nha.ops import log_forget_gates
+
+    f = torch.empty(B, T, D, dtype=torch.bfloat16).requires_grad_()
+    y = log_forget_gates(f, normalizer=16.0, impl="triton")
+    torch.autograd.grad(y, f, torch.empty_like(y))
+
+
+@without_gpu
+def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+    kernels = compiled_by(__file__)
+    assert len(kernels) == 2
+    assert_all_fit(kernels)
+
+
+if __name__ == "__main__":
+    compile_calls({"gates": gates}, "tokenmix_core.ops", "tokenmix_nha.ops", portable=True)
