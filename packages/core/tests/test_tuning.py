@@ -24,3 +24,8 @@ def test_plans_fill_the_gpu_at_hand(count, monkeypatch):
 def test_plans_without_a_gpu_are_those_of_an_h200(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert tuning.one_round() == 132
+
+
+def test_registers_are_capped_where_many_programs_wait():
+    assert tuning.registers_of_many(8 * tuning.one_round(), 168) == 168
+    assert tuning.registers_of_many(8 * tuning.one_round() - 1, 168) is None

@@ -257,3 +257,15 @@ def test_large_weights_are_left_to_the_library(most, calls, monkeypatch):
     layers, x = layers_of((4, 8)), torch.randn(2, 24, dtype=torch.float64)
     torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))
     assert len(shared) == calls
+
+
+def test_weights_of_another_class_are_left_to_their_layer():
+    class Own(torch.Tensor):
+        pass
+
+    (layer,), x = layers_of((6,)), torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
+    wanted = layer(x).detach()
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own))
+    assert not projections.is_plain_linear(layer)
+    found = torch.cat(parted(x, layer, (4, 2)), -1)
+    torch.testing.assert_close(found.detach().as_subclass(torch.Tensor), wanted)

@@ -361,6 +361,28 @@ def test_the_merging_kernel_errs_at_most_twice_as_much_as_torch(V, dtype, device
     assert (got.o[~seen] == 0).all()
 
 
+def test_merging_is_seen_by_forward_mode_and_transforms():
+    o, lse = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1)
+    tangents = torch.randn_like(o), torch.randn_like(lse)
+
+    def merged_by(impl):
+        def run(o, lse):
+            return merge_attention([AttentionOutput(o, lse), AttentionOutput(2 * o, 1 - lse)], impl=impl)
+
+        mapped = torch.vmap(run)(o[:, None], lse[:, None])
+        return torch.func.jvp(run, (o, lse), tangents), mapped
+
+    torch.testing.assert_close(merged_by("triton"), merged_by("reference"))
+
+
+def test_one_result_and_a_wide_lse_stay_what_they_are():
+    o, lse = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1)
+    alone = merge_attention([AttentionOutput(o, lse)], impl="triton")
+    torch.testing.assert_close(alone, AttentionOutput(o, lse))
+    assert alone.o is not o
+    assert merge_attention([AttentionOutput(o, lse.double())] * 2, impl="triton").lse.dtype == torch.float64
+
+
 def test_merging_parts_that_saw_nothing_sees_nothing():
     o, lse = torch.zeros(1, 2, 1, 3, requires_grad=True), torch.full((1, 2, 1), NEG_INF, requires_grad=True)
     merged = merge_attention([AttentionOutput(o, lse)] * 2)

@@ -134,6 +134,8 @@ ATTENTION = [
     ((64, 128, 512, None), (None, ONE, ONE)),
     ((64, 128, 512, 128), (ONE, ONE, ONE)),
     ((8, 64, 4096, 1024), (ONE, ONE, ONE)),
+    # too few programs for dq of narrow heads
+    ((1, 64, 4096, 1024), (None, None, ONE)),
     ((8, 64, 4096, None), (None, None, ONE)),
     ((8, 96, 4096, 1024), (None, None, None)),
     ((8, 256, 4096, 1024), (None, None, None)),

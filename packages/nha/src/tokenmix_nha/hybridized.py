@@ -187,7 +187,8 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         )
         span, cache = call.span, call.cache
         packed = span.pack(hidden)
-        # once for all layers; transformers repeats the angles for both halves of a head
+        # for all layers, as core takes them; those that transformers hands on are in the model's dtype, and repeated
+        # for both halves of a head
         cos, sin = self.rotary_emb(packed, call.position_ids)  # type: ignore[operator]
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]

@@ -212,15 +212,17 @@ def gated_norm(self: nn.Module, hidden_states: Float[Tensor, "*rows V"], gate: F
 def norm_of_gated(
     self: nn.Module, hidden_states: Float[Tensor, "*rows D"], gate: Float[Tensor, "*rows D"] | None = None
 ) -> Tensor:
-    """Forward of Mamba-2's norms: of what is gated, whole or group by group; Falcon-H1 may gate after normalising."""
+    """Forward of Mamba-2's norms: of what is gated, whole or group by group; `[*, D]`, as wide as the weight.
+
+    Falcon-H1's may gate what is normed, and gives the dtype that it was given.
+    """
     module: Any = self
-    size = getattr(module, "group_size", len(module.weight) // getattr(module, "n_groups", 1))
-    after = getattr(module, "norm_before_gate", False)
-    # Falcon-H1's are narrow again in the end, others as wide as their weights
-    wide = hidden_states.dtype if hasattr(module, "n_groups") else None
+    falcon = type(module).__name__ == "FalconH1RMSNormGated"
+    groups = module.n_groups if falcon else 1
     return ops.gated_rms_norm(
-        hidden_states, gate, module.weight, size=size, eps=module.variance_epsilon, gate="after" if after else "before",
-        dtype=wide or torch.promote_types(hidden_states.dtype, module.weight.dtype),
+        hidden_states, gate, module.weight, size=getattr(module, "group_size", len(module.weight) // groups),
+        eps=module.variance_epsilon, gate="after" if falcon and module.norm_before_gate else "before",
+        dtype=hidden_states.dtype if falcon else torch.promote_types(hidden_states.dtype, module.weight.dtype),
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ NAMES = {
     "torch:UntypedStorage._cdata": "memory is told apart by its address",
     "torch._ops:OpOverload.tags": _RECORDING,
     "torch.autograd.forward_ad:_current_level": "calls without gradients take the way of those with them",
+    "torch._C._functorch:peek_interpreter_stack": "results of attention are merged by torch's operations",
     "torch.nn.modules.module:_has_any_global_hook": "layers are called one by one",
     "triton.knobs:runtime": _OWN_LAUNCH,
     "triton.runtime.driver:driver": _OWN_LAUNCH,
@@ -151,6 +152,14 @@ def storage(x: Tensor) -> Any:
 def forward_mode() -> bool:
     """Tell whether forward-mode derivatives may be asked for."""
     return not _KNOWS_LEVELS or torch.autograd.forward_ad._current_level >= 0
+
+
+_transform = find("torch._C._functorch:peek_interpreter_stack")
+
+
+def transformed() -> bool:
+    """Tell whether forward-mode derivatives or a transform of functions may be under way, which see no kernels."""
+    return forward_mode() or _transform is None or _transform() is not None
 
 
 _any_global_hook = find("torch.nn.modules.module:_has_any_global_hook")

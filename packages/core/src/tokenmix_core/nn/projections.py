@@ -42,11 +42,11 @@ def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]
     On a GPU, where x has a gradient, each part is a product of its own: gradients of parts of one tensor would be
     copied into the gradient of the whole, a tensor as wide as the layer.
     """
-    if _can_share(x, [layer]):
-        weights: Any = layer.weight.split(list(sizes))  # type: ignore[operator]
-        dtype = _dtype_of_products(x, weights)
-        if dtype is not None and _shares_gradient(x):
-            return _products(x, weights, dtype)
+    if _can_share(x, [layer]) and _shares_gradient(x):
+        weight: Any = layer.weight
+        dtype = _dtype_of_products(x, [weight])
+        if dtype is not None:
+            return _products(x, weight.split(list(sizes)), dtype)
     return layer(x).split(list(sizes), -1)
 
 
@@ -90,9 +90,6 @@ def on_gpu(x: Tensor) -> bool:
 
 def _dtype_of_products(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype in which torch would multiply; None where layers do not multiply numbers of one dtype."""
-    # what a weight of another class, quantised or sharded, holds is its own
-    if not all(type(weight) in _ORDINARY for weight in weights):
-        return None
     dtypes = {x.dtype, *(weight.dtype for weight in weights)}
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(x.device.type)
@@ -152,15 +149,17 @@ class _Products(torch.autograd.Function):
 
 def _sum_of_products(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """Σ a b of matrices `[T, N]` and `[N, D]`, for which one tensor is made."""
-    with torch.autocast(a[0].device.type, enabled=False):
-        total = torch.mm(a[0], b[0])
-        for x, y in zip(a[1:], b[1:], strict=True):
-            total.addmm_(x, y)
+    total = torch.mm(a[0], b[0])
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total.addmm_(x, y)
     return total
 
 
-# torch's compiler would copy the sum so far before each product that it adds
-sum_of_products_op = torch.library.custom_op("tokenmix_core::sum_of_products", _sum_of_products, mutates_args=())
+@torch.library.custom_op("tokenmix_core::sum_of_products", mutates_args=())
+def sum_of_products_op(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """The same where torch traces: its compiler would copy the sum so far before each product that it adds."""
+    with torch.autocast(a[0].device.type, enabled=False):
+        return _sum_of_products(a, b)
 
 
 @sum_of_products_op.register_fake
@@ -181,8 +180,10 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def is_plain_linear(layer: nn.Module) -> bool:
     """Tell whether a layer is torch's own without a bias, and nobody has changed or watches its forward pass.
 
-    Adapters, quantisation and hooks do: their layers have to be called.
+    Adapters, quantisation and hooks do: their layers have to be called. What a weight of another class, quantised or
+    sharded, holds is its own.
     """
     watched = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     watched = watched or private.watches_all_modules()
-    return type(layer) is nn.Linear and layer.bias is None and not watched and "forward" not in layer.__dict__
+    plain = type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and not watched
+    return plain and type(layer.weight) in _ORDINARY

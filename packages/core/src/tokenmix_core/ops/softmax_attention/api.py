@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.launch import private
 from tokenmix_core.launch.replay import Checked, is_plain
 from tokenmix_core.ops.common import (
     AttentionOutput,
@@ -83,8 +84,9 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
 
     Args:
         outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse may be −∞: no key was seen.
-        impl: "triton" (a launch for every two results), "reference" (any device), or None: Triton for CUDA tensors in
-            eager mode. Where a gradient is wanted, torch's operations make it whatever is asked.
+        impl: "triton" (a launch for every two results, lse in float32), "reference" (any device), or None: Triton for
+            CUDA tensors in eager mode. Where a gradient of any mode is wanted, for a single result and for an lse of
+            another dtype, torch's operations do it whatever is asked.
 
     Raises:
         ValueError: an empty sequence, or shapes, dtypes, devices or an `impl` that do not fit.
@@ -96,8 +98,9 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
         bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
     check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
     learning = torch.is_grad_enabled() and any(x.requires_grad for out in outputs for x in out)
-    first = outputs[0].o
-    if row_impl("merge_attention", impl, first) == "triton" and not learning and first.numel():
+    narrow = all(out.lse.dtype == torch.float32 for out in outputs)
+    usable = len(outputs) > 1 and narrow and not learning and outputs[0].o.numel() > 0
+    if row_impl("merge_attention", impl, outputs[0].o) == "triton" and usable and not private.transformed():
         return functools.reduce(lambda a, b: AttentionOutput(*autograd.merge_two(*a, *b)), outputs)
     lses = torch.stack([out.lse for out in outputs])
     top = lses.detach().amax(0)

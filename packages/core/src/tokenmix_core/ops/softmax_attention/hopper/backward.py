@@ -271,7 +271,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, sca
         q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, cu_seqlens=cu_seqlens, selected=selected,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask), THROUGH_LSE=dlse is not None, FILL=fill,
-        maxnreg=128 if q.shape[3] == 64 else None,
+        maxnreg=tuning.registers_of_many(tiles * HQ * B, 128) if q.shape[3] == 64 else None,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
+from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
@@ -134,5 +135,6 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, cu_seql
         q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists,
         cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do),
         **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
-        **constants(q, v, unit, window, cu_seqlens), maxnreg=168 if q.shape[3] == 64 else None,
+        **constants(q, v, unit, window, cu_seqlens),
+        maxnreg=tuning.registers_of_many(tiles * q.shape[2] * q.shape[0], 168) if q.shape[3] == 64 else None,
     )  # fmt: skip
