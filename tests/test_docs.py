@@ -5,6 +5,7 @@ import posixpath
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,8 @@ def test_equations_of_all_readmes_are_whole(site):
         assert tex.count("{") == tex.count("}"), tex
         # KaTeX knows Greek letters, and what stands as text
         assert not re.search(r"[^\x00-\x7f\u0370-\u03ff]", re.sub(r"\\text\{[^}]*\}", "", tex)), tex
+        # a mark above a word, not a letter, belongs to nothing
+        assert not any(map(unicodedata.combining, tex)), tex
 
 
 def test_code_is_no_equation():
