@@ -11,6 +11,7 @@ from types import MethodType
 import pytest
 import torch
 
+from tokenmix_core.integrations import adapters
 from tokenmix_core.integrations.adapters import norm_of_gated
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
 from tokenmix_core.testing.closeness import relative_error
@@ -335,6 +336,29 @@ def test_falcons_norm_is_ours_in_every_form_of_it(groups, norm_before_gate):
         with use_kernels("falcon_h1"):
             assert norm.forward.__func__ is norm_of_gated
             assert relative_error(norm(x, gate), expected) < BAR
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+@pytest.mark.parametrize("impl", [None, "reference", "gluon"])
+def test_norms_run_by_the_implementation_that_was_asked_for(family, impl, monkeypatch):
+    norm, asked = adapters.ops.gated_rms_norm, []
+
+    def noted(*args, impl=None, **options):
+        asked.append(impl)
+        return norm(*args, **options)
+
+    monkeypatch.setattr(adapters.ops, "gated_rms_norm", noted)
+    model = field_model(family)
+    for what in (model, family):
+        use = use_kernels(what, impl=impl)
+        layers = [m for m in model.modules() if type(m).__name__ == FAMILIES[family].norm]
+        for layer in layers:
+            layer(torch.randn(2, len(layer.weight)), torch.randn(2, len(layer.weight)))
+        use.undo()
+        # Gluon's kernels have no norms
+        assert asked == [None if impl == "gluon" else impl] * len(layers)
+        assert asked
+        asked.clear()
 
 
 def test_wide_weights_of_a_norm_widen_what_it_gives():

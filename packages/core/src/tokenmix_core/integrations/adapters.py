@@ -203,14 +203,25 @@ def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:
     """Nothing, which tells a layer to convolve and scan one after the other."""
 
 
-def gated_norm(self: nn.Module, hidden_states: Float[Tensor, "*rows V"], gate: Float[Tensor, "*rows V"]) -> Tensor:
+def gated_norm(
+    self: nn.Module,
+    hidden_states: Float[Tensor, "*rows V"],
+    gate: Float[Tensor, "*rows V"],
+    *,
+    impl: Impl | None = None,
+) -> Tensor:
     """Forward of the norms that gate after normalising."""
-    weight, eps = self.weight, self.variance_epsilon
-    return ops.gated_rms_norm(hidden_states, gate, weight, eps=eps)  # pyright: ignore[reportArgumentType]
+    module: Any = self
+    eps, impl = module.variance_epsilon, unless_gluon(impl)
+    return ops.gated_rms_norm(hidden_states, gate, module.weight, eps=eps, impl=impl)
 
 
 def norm_of_gated(
-    self: nn.Module, hidden_states: Float[Tensor, "*rows D"], gate: Float[Tensor, "*rows D"] | None = None
+    self: nn.Module,
+    hidden_states: Float[Tensor, "*rows D"],
+    gate: Float[Tensor, "*rows D"] | None = None,
+    *,
+    impl: Impl | None = None,
 ) -> Tensor:
     """Forward of Mamba-2's norms: of what is gated, whole or group by group; `[*, D]`, as wide as the weight.
 
@@ -223,6 +234,7 @@ def norm_of_gated(
         hidden_states, gate, module.weight, size=getattr(module, "group_size", len(module.weight) // groups),
         eps=module.variance_epsilon, gate="after" if falcon and module.norm_before_gate else "before",
         dtype=hidden_states.dtype if falcon else torch.promote_types(hidden_states.dtype, module.weight.dtype),
+        impl=unless_gluon(impl),
     )  # fmt: skip
 
 

@@ -232,7 +232,8 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
     family = _family(cls)
     assert family is not None
     if cls.__name__ == family.norm:
-        return gated_norm if family.scan is _DELTA else norm_of_gated
+        norm = gated_norm if family.scan is _DELTA else norm_of_gated
+        return norm if impl is None else _bound_by_name(functools.partial(norm, impl=impl))
     functions = {name: functools.partial(FUNCTIONS[name], impl=impl) for name in family.functions}
     return _made_anew(cls, vars(cls)["forward"], functions)
 
@@ -264,6 +265,16 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
     made.__annotations__, made.__qualname__ = forward.__annotations__, forward.__qualname__
     vars(made).update(attributes | {_MARK: True})
     return made
+
+
+def _bound_by_name(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm's forward with options, as a function: one that a class binds to its modules."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return norm(self, *args, **kwargs)
+
+    setattr(forward, _MARK, True)
+    return forward
 
 
 for _norm in (gated_norm, norm_of_gated):
