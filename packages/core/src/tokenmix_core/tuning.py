@@ -451,12 +451,17 @@ class RowTile(NamedTuple):
     num_warps: int
 
 
+def crowded(programs: int) -> bool:
+    """Tell whether eight programs a multiprocessor wait, or more."""
+    return programs >= 8 * one_round()
+
+
 def registers_of_many(programs: int, registers: int) -> int | None:
-    """So many registers a thread where eight programs a multiprocessor wait, or more; None leaves it to the compiler.
+    """So many registers a thread where programs crowd; None leaves it to the compiler.
 
     With fewer registers more programs run side by side, each more slowly, which few programs have nothing of.
     """
-    return registers if programs >= 8 * one_round() else None
+    return registers if crowded(programs) else None
 
 
 def row_tile(size: int) -> RowTile:

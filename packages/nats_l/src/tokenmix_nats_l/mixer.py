@@ -242,12 +242,9 @@ class NatsL(Mixer):
             step=step,
         )
         softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
-        if self.rotary_dim is None and not step:
-            softmax_q, softmax_k = self.q_norm(softmax_q), self.k_norm(softmax_k)
-        elif not step:
-            assert rotary is not None
-            softmax_q = apply_rotary(softmax_q, rotary, self.q_norm)
-            softmax_k = apply_rotary(softmax_k, rotary, self.k_norm)
+        if not step:
+            softmax_q = self._placed(softmax_q, self.q_norm, rotary)
+            softmax_k = self._placed(softmax_k, self.k_norm, rotary)
         tokens = Tokens(
             q.unflatten(-1, (self.num_heads, -1)),
             k.unflatten(-1, (self.num_heads, -1)),
@@ -259,6 +256,13 @@ class NatsL(Mixer):
             q,
         )
         return tokens, gate
+
+    def _placed(self, heads: Tensor, norm: RMSNorm, rotary: Rotation | None) -> Tensor:
+        """Softmax heads, normed, and turned where the layer rotates."""
+        if self.rotary_dim is None:
+            return norm(heads)
+        assert rotary is not None
+        return apply_rotary(heads, rotary, norm)
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
         """The types of the chunks of whole sequences."""

@@ -233,7 +233,7 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
     assert family is not None
     if cls.__name__ == family.norm:
         norm = gated_norm if family.scan is _DELTA else norm_of_gated
-        return norm if impl is None else _bound_by_name(functools.partial(norm, impl=impl))
+        return norm if impl is None else _as_method(functools.partial(norm, impl=impl))
     functions = {name: functools.partial(FUNCTIONS[name], impl=impl) for name in family.functions}
     return _made_anew(cls, vars(cls)["forward"], functions)
 
@@ -267,7 +267,7 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
     return made
 
 
-def _bound_by_name(norm: Callable[..., Any]) -> Callable[..., Any]:
+def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
     """A norm's forward with options, as a function: one that a class binds to its modules."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

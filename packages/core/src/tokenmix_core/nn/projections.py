@@ -59,8 +59,12 @@ def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 def _shares_gradient(x: Tensor) -> bool:
     """Tell whether products of x are to add to one gradient of it."""
-    forward_mode = not torch.compiler.is_compiling() and private.forward_mode()
-    return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not forward_mode
+    return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not _forward_mode()
+
+
+def _forward_mode() -> bool:
+    """Tell whether forward-mode derivatives may be asked for; where torch traces there are none."""
+    return not torch.compiler.is_compiling() and private.forward_mode()
 
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -70,10 +74,9 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     dtype = _dtype_of_products(x, weights)
     if dtype is not None and _shares_gradient(x):
         return _products(x, weights, dtype)
-    tracing = torch.compiler.is_compiling()
-    learning = torch.is_grad_enabled() or (not tracing and private.forward_mode())
+    learning = torch.is_grad_enabled() or _forward_mode()
     # what autocast makes of a layer is its own
-    if tracing or learning or dtype is None or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or learning or dtype is None or torch.is_autocast_enabled(x.device.type):
         return tuple(layer(x) for layer in layers)
     if x.numel() > MOST_ROWS * x.shape[-1] or not 2 <= len(layers) <= MOST_WEIGHTS:
         return tuple(layer(x) for layer in layers)

@@ -102,9 +102,7 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
         raise ValueError(f"{op}: cos and sin go together, got only {'sin' if cos is None else 'cos'}")
     if cos is not None:
         check_tensors(op, cos=cos, sin=sin)
-        dims |= _angles_of(op, dims, cos, q=q)
-    elif dims["K"] % 2:
-        raise ValueError(f"{op}: q must have an even K, got {list(q.shape)}")
+    dims |= _angles_of(op, dims, cos, q=q)
     bind_shapes(
         op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half?"), sin=(sin, "R half?"),
         keys=(keys, "B S H K"), values=(values, "B S H V"), places=(places, "B"),
@@ -116,11 +114,13 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
     return "reference" if not q.numel() else row_impl(op, impl, q)
 
 
-def _angles_of(op: str, dims: dict[str, int], cos: Tensor, **turned: Tensor) -> dict[str, int]:
+def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **turned: Tensor) -> dict[str, int]:
     """The sizes of cosines; a ValueError where what is `turned`, a tensor by name, cannot have them."""
-    if dims["K"] % 2 or len(cos) not in (1, dims["B"]):
+    rows = 1 if cos is None else len(cos)
+    if dims["K"] % 2 or rows not in (1, dims["B"]):
         ((name, x),) = turned.items()
         raise ValueError(
-            f"{op}: {name} must have an even K and cos B or 1 rows, got {list(x.shape)} and {list(cos.shape)}"
+            f"{op}: {name} must have an even K and cos B or 1 rows, got {list(x.shape)} and "
+            f"{None if cos is None else list(cos.shape)}"
         )
-    return {"R": len(cos), "half": dims["K"] // 2}
+    return {"R": rows, "half": dims["K"] // 2}

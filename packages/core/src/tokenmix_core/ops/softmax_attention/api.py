@@ -98,8 +98,8 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
         bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
     check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
     learning = torch.is_grad_enabled() and any(x.requires_grad for out in outputs for x in out)
-    narrow = all(out.lse.dtype == torch.float32 for out in outputs)
-    usable = len(outputs) > 1 and narrow and not learning and outputs[0].o.numel() > 0
+    float32 = all(out.lse.dtype == torch.float32 for out in outputs)
+    usable = len(outputs) > 1 and float32 and not learning and outputs[0].o.numel() > 0
     if row_impl("merge_attention", impl, outputs[0].o) == "triton" and usable and not private.transformed():
         return functools.reduce(lambda a, b: AttentionOutput(*autograd.merge_two(*a, *b)), outputs)
     lses = torch.stack([out.lse for out in outputs])

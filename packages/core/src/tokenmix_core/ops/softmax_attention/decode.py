@@ -102,8 +102,8 @@ def _merge_two(o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BM: tl.con
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BV)
     m_r = o_r < rows
-    b_a = tl.load(lse_a + o_r, mask=m_r, other=float("-inf")).to(tl.float32)
-    b_b = tl.load(lse_b + o_r, mask=m_r, other=float("-inf")).to(tl.float32)
+    b_a = tl.load(lse_a + o_r, mask=m_r, other=float("-inf"))
+    b_b = tl.load(lse_b + o_r, mask=m_r, other=float("-inf"))
     b_top = tl.maximum(b_a, b_b)
     b_zero = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_a, b_b = tl.exp2((b_a - b_zero) * LOG2_E), tl.exp2((b_b - b_zero) * LOG2_E)
@@ -117,9 +117,9 @@ def _merge_two(o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BM: tl.con
 
 
 def merge_two(o_a, lse_a, o_b, lse_b):
-    """o `[B, T, HQ, V]` and the log-sum-exp `[B, T, HQ]`, float32, of two results over disjoint sets of keys."""
+    """o `[B, T, HQ, V]` and the log-sum-exp `[B, T, HQ]` of two results over disjoint sets of keys; float32 lse."""
     o_a, lse_a, o_b, lse_b = (x.contiguous() for x in (o_a, lse_a, o_b, lse_b))
-    o, lse = torch.empty_like(o_a), torch.empty_like(lse_a, dtype=torch.float32)
+    o, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
     V = o.shape[-1]
     tile = tuning.row_tile(V)
     _merge_two[(cdiv(lse.numel(), tile.BM),)](

@@ -89,8 +89,8 @@ def plan(
         forward = Form.ONE
     keys = Form.GROUPS if by_groups(B * H * cdiv(TK, ROWS), _WINDOW_BACKWARD) else Form.ONE
     # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
-    many = tuning.registers_of_many(B * HQ * cdiv(TQ, TILE), 128) is not None
-    timed = mask.window is not None and cu_seqlens is None and not chosen and many
+    dense = cu_seqlens is None and not chosen
+    timed = mask.window is not None and dense and tuning.crowded(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or timed else queries, keys)
 
 
