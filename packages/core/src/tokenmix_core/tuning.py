@@ -464,6 +464,24 @@ def registers_of_many(programs: int, registers: int) -> int | None:
     return registers if crowded(programs) else None
 
 
+class LinearsTile(NamedTuple):
+    """BN rows of a weight a program, BD columns at a time."""
+
+    BN: int
+    BD: int
+    num_warps: int
+    num_stages: int
+
+
+def linears(B: int, D: int, rows: int) -> LinearsTile:
+    """The tile of products of B rows of x with weights of D columns and `rows` rows in all."""
+    if B == 1:
+        # a last round of few programs takes as long as another, where columns are many
+        few = D >= 4096 and rows < 16_384
+        return LinearsTile(8, 512, 8, 1) if few else LinearsTile(4, min(1024, next_power_of_2(D)), 4, 1)
+    return LinearsTile(16, min(256, max(16, next_power_of_2(D))), 4, 3)
+
+
 def row_tile(size: int) -> RowTile:
     """The tile of what works on whole rows of `size` elements, such as a norm: 4,096 elements, 16 a thread."""
     BD = next_power_of_2(size)

@@ -174,10 +174,11 @@ def test_a_traced_call_shares_products_for_any_number_of_tokens(device, autocast
             got, wanted = compiled(x), called(x)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layers.parameters())
-        # a GPU's products give eager calls gradients of weights that were never rounded to 16 bits
+        # a GPU's products give eager calls gradients of weights that were never rounded to 16 bits; of these two terms
+        # are summed, which may cancel
         bar = 2**-8 if autocast and x.is_cuda else 0
         for a, b in zip(gradients(got, upstream, inputs), gradients(wanted, upstream, inputs), strict=True):
-            torch.testing.assert_close(a, b, rtol=bar, atol=0)
+            torch.testing.assert_close(a, b, rtol=0, atol=bar * b.abs().max().item())
     # the second call finds that lengths change
     assert counter.frame_count <= 2
     assert any("autograd_function_apply" in str(node.target) for node in counter.graphs[0].graph.nodes)

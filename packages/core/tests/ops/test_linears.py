@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tokenmix_core.nn import projections
-from tokenmix_core.nn.projections import projected
-from tokenmix_core.ops import linears
+from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.ops import linears, swiglu_linear
+from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract, Results
 
 SIZES = (20, 3, 16)
@@ -39,6 +40,7 @@ class TestLinears(OpContract):
     cases: ClassVar = {"three weights": dict(B=3, D=5)}
     kernels: ClassVar = {
         "one row": KernelCase(dict(B=1, D=300)),
+        "one long row": KernelCase(dict(B=1, D=4200)),
         "more rows than sixteen": KernelCase(dict(B=17, D=64)),
     }
     neighbours: ClassVar = dict(B=3, D=16)
@@ -89,8 +91,8 @@ def test_one_graph_serves_all_numbers_of_rows(device):
 
 def test_numbers_of_weights_are_bounded():
     x, weight = torch.zeros(1, 4), torch.zeros(2, 4)
-    for number in (1, 7):
-        with pytest.raises(ValueError, match=f"linears: expected two to 6 weights, got {number}"):
+    for number in (0, 7):
+        with pytest.raises(ValueError, match=f"linears: expected one to 6 weights, got {number}"):
             linears(x, [weight] * number)
 
 
@@ -111,6 +113,31 @@ def test_layers_of_few_tokens_are_one_call_and_give_what_they_give(launches, dev
         for y, layer in zip(projected(x, *layers), layers, strict=True):
             torch.testing.assert_close(y, layer(x))
         assert len(launches) == number
+
+
+@torch.no_grad()
+def test_one_layer_of_one_token_is_one_call_and_gives_what_it_gives(launches, device):
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4, bias=False, device=device)
+    for shape, number in (((1, 8), 1), ((1, 1, 8), 2), ((2, 8), 2)):
+        x = torch.randn(shape, device=device)
+        torch.testing.assert_close(project_out(x, layer), layer(x))
+        assert len(launches) == number
+    biased = nn.Linear(8, 4, device=device)
+    torch.testing.assert_close(project_out(x[:1], biased), biased(x[:1]))
+    with torch.enable_grad():
+        assert project_out(x[:1], layer).requires_grad
+    assert len(launches) == 2
+
+
+@pytest.mark.operation
+@pytest.mark.parametrize("columns", [40, 600, 5000])
+def test_a_product_behind_a_swiglu_of_one_token_errs_no_more_than_the_reference(columns, device):
+    rng = torch.Generator().manual_seed(0)
+    x = [torch.randn(n, columns, generator=rng).to(device, HALF) for n in (1, 1, 21)]
+    exact = swiglu_linear(*(t.double() for t in x))
+    found = swiglu_linear(*x, impl="triton")
+    assert_within("y", found, exact, swiglu_linear(*x, impl="reference"), floor=2 * torch.finfo(HALF).eps)
 
 
 class OfAnotherClass(torch.Tensor):

@@ -15,6 +15,7 @@ from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.projections import project_out
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, Span, TensorState
@@ -188,7 +189,7 @@ class Lte(Mixer):
             o, auxiliary = self._whole(tokens, cu_seqlens)
         else:
             o = (step if stepping(x, state) else go_on)(self, tokens, state)
-        return self.o_proj(o.flatten(-2)), auxiliary
+        return project_out(o.flatten(-2), self.o_proj), auxiliary
 
     def logits(
         self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None

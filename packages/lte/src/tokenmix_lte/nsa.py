@@ -14,7 +14,7 @@ from tokenmix_core.nn.attention import mean_visible
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import projected
+from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import KVState, LayerState, TensorState
 from tokenmix_core.ops import attention, attention_decode
@@ -115,7 +115,7 @@ class Nsa(Mixer):
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._go_on)(q, k, v, state)
-        return self.o_proj(gated_sum(*branches, gates, impl=self.impl).flatten(-2)), None
+        return project_out(gated_sum(*branches, gates, impl=self.impl).flatten(-2), self.o_proj), None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pooled_k: Tensor, pooled_v: Tensor, *, cu_seqlens: Tensor | None = None

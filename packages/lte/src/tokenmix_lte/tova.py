@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenmix_core.nn.attention import Attention, mean_visible
 from tokenmix_core.nn.mixer import MixerOutput
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import project_out
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, TensorState
 
@@ -102,7 +103,7 @@ class Tova(Attention):
         else:
             parts = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if i < j]
             o = torch.cat([self._walk(tuple(x[:, p] for x in (q, k, v)), self._empty(k), None)[0] for p in parts], 1)
-        return self.o_proj(o.flatten(-2)), None
+        return project_out(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # what is held is as large as a window

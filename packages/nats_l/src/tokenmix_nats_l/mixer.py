@@ -14,7 +14,7 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import projected
+from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv, convolved
@@ -224,7 +224,7 @@ class NatsL(Mixer):
         else:
             rotation = rotary if self.rotary_dim else None
             linear, softmax = step(self, x, tokens, state, rotation) if one else go_on(self, x, tokens, state)
-        return self.o_proj(self._merge(linear, softmax, x, tokens.flat_q, gate)), auxiliary
+        return project_out(self._merge(linear, softmax, x, tokens.flat_q, gate), self.o_proj), auxiliary
 
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool

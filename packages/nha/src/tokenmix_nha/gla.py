@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, TensorState, register_mixer
 from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.projections import projected
+from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.ops import chunk_gla, log_forget_gates
 
@@ -80,7 +80,7 @@ class GatedLinearAttention(Mixer):
         if state is not None:
             state.recurrent.set(after)
         o = self.o_norm(o, z.view_as(o))
-        return self.o_proj(o.flatten(-2)), None
+        return project_out(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # the outer product and Sᵀq: 2KV each

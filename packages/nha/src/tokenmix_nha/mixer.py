@@ -15,7 +15,7 @@ from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import projected
+from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
@@ -171,7 +171,7 @@ class NhaMixer(Mixer):
             o = self._attend_apart(heads, call)
         if self.shares is not None and state is None:
             self.shares.append(share_of_slots(self, heads, call).detach())
-        return self._keep_in_graph(self.o_proj(o.flatten(-2))), None
+        return self._keep_in_graph(project_out(o.flatten(-2), self.o_proj)), None
 
     def _project(self, x: Tensor, call: Call, rotary: Rotation | None) -> Heads:
         gates = None if self.window == FULL else self.f_proj

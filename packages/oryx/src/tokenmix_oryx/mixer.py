@@ -16,6 +16,7 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import project_out
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, Span, TensorState
@@ -195,7 +196,9 @@ class OryxMixer(Mixer):
         step = stepping(hidden_states, state)
         if state is None and mode.attention is not None and self._fuses(hidden_states):
             assert rotary is not None, "the model turns every call's positions"
-            return self.o_proj(self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)), None
+            return project_out(
+                self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens), self.o_proj
+            ), None
         q = self._query(hidden_states, mode)
         k = self._shared(hidden_states, "k", state, cu_seqlens, step)
         v = self._shared(hidden_states, "v", state, cu_seqlens, step)
@@ -214,7 +217,7 @@ class OryxMixer(Mixer):
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "a mode has one mixer at least"
         gate = None if self.g_proj is None else self.g_proj(hidden_states)
-        return self.o_proj(self.norm(o.flatten(-2), gate)), None
+        return project_out(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
         """Tell whether what lies between the projections is one operation: kernels, and none of some ablations."""

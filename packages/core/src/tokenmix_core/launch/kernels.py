@@ -14,13 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
-from tokenmix_core.launch import private, switch
+from tokenmix_core.launch import early, private, switch
 from tokenmix_core.launch.compiling import compiling
 from tokenmix_core.launch.driver import Loaded, launch, loaded, packed
 
 # a kernel, its grid, arguments in the order of its parameters, and options of the launch
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
+# the last parameter of kernels that can begin before the one ahead has ended; with it goes an option of the launch
+_EARLY = "EARLY"
+_BEGINS_EARLY, _WAITS_ITS_TURN = {_EARLY: True, "launch_pdl": True}, {_EARLY: False}
 # calls remembered by a kernel; beyond that many the older half is forgotten
 _REMEMBERED = 4096
 
@@ -129,8 +132,11 @@ observed = private.observing()
 
 
 def replays_on(device: int) -> int | None:
-    """The stream of launches of this thread, if they are made on a device, and nobody has to see each of them."""
-    seen = not switch.on or _taker.take or observed()
+    """The stream of launches of this thread, if they are made on a device, and nobody has to see each of them.
+
+    Launches that may begin early are others than those that were recorded.
+    """
+    seen = not switch.on or _taker.take or observed() or early.asked.on
     return None if seen or current_device() != device else current_stream(device)
 
 
@@ -146,6 +152,9 @@ class _Launcher:
         self._packed: dict[tuple, bytes] = {}
         # how many of the first arguments may be tensors
         self._tensors = 0
+        # of a kernel that knows how to wait for the one before, how many arguments leave out EARLY, its last
+        names = private.argument_names(kernel)
+        self._without_early = len(names) - 1 if _EARLY in names else -1
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
@@ -153,8 +162,10 @@ class _Launcher:
     def in_order(self, args: tuple, options: dict) -> tuple[tuple, dict]:
         """All arguments in the order of the kernel's parameters, and options of the launch.
 
-        A missing argument is a TypeError, and so is one that is given twice.
+        A missing argument is a TypeError, and so is one that is given twice. EARLY is given here.
         """
+        if len(args) <= self._without_early and _EARLY not in options:
+            options = {**options, **(_BEGINS_EARLY if early.asked.on else _WAITS_ITS_TURN)}
         kind = len(args), *options
         found = self._orders.get(kind)
         if found is None:

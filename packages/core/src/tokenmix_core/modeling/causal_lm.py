@@ -17,6 +17,7 @@ from tokenmix_core.modeling.cache import HybridCache, settle
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
+from tokenmix_core.nn.projections import project_out
 from tokenmix_core.nn.state import Bounds
 
 
@@ -129,7 +130,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             output_logits = labels is None or not self.training
         if output_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden[:, kept])
+            logits = project_out(hidden[:, kept], self.lm_head)
         if cache is not None:
             cache.broken = False
         return HybridCausalLMOutput(

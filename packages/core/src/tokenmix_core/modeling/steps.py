@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.launch import graphs
+from tokenmix_core.launch.early import beginning_early
 from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.nn.mixer import Mixer
 
@@ -65,6 +66,10 @@ class Recorded:
         Returns:
             Whether it was repeated, with no Python of its own run.
         """
+        with beginning_early(self.ids.device):
+            return self._do(key, work, rehearsal)
+
+    def _do(self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any]) -> bool:
         repeat = self.repeats.get(key)
         if repeat is None and key in self.repeats and self.capture is not None:
             repeat = self._record(key, work, rehearsal)

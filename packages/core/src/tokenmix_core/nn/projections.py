@@ -27,13 +27,22 @@ _ORDINARY = Tensor, nn.Parameter
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
     """The outputs of several linear layers, None for None: those of each, but that plain layers share launches.
 
-    Without gradients two to six of them, if they are not large, take one launch for few tokens (`linears`). On a GPU,
-    where x has a gradient, the products that make it add to one tensor, where torch makes one for each layer and adds
-    these, and thin layers share a product, also where torch compiles a model; gradients of gradients there are none of
-    then, as of kernels.
+    Without gradients up to six of them take one launch for one token, and for few if they are not large (`linears`).
+    On a GPU, where x has a gradient, the products that make it add to one tensor, where torch makes one for each layer
+    and adds these, and thin layers share a product, also where torch compiles a model; gradients of gradients there are
+    none of then, as of kernels.
     """
     found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
     return tuple(None if layer is None else next(found) for layer in layers)
+
+
+def project_out(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
+    """The output of one linear layer: for one token, without gradients, by a kernel that reads its weight sooner."""
+    if _can_share(x, [layer]):
+        weight: Any = layer.weight
+        if _by_kernel(x, [weight]):
+            return _by_linears(x, [weight])[0]
+    return layer(x)
 
 
 def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -74,14 +83,21 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     dtype = _dtype_of_products(x, weights)
     if dtype is not None and _shares_gradient(x):
         return _products(x, weights, dtype)
-    learning = torch.is_grad_enabled() or _forward_mode()
+    return _by_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
+
+
+def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Tell whether products are best made by `linears`: of few tokens, without gradients."""
     # what autocast makes of a layer is its own
-    if torch.compiler.is_compiling() or learning or dtype is None or torch.is_autocast_enabled(x.device.type):
-        return tuple(layer(x) for layer in layers)
-    if x.numel() > MOST_ROWS * x.shape[-1] or not 2 <= len(layers) <= MOST_WEIGHTS:
-        return tuple(layer(x) for layer in layers)
-    if sum(weight.nbytes for weight in weights) > MOST_BYTES * len(weights):
-        return tuple(layer(x) for layer in layers)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return False
+    rows, number = x.numel() // x.shape[-1], len(weights)
+    if rows > MOST_ROWS or number > MOST_WEIGHTS or _forward_mode() or any(w.dtype != x.dtype for w in weights):
+        return False
+    return rows == 1 or (number > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * number)
+
+
+def _by_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     found = linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 

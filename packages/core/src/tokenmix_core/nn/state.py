@@ -81,6 +81,7 @@ class Span:
         self.sequences = batch + 1 if self.fixed else batch
         self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._fills: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bounded: dict[int | None, Tensor] = {}
 
     @property
     def uniform(self) -> bool:
@@ -121,6 +122,13 @@ class Span:
     def after(self) -> Int[Tensor, "N"]:
         """Tokens each sequence holds after the call."""
         return self.before + (self.tokens if self.mask is None else self._counts)
+
+    def after_up_to(self, most: int | None) -> Int[Tensor, "N"]:
+        """Of the tokens each sequence holds after the call at most so many, int32; None for all."""
+        if most not in self._bounded:
+            after = self.after if most is None else self.after.clamp(max=most)
+            self._bounded[most] = after.to(torch.int32)
+        return self._bounded[most]
 
     @_once
     def _counts(self) -> Int[Tensor, "N"]:
@@ -480,8 +488,7 @@ class KVState(StatePart):
 
     def filled(self, span: Span) -> Int[Tensor, "N"]:
         """Filled places after the call, int32."""
-        after = span.after
-        return (after if self.window is None else after.clamp(max=self.sinks + self.window)).to(torch.int32)
+        return span.after_up_to(None if self.window is None else self.sinks + self.window)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace keys and values by a function of each."""

@@ -76,7 +76,8 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
             if take is None:
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
-                # all arguments in their places; what remains are options of a compiler
+                # all arguments in their places, and nothing begins early; what remains are options of a compiler
+                options = {"EARLY": False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
 

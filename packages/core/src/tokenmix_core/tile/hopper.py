@@ -243,6 +243,14 @@ def await_kernels_before():
 
 
 @gluon.jit
+def take_turn(EARLY: gl.constexpr):
+    """As `early.take_turn`."""
+    if EARLY:
+        let_next_begin()
+        await_kernels_before()
+
+
+@gluon.jit
 def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
     """Barriers whose phases end when so many have arrived."""
     barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())

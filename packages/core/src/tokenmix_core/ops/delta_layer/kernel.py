@@ -14,6 +14,7 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
 from tokenmix_core.ops.delta_layer.steps import Inputs
 from tokenmix_core.ops.gates.kernels import softplus
+from tokenmix_core.tile.early import await_kernels_before, let_next_begin
 
 
 @triton.jit
@@ -48,9 +49,10 @@ def delta_layer_step_kernel(
     q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
     state, arrivals, o, y, stride_q, stride_k, stride_v, stride_a, stride_b, stride_gate, scale, max_beta, eps,
     H, group, parts, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    BD: tl.constexpr, W: tl.constexpr,
+    BD: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """BV columns of a head's state a program; the last program of a sequence and key head does what waits for all."""
+    let_next_begin(EARLY)
     tiles = group * parts * (V // BV)
     i_t, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_h = (i_nh // H).to(tl.int64), i_nh % H
@@ -59,7 +61,9 @@ def delta_layer_step_kernel(
     i_hv = i_s // parts
     o_k, o_c = tl.arange(0, K), i_t % (V // BV) * BV + tl.arange(0, BV)
     p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
+    # no other kernel of a step writes it
     b_s = tl.load(p_s)
+    await_kernels_before(EARLY)
 
     m_k, o_k = o_k < HEAD_K, i_h * HEAD_K + o_k
     o_v = i_s % parts * V + o_c

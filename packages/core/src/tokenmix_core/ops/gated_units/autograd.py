@@ -8,6 +8,8 @@ from torch import Tensor
 from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops.common import as_rows, eager_function
 from tokenmix_core.ops.gated_units.kernels import swiglu_backward, swiglu_forward
+from tokenmix_core.ops.projections.kernel import linears_forward
+from tokenmix_core.ops.projections.sizes import DTYPES
 
 
 def _run(a, b) -> Tensor:
@@ -27,8 +29,11 @@ _replayed = Replayed(_backward)
 
 
 def _run_linear(a, b, weight) -> Tensor:
-    h = swiglu_forward(as_rows(a), as_rows(b))
-    return torch.mm(h, weight.t()).view(*a.shape[:-1], len(weight))
+    a_rows, b_rows, shape = as_rows(a), as_rows(b), (*a.shape[:-1], len(weight))
+    if len(a_rows) == 1 and a.dtype in DTYPES:
+        # of one token the product is made where it is read
+        return linears_forward(b_rows, [weight.contiguous()], gate=a_rows)[0].view(shape)
+    return torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
 
 
 def _backward_linear(a, b, weight, dy):

@@ -18,7 +18,7 @@ from tokenmix_core.ops.projections.sizes import DTYPES, MOST_ROWS, MOST_WEIGHTS
 def linears(
     x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]], *, impl: Impl | None = None
 ) -> tuple[Float[Tensor, "B _N"], ...]:
-    r"""x Wᵀ of two to six weights, as of q, k, v and gates of one token, in one launch. Not differentiable.
+    r"""x Wᵀ of one to six weights, as of q, k, v and gates of one token, in one launch. Not differentiable.
 
     With few rows a product takes the time of reading its weight, and less than a launch where that is small.
 
@@ -44,8 +44,8 @@ def linears(
 @Checked
 def _check(impl: str | None, x: Tensor, *weights: Tensor) -> str:
     op = "linears"
-    if not 2 <= len(weights) <= MOST_WEIGHTS:
-        raise ValueError(f"{op}: expected two to {MOST_WEIGHTS} weights, got {len(weights)}")
+    if not 1 <= len(weights) <= MOST_WEIGHTS:
+        raise ValueError(f"{op}: expected one to {MOST_WEIGHTS} weights, got {len(weights)}")
     dims = bind_shapes(op, {}, x=(x, "B D"))
     for i, weight in enumerate(weights):
         bind_shapes(op, {"D": dims["D"]}, x=(x, "B D"), **{f"weights[{i}]": (weight, "N D")})

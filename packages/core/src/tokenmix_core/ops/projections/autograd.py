@@ -14,7 +14,7 @@ class Inputs(NamedTuple):
 
     x: Tensor
     weight0: Tensor
-    weight1: Tensor
+    weight1: Tensor | None = None
     weight2: Tensor | None = None
     weight3: Tensor | None = None
     weight4: Tensor | None = None

@@ -1,4 +1,4 @@
-"""One kernel for the rows of several weights: a program has some rows of one of them, and all rows of x."""
+"""Kernels for the rows of several weights: a program has some rows of one of them, and all rows of x."""
 
 from __future__ import annotations
 
@@ -8,61 +8,107 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.ops.convolution.forward import sigmoid
 from tokenmix_core.ops.projections.sizes import MOST_WEIGHTS
+from tokenmix_core.tile.early import await_kernels_before, let_next_begin
 
-# rows of weights that a program takes, and columns that it reads at a time
-TILE_ROWS, TILE_COLUMNS = 16, 256
+_NUMBERS = [f"n{i}" for i in range(MOST_WEIGHTS)]
 
 
 @triton.jit
-def take_rows(x, w, y, i_n, N, B, D, s_x, BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """y of tile `i_n` of a weight's N rows, if it has such a tile; then the program's number behind this weight."""
-    tiles = 0
-    if w is not None:
+def turn_to(i_n, w, y, N, w_next, y_next, n_next, BN: tl.constexpr):
+    """The next weight, its result and rows in place of the last, if tile `i_n` lies behind that; the tile's number."""
+    if w_next is not None:
         tiles = tl.cdiv(N, BN)
-        if (i_n >= 0) & (i_n < tiles):
-            o_n = i_n * BN + tl.arange(0, BN)
-            o_b = tl.arange(0, BB)
-            m_n, m_b = o_n < N, o_b < B
-            b_y = tl.zeros([BN, BB], tl.float32)
-            for i in range(0, D, BD):
-                o_d = i + tl.arange(0, BD)
-                p_w = w + o_n.to(tl.int64)[:, None] * D + o_d[None, :]
-                b_w = tl.load(p_w, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
-                p_x = x + o_b[None, :] * s_x + o_d[:, None]
-                b_x = tl.load(p_x, mask=m_b[None, :] & (o_d < D)[:, None], other=0.0)
-                b_y = tl.dot(b_w, b_x, b_y)
-            tl.store(y + o_b[None, :] * N + o_n[:, None], b_y.to(y.dtype.element_ty), mask=m_n[:, None] & m_b[None, :])
-    return i_n - tiles
+        behind = i_n >= tiles
+        w, y, N = tl.where(behind, w_next, w), tl.where(behind, y_next, y), tl.where(behind, n_next, N)
+        i_n = tl.where(behind, i_n - tiles, i_n)
+    return i_n, w, y, N
+
+
+@triton.jit
+def find_rows(
+    w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN: tl.constexpr
+):  # fmt: skip
+    """This program's tile, its weight, result and number of rows."""
+    i_n, w, y, N = turn_to(tl.program_id(0), w0, y0, n0, w1, y1, n1, BN)
+    i_n, w, y, N = turn_to(i_n, w, y, N, w2, y2, n2, BN)
+    i_n, w, y, N = turn_to(i_n, w, y, N, w3, y3, n3, BN)
+    i_n, w, y, N = turn_to(i_n, w, y, N, w4, y4, n4, BN)
+    return turn_to(i_n, w, y, N, w5, y5, n5, BN)
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
+def one_row_kernel(
+    x, gate, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, D,
+    BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """BN numbers of a product with one row: silu(gate) · x, or x; weights are asked for a tile ahead."""
+    let_next_begin(EARLY)
+    i_n, w, y, N = find_rows(w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN)
+    o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
+    m_n = (o_n < N)[:, None]
+    p_w = w + o_n.to(tl.int64)[:, None] * D + o_d[None, :]
+    b_w = tl.load(p_w, mask=m_n & (o_d < D)[None, :], other=0.0)
+    await_kernels_before(EARLY)
+    b_y = tl.zeros([BN, BD], tl.float32)
+    for i in range(0, D, BD):
+        b_x = tl.load(x + i + o_d, mask=i + o_d < D, other=0.0)
+        if gate is not None:
+            b_a = tl.load(gate + i + o_d, mask=i + o_d < D, other=0.0).to(tl.float32)
+            b_x = (b_a * sigmoid(b_a) * b_x.to(tl.float32)).to(x.dtype.element_ty)
+        b_next = tl.load(p_w + i + BD, mask=m_n & (i + BD + o_d < D)[None, :], other=0.0)
+        b_y += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
+        b_w = b_next
+    tl.store(y + o_n, tl.sum(b_y, 1).to(y.dtype.element_ty), mask=o_n < N)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=_NUMBERS)
 def linears_kernel(
     x, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, B, D, s_x,
-    BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A tile of rows of one of the weights a program."""
-    i_n = take_rows(x, w0, y0, tl.program_id(0), n0, B, D, s_x, BB, BN, BD)
-    i_n = take_rows(x, w1, y1, i_n, n1, B, D, s_x, BB, BN, BD)
-    i_n = take_rows(x, w2, y2, i_n, n2, B, D, s_x, BB, BN, BD)
-    i_n = take_rows(x, w3, y3, i_n, n3, B, D, s_x, BB, BN, BD)
-    i_n = take_rows(x, w4, y4, i_n, n4, B, D, s_x, BB, BN, BD)
-    take_rows(x, w5, y5, i_n, n5, B, D, s_x, BB, BN, BD)
+    """A tile of rows of one of the weights a program, of products with several rows."""
+    i_n, w, y, N = find_rows(w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN)
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_b = tl.arange(0, BB)
+    m_n, m_b = o_n < N, o_b < B
+    await_kernels_before(EARLY)
+    b_y = tl.zeros([BN, BB], tl.float32)
+    for i in range(0, D, BD):
+        o_d = i + tl.arange(0, BD)
+        p_w = w + o_n.to(tl.int64)[:, None] * D + o_d[None, :]
+        b_w = tl.load(p_w, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+        p_x = x + o_b[None, :] * s_x + o_d[:, None]
+        b_x = tl.load(p_x, mask=m_b[None, :] & (o_d < D)[:, None], other=0.0)
+        b_y = tl.dot(b_w, b_x, b_y)
+    # not earlier: programs that wait would leave those that come next to few multiprocessors
+    let_next_begin(EARLY)
+    tl.store(y + o_b[None, :] * N + o_n[:, None], b_y.to(y.dtype.element_ty), mask=m_n[:, None] & m_b[None, :])
 
 
-def linears_forward(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """`[B, N]` of each weight, for x `[B, D]` with columns side by side."""
+def linears_forward(x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = None) -> list[Tensor]:
+    """`[B, N]` of each weight, for x `[B, D]` with columns side by side; with a `gate`, of one row silu(gate) · x."""
     (B, D), ns = x.shape, [len(w) for w in weights]
     outputs = [x.new_empty(B, N) for N in ns]
     tensors = {name: None for i in range(MOST_WEIGHTS) for name in (f"w{i}", f"y{i}")} | {
         f"{letter}{i}": t for letter, given in (("w", weights), ("y", outputs)) for i, t in enumerate(given)
     }
     sizes = {f"n{i}": N for i, N in enumerate([*ns, *[0] * (MOST_WEIGHTS - len(ns))])}
-    linears_kernel[(sum(cdiv(N, TILE_ROWS) for N in ns),)](
-        x=x, **tensors, **sizes, B=B, D=D, s_x=x.stride(0), BB=max(16, next_power_of_2(B)), BN=TILE_ROWS,
-        BD=min(TILE_COLUMNS, max(16, next_power_of_2(D))), num_warps=4, num_stages=3,
-    )  # fmt: skip
+    tile = tuning.linears(B, D, sum(ns))
+    grid = (sum(cdiv(N, tile.BN) for N in ns),)
+    if B == 1:
+        one_row_kernel[grid](
+            x=x, gate=gate, **tensors, **sizes, D=D, BN=tile.BN, BD=tile.BD, num_warps=tile.num_warps
+        )  # fmt: skip
+    else:
+        linears_kernel[grid](
+            x=x, **tensors, **sizes, B=B, D=D, s_x=x.stride(0), BB=max(16, next_power_of_2(B)), BN=tile.BN, BD=tile.BD,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
     return outputs

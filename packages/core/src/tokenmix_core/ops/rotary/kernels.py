@@ -8,6 +8,7 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.tile.early import take_turn
 
 
 @triton.jit
@@ -57,9 +58,11 @@ def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.conste
 @cached_launch
 @triton.jit(do_not_specialize=["rows", "turned"])
 def rotate_kernel(
-    x, weight, cos, sin, y, stride_x, rows, turned, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr
-):
+    x, weight, cos, sin, y, stride_x, rows, turned, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
     """A block of heads; `turned` tokens have angles, which rows of a batch may share."""
+    take_turn(EARLY)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
     o_t = o_r // H
@@ -73,8 +76,10 @@ def rotate_kernel(
 def rotate_step_kernel(
     q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, stride_q, stride_k, stride_v, s_kb, s_kp, s_kh,
     s_vb, s_vp, s_vh, turned, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """A head of q, k or v of one token a program."""
+    take_turn(EARLY)
     i_h = tl.program_id(0) % (HQ + 2 * H)
     i_n = (tl.program_id(0) // (HQ + 2 * H)).to(tl.int64)
     # heads as rows of a block of one

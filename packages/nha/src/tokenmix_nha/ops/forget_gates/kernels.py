@@ -11,12 +11,16 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_units.kernels import BD, BM, tile_of
 from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.tile.early import take_turn
 
 
 @cached_launch
 @triton.jit(do_not_specialize=["rows"])
-def forget_gates_kernel(f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr):
+def forget_gates_kernel(
+    f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False
+):
     """log σ(f) / τ = (min(f, 0) − log(1 + exp(−|f|))) / τ of a tile, which no f makes overflow."""
+    take_turn(EARLY)
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
     b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
 from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.tile.early import take_turn
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
@@ -22,9 +23,10 @@ def slot_window_step_kernel(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
     scale, window, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
+    OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """All query heads of one head of one sequence."""
+    take_turn(EARLY)
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)

@@ -1,0 +1,45 @@
+"""Launches that may begin while the one ahead of them ends: asked for around steps that are recorded and repeated."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tokenmix_core.launch.switch import flag
+
+_VARIABLE = "TOKENMIX_EARLY_LAUNCHES"
+
+
+class _Asked(threading.local):
+    on = False
+
+
+asked = _Asked()
+
+
+def wanted() -> bool:
+    """Tell whether the environment leaves early launches on; a ValueError for what is neither 0 nor 1."""
+    return flag(_VARIABLE, True, "begin every launch after the one ahead of it", "begin where there is room")
+
+
+@contextmanager
+def beginning_early(device: torch.device) -> Iterator[None]:
+    """Let kernels that know how to wait begin early, in launches of this thread: those with a parameter EARLY.
+
+    What such a kernel reads before it waits must not have been written by any launch of the block; weights are not. On
+    GPUs that cannot, before Hopper, and on other devices nothing changes.
+    """
+    before, asked.on = asked.on, wanted() and device.type == "cuda" and _can(device.index)
+    try:
+        yield
+    finally:
+        asked.on = before
+
+
+@functools.cache
+def _can(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
