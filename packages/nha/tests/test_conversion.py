@@ -1,6 +1,7 @@
 """Conversion: what is inherited, equality with the original, transformers' machinery on the result, for each family."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -156,6 +157,14 @@ def test_a_converted_model_is_saved_loaded_and_generates(original, ids, tmp_path
         outputs.append(model.generate(ids, attention_mask=mask, **options))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_layers_of_a_converted_model_keep_their_names_and_are_pickled(original, ids):
+    converted = convert(original, [4, "full", 0], slots=4)
+    names = {type(layer).__name__ for layer in converted.model.layers}
+    assert names == {type(layer).__name__ for layer in original.model.layers}
+    again = pickle.loads(pickle.dumps(converted))
+    assert torch.equal(again(ids).logits, converted(ids).logits)
 
 
 def test_steps_of_a_converted_model_are_recorded(original, ids):

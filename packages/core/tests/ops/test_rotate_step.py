@@ -18,6 +18,9 @@ CASES = {
     "heads before places": dict(head_major=True, rows=3),
     "no angles": dict(rows=0),
     "norms without angles": dict(rows=0, norm=True, V=20),
+    "no values": dict(V=0, norm=True),
+    "no places": dict(S=1),
+    "neither": dict(V=0, S=1, rows=3),
 }
 
 
@@ -34,18 +37,19 @@ def inputs(B=3, HQ=4, H=2, K=12, V=12, S=7, rows=1, norm=False, head_major=False
     angles = torch.rand(rows, K // 2, generator=rng).to(device)
     angles = (angles.cos(), angles.sin()) if rows else (None, None)
     weights = (draw(K), draw(K)) if norm else (None, None)
-    places = torch.tensor([5, 0, 6], device=device)
+    places = torch.tensor([5, 0, 6], device=device) if S > 1 else None
+    v, values = (draw(B, H, V), cache(V)) if V else (None, None)
     # a slice of wider rows, as projections may be
     q = draw(B, 2 * HQ * K)[:, : HQ * K].unflatten(-1, (HQ, K))
-    return q, draw(B, H, K), draw(B, H, V), *angles, cache(K), cache(V), places, *weights
+    return q, draw(B, H, K), v, *angles, cache(K), values, places, *weights
 
 
 def run(x, impl):
     """The step's results by name; the caches given stay as they are."""
     *token, keys, values, places, q_weight, k_weight = x
-    keys, values = keys.clone(memory_format=torch.preserve_format), values.clone(memory_format=torch.preserve_format)
+    keys, values = (None if y is None else y.clone(memory_format=torch.preserve_format) for y in (keys, values))
     q = rotate_step(*token, keys, values, places, q_weight, k_weight, eps=1e-3, impl=impl)
-    return {"q": q, "keys": keys, "values": values}
+    return {name: y for name, y in (("q", q), ("keys", keys), ("values", values)) if y is not None}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,9 +60,12 @@ def test_a_step_is_the_rotation_and_leaves_other_places_alone(case):
     none = torch.zeros(1, 6)
     angles = [x.unsqueeze(1) for x in ((none.cos(), none.sin()) if cos is None else (cos, sin))]
     turned = [rotate(y.unsqueeze(1), *angles, w, eps=1e-3).squeeze(1) for y, w in zip((q, k), weights, strict=True)]
-    keys, values = keys.clone(), values.clone()
-    keys[rows, places], values[rows, places] = turned[1], v
-    wanted = {"q": turned[0], "keys": keys, "values": values}
+    keys, at = keys.clone(), 0 if places is None else places
+    keys[rows, at] = turned[1]
+    wanted = {"q": turned[0], "keys": keys}
+    if values is not None:
+        wanted["values"] = values.clone()
+        wanted["values"][rows, at] = v
     for name, y in run(x, "reference").items():
         torch.testing.assert_close(y, wanted[name], rtol=0, atol=0)
 
@@ -95,6 +102,8 @@ def test_repeated_calls_read_and_write_what_they_are_given(device):
         (3, None, "cos and sin go together, got only sin"),
         (5, torch.zeros(3, 7, 2, 24)[..., ::2], "keys must have channels side by side"),
         (6, torch.zeros(3, 8, 2, 12), "values must have shape"),
+        (2, None, "v and values go together, got only values"),
+        (6, None, "v and values go together, got only v"),
         (7, torch.zeros(3), "places must be"),
         (9, torch.zeros(11), "k_weight must have shape"),
     ],

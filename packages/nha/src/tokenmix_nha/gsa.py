@@ -78,12 +78,14 @@ class GatedSlotAttention(Mixer):
     ) -> MixerOutput:
         q, k, v, f = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.f_proj)
         q, k, v = (F.silu(x).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        f = log_forget_gates(f, normalizer=self.gate_normalizer).unflatten(-1, (self.num_kv_heads, self.slots))
+        f = f.unflatten(-1, (self.num_kv_heads, self.slots))
         if state is not None and stepping(hidden_states, state):
             past = state.slots.get(len(q), q)
             q, k, v, f = (x.squeeze(1) for x in (q, k, v, f))
-            o = slot_window_attention_step(q, k, v, f, past, scale=1.0, impl=unless_gluon(self.impl)).unsqueeze(1)
+            options = {"scale": 1.0, "normalizer": self.gate_normalizer, "impl": unless_gluon(self.impl)}
+            o = slot_window_attention_step(q, k, v, f, past, **options).unsqueeze(1)
         else:
+            f = log_forget_gates(f, normalizer=self.gate_normalizer)
             o, after = slot_window_attention(
                 q, k, v, f, window=0, scale=1.0, initial_state=None if state is None else state.slots.value,
                 cu_seqlens=cu_seqlens, output_final_state=state is not None, impl=self.impl,

@@ -33,6 +33,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3MoeModel,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState
 from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
@@ -43,7 +46,7 @@ from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.mlp import SwiGLU
-from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.norm import ResidualNorm, RMSNorm
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.windows import check_windows, nha_mixers
@@ -124,6 +127,30 @@ class HybridizedAttention(NhaMixer):
         return o, None
 
 
+class AddsBeforeNorm:
+    """Before transformers' decoder layer: attention's output is added to the residual stream by the norm behind it."""
+
+    input_layernorm: RMSNorm
+    self_attn: HybridizedAttention
+    post_attention_layernorm: ResidualNorm
+    mlp: SwiGLU
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        mixed, _ = self.self_attn(self.input_layernorm(hidden_states), **given)
+        y, hidden_states = self.post_attention_layernorm(hidden_states, mixed)
+        return hidden_states + self.mlp(y)
+
+
+def _adding_before_norm(layer: type) -> type:
+    # frameworks wrap layers by the name of their class, and pickle finds a class by its qualified name
+    names = {"__module__": __name__, "__qualname__": f"Adding{layer.__name__}"}
+    return type(layer.__name__, (AddsBeforeNorm, layer), names)
+
+
+_ADDING = {x: _adding_before_norm(x) for x in (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)}
+globals().update({x.__qualname__: x for x in _ADDING.values()})
+
+
 def _take_core_layers(model: Any) -> None:
     """Let core's norms and SwiGLU stand in the place of those around attention, with parameters of the same names."""
     config = model.config
@@ -133,6 +160,9 @@ def _take_core_layers(model: Any) -> None:
         names = [name for name, _ in layer.mlp.named_parameters()]
         if config.hidden_act == "silu" and names == [f"{x}_proj.weight" for x in ("gate", "up", "down")]:
             layer.mlp = SwiGLU(*layer.mlp.down_proj.weight.shape)
+            if type(layer) in _ADDING:
+                layer.post_attention_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps)
+                layer.__class__ = _ADDING[type(layer)]
     model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 

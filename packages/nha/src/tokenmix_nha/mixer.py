@@ -17,7 +17,7 @@ from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
-from tokenmix_core.ops import attention
+from tokenmix_core.ops import attention, rotate_step
 from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
 from tokenmix_nha.choices import Fusion, Positions, check_choices
@@ -178,20 +178,26 @@ class NhaMixer(Mixer):
         q, k, v, f = projected(x, self.q_proj, self.k_proj, self.v_proj, gates)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (y.unflatten(-1, (self.num_kv_heads, self.head_dim)) for y in (k, v))
+        f = None if f is None else f.unflatten(-1, (self.num_kv_heads, self.slots))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         placed = q, k
         if self.rotary_dim is not None:
             assert rotary is not None
-            placed = apply_rotary(q, rotary), apply_rotary(k, rotary)
+            placed = self._rotated(q, k, rotary, call)
         elif self.q_positions is not None and self.k_positions is not None:
             placed = self._with_positions(q, k, call)
-        return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), self._gates(f), self._weight(x))
+        if f is not None and not (call.step and self.joined):
+            # a step of the operation takes their logarithms itself
+            f = log_forget_gates(f, normalizer=self.gate_normalizer)
+        return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), f, self._weight(x))
 
-    def _gates(self, f: Tensor | None) -> Float[Tensor, "B T H M"] | None:
-        if f is None:
-            return None
-        return log_forget_gates(f, normalizer=self.gate_normalizer).unflatten(-1, (self.num_kv_heads, self.slots))
+    def _rotated(self, q: Tensor, k: Tensor, rotary: Rotation, call: Call) -> tuple[Tensor, Tensor]:
+        if not call.step or torch.is_grad_enabled():
+            return apply_rotary(q, rotary), apply_rotary(k, rotary)
+        turned = torch.empty_like(k)
+        q, k, cos, sin = (x.squeeze(1) for x in (q, k, *rotary))
+        return rotate_step(q, k, None, cos, sin, turned, None, None).unsqueeze(1), turned
 
     def _weight(self, x: Tensor) -> Float[Tensor, "B T HQ"] | None:
         if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):
@@ -228,6 +234,7 @@ class NhaMixer(Mixer):
             b_qs, b_ks = (None if x is None else x.squeeze(1) for x in own)
             past = call.state.slots.get(len(q), q)
             options = {"q_slots": b_qs, "k_slots": b_ks, "impl": unless_gluon(self.impl)}
+            options["normalizer"] = self.gate_normalizer
             o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, **options)
             return o.unsqueeze(1)
         o, after = slot_window_attention(

@@ -15,7 +15,7 @@ from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
-from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window import reference, step, tuning
 
 PACKED = [0, 0, 9, 42, 42, 50]
@@ -243,8 +243,9 @@ class TestSlotWindowAttention(OpContract):
         yield slot_window_attention_backward_op, (*arguments, o, kept, o, None, None, False), *tests
         yield _prefix_op, (x["q"], x["k"], x["v"], None, 3, 0.1, "triton"), *tests
         state, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=device)
-        given = (*token(x, 0).values(), None, None, *state.values(), None, length, 0.1, True)
-        yield step._step_op, given, "test_schema", "test_faketensor"
+        for normalizer in (None, 8.0):
+            given = (*token(x, 0).values(), None, None, *state.values(), None, length, 0.1, normalizer, True)
+            yield step._step_op, given, "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("own_keys", [False, True])
@@ -320,6 +321,33 @@ def test_pieces_and_steps_equal_the_whole(window, own_keys):
     for a, b in zip(state.unrolled(), last.reserve(window).unrolled(), strict=True):
         if a is not None:
             torch.testing.assert_close(a[:, : min(window, 50)], b[:, : min(window, 50)])
+
+
+@pytest.mark.operation
+@pytest.mark.parametrize("window", [0, 3])
+def test_steps_make_gates_of_what_they_are_made_of(window, device):
+    x = inputs(T=6, **KERNELS, dtype=torch.float32, device=device)
+    f = 40 * torch.randn(x["f"].shape, generator=torch.Generator().manual_seed(1)).to(device)
+    gates = log_forget_gates(f, normalizer=4.0)
+    for impl in ("triton", "reference"):
+        states = [SlotWindowState.zeros(1, 1, 16, 64, 64, window, device=device) for _ in range(2)]
+        for t in range(6):
+            given = token(x, t)
+            got = slot_window_attention_step(**given | {"f": f[:, t]}, state=states[0], normalizer=4.0, impl=impl)
+            wanted = slot_window_attention_step(**given | {"f": gates[:, t]}, state=states[1], impl=impl)
+            torch.testing.assert_close(got, wanted)
+        for a, b in zip(*states, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b)
+
+
+def test_a_normalizer_that_is_no_temperature_is_refused():
+    x = inputs(T=1)
+    state = SlotWindowState.zeros(2, 1, 5, 8, 6, 3, dtype=torch.float64)
+    for bad in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="normalizer must be positive"):
+            slot_window_attention_step(**token(x, 0), state=state, normalizer=bad)
 
 
 def test_a_state_continues_under_another_window():

@@ -54,12 +54,12 @@ def rotate(
 def rotate_step(
     q: Float[Tensor, "B HQ K"],
     k: Float[Tensor, "B H K"],
-    v: Float[Tensor, "B H V"],
+    v: Float[Tensor, "B H V"] | None,
     cos: Float[Tensor, "B_or_1 K_over_2"] | None,
     sin: Float[Tensor, "B_or_1 K_over_2"] | None,
     keys: Float[Tensor, "B S H K"],
-    values: Float[Tensor, "B S H V"],
-    places: Int[Tensor, "B"],
+    values: Float[Tensor, "B S H V"] | None,
+    places: Int[Tensor, "B"] | None,
     q_weight: Float[Tensor, "K"] | None = None,
     k_weight: Float[Tensor, "K"] | None = None,
     *,
@@ -69,10 +69,10 @@ def rotate_step(
     """`rotate` of one token's q and k, the latter and v stored in a cache, all in one launch. Not differentiable.
 
     Args:
-        q, k, v: of one token of each sequence.
+        q, k, v: of one token of each sequence; v and `values` may both be None.
         cos, sin: of its angles, float32; both None for a token that is not turned.
         keys, values: of the cache, of q's dtype, with channels side by side; overwritten at `places`.
-        places: int64, each from 0 to S − 1, which nobody checks.
+        places: int64, each from 0 to S − 1, which nobody checks; None for 0.
         q_weight, k_weight: of the norms of q and k; None for no norm.
         eps: the norms'.
         impl: as for `rotate`.
@@ -95,21 +95,22 @@ def rotate_step(
 def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, places) -> str:
     """Validate a call; return the implementation."""
     op = "rotate_step"
-    dims = bind_shapes(op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), q_weight=(q_weight, "K?"))
+    dims = bind_shapes(op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V?"), q_weight=(q_weight, "K?"))
     check_dtype(op, _FLOATS, q=q, q_weight=q_weight, k_weight=k_weight)
     check_same_dtype(op, q=q, k=k, v=v, keys=keys, values=values)
-    if (cos is None) != (sin is None):
-        raise ValueError(f"{op}: cos and sin go together, got only {'sin' if cos is None else 'cos'}")
+    for (name, x), (other, y) in ((("cos", cos), ("sin", sin)), (("v", v), ("values", values))):
+        if (x is None) != (y is None):
+            raise ValueError(f"{op}: {name} and {other} go together, got only {other if x is None else name}")
     if cos is not None:
         check_tensors(op, cos=cos, sin=sin)
     dims |= _angles_of(op, dims, cos, q=q)
     bind_shapes(
         op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half?"), sin=(sin, "R half?"),
-        keys=(keys, "B S H K"), values=(values, "B S H V"), places=(places, "B"),
+        keys=(keys, "B S H K"), values=(values, "B S H V?"), places=(places, "B?"),
     )  # fmt: skip
     check_dtype(op, (torch.int64,), places=places)
     for name, x in (("keys", keys), ("values", values)):
-        if x.stride(3) != 1:
+        if x is not None and x.stride(3) != 1:
             raise ValueError(f"{op}: {name} must have channels side by side, got strides {x.stride()}")
     return "reference" if not q.numel() else row_impl(op, impl, q)
 

@@ -39,7 +39,7 @@ def _backward(dy, x, weight, cos, sin, eps):
 
 
 def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, places, eps) -> Tensor:
-    q, k, v = (as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
+    q, k, v = (None if x is None else as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
     q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
     cos, sin = (None if x is None else _angles(x) for x in (cos, sin))
     return kernels.rotate_step(

@@ -78,14 +78,17 @@ def rotate_step_kernel(
     s_vb, s_vp, s_vh, turned, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A head of q, k or v of one token a program."""
+    """A head of q, k or, if it is given, v of one token a program."""
     take_turn(EARLY)
-    i_h = tl.program_id(0) % (HQ + 2 * H)
-    i_n = (tl.program_id(0) // (HQ + 2 * H)).to(tl.int64)
+    heads = HQ + H if v is None else HQ + 2 * H
+    i_h = tl.program_id(0) % heads
+    i_n = (tl.program_id(0) // heads).to(tl.int64)
     # heads as rows of a block of one
     o_n = i_n + tl.arange(0, 1)
     m_n = o_n >= 0
-    place = tl.load(places + i_n).to(tl.int64)
+    place = tl.zeros([], tl.int64)
+    if places is not None:
+        place = tl.load(places + i_n).to(tl.int64)
     if i_h < HQ:
         p_x = q + o_n * stride_q + i_h * 2 * HALF
         b_a, b_b = turn(p_x, q_weight, cos, sin, o_n % turned, m_n, eps, HALF, BH)
@@ -95,7 +98,7 @@ def rotate_step_kernel(
         p_x = k + o_n * stride_k + i_k * 2 * HALF
         b_a, b_b = turn(p_x, k_weight, cos, sin, o_n % turned, m_n, eps, HALF, BH)
         store_halves(keys + o_n * s_kb + place * s_kp + i_k * s_kh, b_a, b_b, m_n, HALF, BH)
-    else:
+    elif v is not None:
         i_v = i_h - HQ - H
         o_d = tl.arange(0, BV)
         b_v = tl.load(v + i_n * stride_v + i_v * V + o_d, mask=o_d < V)
@@ -158,29 +161,30 @@ def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H
 def rotate_step(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     keys: Tensor,
-    values: Tensor,
-    places: Tensor,
+    values: Tensor | None,
+    places: Tensor | None,
     eps: float,
 ) -> Tensor:
     """q turned, `[B, HQ, K]`; k, turned, and v are stored at `places [B]` of `keys` and `values`, `[B, S, H, ...]`.
 
     Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[turned, K / 2]`, contiguous, or
-    None for no turn.
+    None for no turn. Without places all is stored at the first.
     """
-    (B, HQ, K), (H, V) = q.shape, v.shape[1:]
+    (B, HQ, K), H = q.shape, k.shape[1]
+    V = 1 if v is None else v.shape[2]
     y = torch.empty((B, HQ, K), dtype=q.dtype, device=q.device)
     s_kb, s_kp, s_kh, _ = keys.stride()
-    s_vb, s_vp, s_vh, _ = values.stride()
-    rotate_step_kernel[(B * (HQ + 2 * H),)](
+    s_vb, s_vp, s_vh, _ = (0, 0, 0, 0) if values is None else values.stride()
+    rotate_step_kernel[(B * (HQ + (1 if v is None else 2) * H),)](
         q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, y=y, keys=keys, values=values,
-        places=places, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=v.stride(0), s_kb=s_kb, s_kp=s_kp,
-        s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, turned=1 if cos is None else len(cos), HQ=HQ,
+        places=places, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=0 if v is None else v.stride(0), s_kb=s_kb,
+        s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, turned=1 if cos is None else len(cos), HQ=HQ,
         H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
     return y

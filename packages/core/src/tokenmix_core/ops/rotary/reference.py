@@ -17,8 +17,8 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
 
 
 def rotate_step_reference(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, keys: Tensor, values: Tensor, places: Tensor, eps: float,
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, keys: Tensor, values: Tensor | None, places: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """q turned; k, turned, and v are stored at their places."""
 
@@ -27,7 +27,9 @@ def rotate_step_reference(
             return rotate_reference(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1), weight, eps).squeeze(1)
         return x if weight is None else F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
-    rows = torch.arange(len(places), device=places.device)
-    keys.index_put_((rows, places), turned(k, k_weight))
-    values.index_put_((rows, places), v)
+    rows = torch.arange(len(q), device=q.device)
+    at = rows, torch.zeros_like(rows) if places is None else places
+    keys.index_put_(at, turned(k, k_weight))
+    if v is not None and values is not None:
+        values.index_put_(at, v)
     return turned(q, q_weight)

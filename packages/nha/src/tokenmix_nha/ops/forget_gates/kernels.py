@@ -14,20 +14,25 @@ from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.early import take_turn
 
 
+@triton.jit
+def log_sigmoid(b_f):
+    """log σ(f) = min(f, 0) − log(1 + exp(−|f|)), which no f makes overflow."""
+    b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
+    # 1 + x rounds digits of a small x away, whose logarithm a series has
+    b_series = b_x * (1.0 - b_x * (0.5 - b_x * (0.33333333 - b_x * 0.25)))
+    return tl.minimum(b_f, 0.0) - tl.where(b_x < 0.01, b_series, tl.log(1.0 + b_x))
+
+
 @cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def forget_gates_kernel(
     f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False
 ):
-    """log σ(f) / τ = (min(f, 0) − log(1 + exp(−|f|))) / τ of a tile, which no f makes overflow."""
+    """log σ(f) / τ of a tile."""
     take_turn(EARLY)
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
-    # 1 + x rounds digits of a small x away, whose logarithm a series has
-    b_series = b_x * (1.0 - b_x * (0.5 - b_x * (0.33333333 - b_x * 0.25)))
-    b_log = tl.where(b_x < 0.01, b_series, tl.log(1.0 + b_x))
-    tl.store(y + o_r * D + o_d, (tl.minimum(b_f, 0.0) - b_log) * inverse, mask=mask)
+    tl.store(y + o_r * D + o_d, log_sigmoid(b_f) * inverse, mask=mask)
 
 
 @cached_launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,6 +20,7 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
+from tokenmix_nha.ops.forget_gates.reference import log_forget_gates_reference
 from tokenmix_nha.ops.slot_window import reference
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
@@ -129,6 +132,7 @@ def slot_window_attention_step(
     q_slots: Float[Tensor, "B HQ K"] | None = None,
     k_slots: Float[Tensor, "B H K"] | None = None,
     scale: float | None = None,
+    normalizer: float | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HQ V"]:
     """One decoding step of `slot_window_attention` with as wide a window as the state's ring: updates `state` in place.
@@ -140,6 +144,8 @@ def slot_window_attention_step(
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
         state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; contiguous tensors, overwritten.
         scale: as for `slot_window_attention`.
+        normalizer: τ, where f is a projection and the gates are log σ(f) / τ (`log_forget_gates`); None where f are
+            the gates.
         impl: as there, but that one token has no kernels in Gluon.
 
     Returns:
@@ -159,7 +165,9 @@ def slot_window_attention_step(
     _check_rest(op, backend, dims, **token)
     if (q_slots is None) != (k_slots is None):
         raise ValueError(f"{op}: q_slots and k_slots go together, got one without the other")
-    _check_state(op, dims, q, f, k_slots, state)
+    if normalizer is not None and not (normalizer > 0 and math.isfinite(normalizer)):
+        raise ValueError(f"{op}: normalizer must be positive, got {normalizer!r}")
+    _check_state(op, dims, q, f if normalizer is None else None, k_slots, state)
     for name, x in state._asdict().items():
         if x is not None and not x.is_contiguous():
             raise ValueError(
@@ -170,7 +178,9 @@ def slot_window_attention_step(
     if backend != "reference":
         from tokenmix_nha.ops.slot_window.step import step_triton
 
-        return step_triton(**token, state=state, scale=factor)
+        return step_triton(**token, state=state, scale=factor, normalizer=normalizer)
+    if normalizer is not None:
+        token["f"] = log_forget_gates_reference(f, normalizer)
     return reference.step_reference(**token, state=state, scale=factor)
 
 
@@ -265,8 +275,9 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 
 
 def _check_state(
-    op: str, dims: dict[str, int], q: Tensor, f: Tensor, k_slots: Tensor | None, state: SlotWindowState
+    op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
+    """The state of a call with these queries and gates, None for gates of log σ."""
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
@@ -284,4 +295,4 @@ def _check_state(
     check_dtype(op, (wide,), **{"state.slots_k": state.slots_k, "state.slots_v": state.slots_v})
     check_dtype(op, (torch.int32,), **{"state.length": state.length})
     check_same_dtype(op, q=q, **{f"state.{name}": got[name] for name in ("k", "v", "k_slots")})
-    check_same_dtype(op, f=f, **{"state.f": state.f})
+    check_dtype(op, (wide if f is None else f.dtype,), **{"state.f": state.f})

@@ -11,6 +11,7 @@ from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.early import take_turn
+from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
@@ -21,9 +22,10 @@ _RING_INSIDE = 512
 @triton.jit
 def slot_window_step_kernel(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
-    scale, window, H,
+    scale, inverse, window, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr, EARLY: tl.constexpr = False,
+    LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """All query heads of one head of one sequence."""
     take_turn(EARLY)
@@ -39,6 +41,8 @@ def slot_window_step_kernel(
     if OWN_SLOT_KEYS:
         b_ks = tl.load(k_slots + i_nh * K + o_k)
     b_f = tl.load(f + i_nh * M + o_m)
+    if LOGITS:
+        b_f = log_sigmoid(b_f.to(tl.float32)) * inverse
 
     place = 0
     seen = tl.load(length + i_n)
@@ -112,7 +116,7 @@ def slot_window_step_kernel(
 def _step_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor,
     slots_v: Tensor, ring_k: Tensor, ring_v: Tensor, ring_f: Tensor, ring_k_slots: Tensor | None, length: Tensor,
-    scale: float, read_ring: bool,
+    scale: float, normalizer: float | None, read_ring: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, where `read_ring`, the window."""
     o, lse = _step_outputs(q, k, v)
@@ -123,8 +127,9 @@ def _step_op(
         slot_window_step_kernel[(batch * heads,)](
             q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, ring_k=ring_k,
             ring_v=ring_v, ring_f=ring_f, ring_k_slots=ring_k_slots, length=length, o=o, lse=lse, scale=scale,
-            window=window, H=heads, M=M, K=k.shape[2], V=v.shape[2], BN=32, GROUP=q.shape[1] // heads,
-            OWN_SLOT_KEYS=k_slots is not None, HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
+            inverse=1 / (normalizer or 1.0), window=window, H=heads, M=M, K=k.shape[2], V=v.shape[2], BN=32,
+            GROUP=q.shape[1] // heads, LOGITS=normalizer is not None, OWN_SLOT_KEYS=k_slots is not None,
+            HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
         )  # fmt: skip
     return o, lse
 
@@ -134,13 +139,14 @@ def _step_outputs(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float) -> Tensor:
+def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float, normalizer: float | None) -> Tensor:
     """o `[B, HQ, V]`; updates `state`."""
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     o, lse = _step_op(
         **{name: None if x is None else x.contiguous() for name, x in token.items()},
         slots_k=state.slots_k, slots_v=state.slots_v, ring_k=state.k, ring_v=state.v, ring_f=state.f,
-        ring_k_slots=state.k_slots, length=state.length, scale=scale, read_ring=0 < state.window <= _RING_INSIDE,
+        ring_k_slots=state.k_slots, length=state.length, scale=scale, normalizer=normalizer,
+        read_ring=0 < state.window <= _RING_INSIDE,
     )  # fmt: skip
     state.length.add_(1)
     if state.window > _RING_INSIDE:
