@@ -89,9 +89,9 @@ def test_the_switch_takes_two_values(monkeypatch):
 def chain(x, weights, norm):
     """Layers each of which reads what the one before has just written."""
     for up, gate, down in weights:
-        a, b = linears(rms_norm(x, norm), [gate, up])
+        a, b = linears(rms_norm(x, norm).y, [gate, up])
         x = swiglu_linear(a, b, down)
-        (y,) = linears(rms_norm(x, norm), [up])
+        (y,) = linears(rms_norm(x, norm).y, [up])
         x = linears(y, [down])[0] + x
     return x
 

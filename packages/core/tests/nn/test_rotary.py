@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tokenmix_core.nn.rotary import RotaryEmbedding, apply_rotary
+from tokenmix_core.nn.rotary import RotaryEmbedding, Rotation, apply_rotary, apply_rotary_to_both
 from tokenmix_core.testing.closeness import relative_error
 
 KINDS = {
@@ -68,3 +68,16 @@ def test_narrow_models_and_autocast_keep_the_angles():
 def test_what_is_not_there_is_refused(dim, parameters, message):
     with pytest.raises(ValueError, match=message):
         RotaryEmbedding(dim, parameters)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_both_are_turned_as_each_alone(tokens, rows):
+    torch.manual_seed(0)
+    angles = torch.rand(rows, tokens, 4)
+    rotation = Rotation(angles.cos(), angles.sin())
+    q, k = torch.randn(2, tokens, 3, 8), torch.randn(2, tokens, 6, 8)[:, :, ::2]
+    got = apply_rotary_to_both(q, k, rotation)
+    for x, y in zip((q, k), got, strict=True):
+        torch.testing.assert_close(y, apply_rotary(x, rotation), rtol=0, atol=0)

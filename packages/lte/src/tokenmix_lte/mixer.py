@@ -15,9 +15,9 @@ from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import project_out
+from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.ragged import RaggedKVState
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.common import Impl, unless_gluon
@@ -181,10 +181,10 @@ class Lte(Mixer):
     ) -> MixerOutput:
         assert rotary is not None
         x, auxiliary = hidden_states, None
-        q, raw, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, raw, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, raw = self.q_norm(q), self.k_norm(raw)
-        tokens = Tokens(apply_rotary(q, rotary), apply_rotary(raw, rotary), raw, v)
+        tokens = Tokens(*apply_rotary_to_both(q, raw, rotary), raw, v)
         if state is None:
             o, auxiliary = self._whole(tokens, cu_seqlens)
         else:

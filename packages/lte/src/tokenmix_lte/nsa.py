@@ -15,7 +15,7 @@ from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import project_out, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.state import KVState, LayerState, TensorState
 from tokenmix_core.ops import attention, attention_decode
 from tokenmix_core.ops.common import Impl
@@ -108,7 +108,7 @@ class Nsa(Mixer):
         assert rotary is not None
         q, k, v, gates = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        q, k = apply_rotary_to_both(q, k, rotary)
         gates = gates.unflatten(-1, (self.num_heads, -1)).sigmoid()
         if state is None:
             pooled = (pool_blocks(x, self.block, cu_seqlens) for x in (k, v))

@@ -16,8 +16,8 @@ from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import project_out, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
-from tokenmix_core.ops import attention, rotate_step
+from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
+from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
 from tokenmix_nha.choices import Fusion, Positions, check_choices
@@ -184,20 +184,13 @@ class NhaMixer(Mixer):
         placed = q, k
         if self.rotary_dim is not None:
             assert rotary is not None
-            placed = self._rotated(q, k, rotary, call)
+            placed = apply_rotary_to_both(q, k, rotary)
         elif self.q_positions is not None and self.k_positions is not None:
             placed = self._with_positions(q, k, call)
         if f is not None and not (call.step and self.joined):
             # a step of the operation takes their logarithms itself
             f = log_forget_gates(f, normalizer=self.gate_normalizer)
         return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), f, self._weight(x))
-
-    def _rotated(self, q: Tensor, k: Tensor, rotary: Rotation, call: Call) -> tuple[Tensor, Tensor]:
-        if not call.step or torch.is_grad_enabled():
-            return apply_rotary(q, rotary), apply_rotary(k, rotary)
-        turned = torch.empty_like(k)
-        q, k, cos, sin = (x.squeeze(1) for x in (q, k, *rotary))
-        return rotate_step(q, k, None, cos, sin, turned, None, None).unsqueeze(1), turned
 
     def _weight(self, x: Tensor) -> Float[Tensor, "B T HQ"] | None:
         if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):

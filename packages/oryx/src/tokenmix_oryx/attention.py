@@ -11,7 +11,7 @@ from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.projections import project_out, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import KVState, LayerState
 from tokenmix_core.ops import attention
@@ -78,7 +78,7 @@ class NormedAttention(Mixer):
             k = self.k_conv(k, state=past[0], cu_seqlens=cu_seqlens, step=step)
             v = self.v_conv(v, state=past[1], cu_seqlens=cu_seqlens, step=step)
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in (q, k, v))
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        q, k = apply_rotary_to_both(q, k, rotary)
         if state is None:
             o = attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
         else:

@@ -17,7 +17,7 @@ from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import project_out
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import (
@@ -205,7 +205,7 @@ class OryxMixer(Mixer):
         turned = (q, k)
         if self.rope_both or mode.may_attend or state is not None:
             assert rotary is not None, "the model turns every call's positions"
-            turned = (apply_rotary(q, rotary), apply_rotary(k, rotary))
+            turned = apply_rotary_to_both(q, k, rotary)
         o = self._attend(*turned, v, mode, state, cu_seqlens, step)
         # without a cache nobody will read the state that attention leaves behind
         if mode.uniform != ATTENTION or state is not None:

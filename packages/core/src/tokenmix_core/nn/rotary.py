@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core.nn.init import is_loaded
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import KeepsFloat32
-from tokenmix_core.ops import rotate
+from tokenmix_core.ops import rotate, rotate_step
 
 # by type what it needs and what it may have beside rope_type and rope_theta
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -150,3 +150,15 @@ def apply_rotary(
     if norm is None:
         return rotate(x, *rotation)
     return rotate(x, *rotation, norm.weight, eps=norm.eps)
+
+
+def apply_rotary_to_both(
+    q: Float[Tensor, "B T HQ K"], k: Float[Tensor, "B T H K"], rotation: Rotation
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of q and k; of one token of each sequence, without gradients, in one launch."""
+    # where torch traces, the number of tokens, asked for, would make a graph for either answer
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1:
+        return apply_rotary(q, rotation), apply_rotary(k, rotation)
+    turned = torch.empty_like(k, memory_format=torch.contiguous_format)
+    q, k, cos, sin = (x.squeeze(1) for x in (q, k, *rotation))
+    return rotate_step(q, k, None, cos, sin, turned, None, None).unsqueeze(1), turned

@@ -71,14 +71,13 @@ def one_row_kernel(
 @triton.jit(do_not_specialize=_NUMBERS)
 def linears_kernel(
     x, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, B, D, s_x,
-    BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False,
+    BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one of the weights a program, of products with several rows."""
     i_n, w, y, N = find_rows(w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN)
     o_n = i_n * BN + tl.arange(0, BN)
     o_b = tl.arange(0, BB)
     m_n, m_b = o_n < N, o_b < B
-    await_kernels_before(EARLY)
     b_y = tl.zeros([BN, BB], tl.float32)
     for i in range(0, D, BD):
         o_d = i + tl.arange(0, BD)
@@ -87,8 +86,6 @@ def linears_kernel(
         p_x = x + o_b[None, :] * s_x + o_d[:, None]
         b_x = tl.load(p_x, mask=m_b[None, :] & (o_d < D)[:, None], other=0.0)
         b_y = tl.dot(b_w, b_x, b_y)
-    # not earlier: programs that wait would leave those that come next to few multiprocessors
-    let_next_begin(EARLY)
     tl.store(y + o_b[None, :] * N + o_n[:, None], b_y.to(y.dtype.element_ty), mask=m_n[:, None] & m_b[None, :])
 
 

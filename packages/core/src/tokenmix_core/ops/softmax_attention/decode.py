@@ -30,10 +30,9 @@ def _attention_decode(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
     TQ, HQ, H, splits, row_tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = False,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A share of the keys, and a tile of the queries of a key head, a program."""
-    take_turn(EARLY)
     pid = tl.program_id(0)
     i_s = pid % splits
     i_m = pid // splits % row_tiles
