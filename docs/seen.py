@@ -1,4 +1,4 @@
-"""The tables of docs/oryx.md and docs/nha.md, from the runs kept in `docs/results`; `docs/tables.py` fills them in."""
+"""The tables of documents from the runs kept in `docs/results`; `docs/tables.py` fills them in."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def tables() -> dict[str, dict[str, str]]:
             "recall by sequences": _recall(oryx["demo-tm-sequence"], oryx["demo-tg-sequence"]),
             "switches": _switches(oryx),
         },
+        "speed.md": {"tokens": _tokens(_read("tokens"))},
         "nha.md": {
             "small": _accuracy(_read("recall-nha-small")),
             "search": _search(search["rows"]),
@@ -95,3 +96,22 @@ def _search(found: Any) -> str:
     score = next(key for key in found[0] if key.startswith("mqar:"))
     rows = [[row["pattern"], row["which"] or "none", _share(row[score])] for row in found]
     return _table(["pattern", "full layers, from 0", "accuracy"], rows)
+
+
+def _tokens(found: Any) -> str:
+    """What a token takes, beside what its bytes take."""
+    rows = [
+        [
+            f"{row['model']} {row['size']}" + (f", {row['note']}" if row["note"] else ""),
+            str(row["batch"]),
+            f"{row['after']:,}",
+            f"{row['step_ms']:.2f}",
+            f"{1e3 * row['batch'] / row['step_ms']:,.0f}",
+            f"{row['floor_ms']:.2f}",
+            f"{row['held_mib']:,.0f}",
+            row["environment"]["commit"],
+        ]
+        for row in found
+    ]
+    columns = ["model", "sequences", "after tokens", "a token, ms", "tokens/s", "its bytes, ms", "state, MiB", "commit"]
+    return _table(columns, rows)
