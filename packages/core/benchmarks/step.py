@@ -48,6 +48,8 @@ RESULTS = Path(__file__).parent / "results" / "step"
 
 # by kind, what names of kernels have; the first that fits
 KINDS = {
+    # by torch's compiler, which names a kernel after the operations that it is made of
+    "compiled": r"^triton_(poi|red|per|tem|for)_",
     # before products: FlashAttention-4's names tell of cutlass, too
     "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
@@ -60,7 +62,6 @@ KINDS = {
     "gates": r"delta_gates|softplus|sigmoid",
     "loss": r"softmax|nll|cross_entropy",
     "optimizer": r"adam|multi_tensor|foreach",
-    "compiled": r"triton_(poi|red|per|tem|for)",
     "copies between dtypes": r"direct_copy|copy_kernel|_to_copy",
     "copies": r"memcpy|memset|CatArray|copy|fill",
     "sums": r"reduce|CUDAFunctor_add|AddFunctor",

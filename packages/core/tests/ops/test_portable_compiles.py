@@ -93,8 +93,9 @@ def sinks():
 def layers():
     from tokenmix_core.ops import linears
 
-    x, *weights = (torch.empty(N, 1024, dtype=torch.float16) for N in (1, 768, 768, 1536, 6, 6, 1536))
+    x, *weights = (torch.empty(N, 1024, dtype=torch.float16) for N in (8, 768, 768, 1536, 6, 6, 1536))
     linears(x, weights, impl="triton")
+    linears(x[:1], weights, impl="triton")
 
 
 def rotation_step():

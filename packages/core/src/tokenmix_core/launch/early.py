@@ -11,6 +11,8 @@ import torch
 
 from tokenmix_core.launch.switch import flag
 
+# the last parameter of kernels that can begin before the one ahead has ended
+EARLY = "EARLY"
 _VARIABLE = "TOKENMIX_EARLY_LAUNCHES"
 
 
@@ -28,7 +30,7 @@ def wanted() -> bool:
 
 @contextmanager
 def beginning_early(device: torch.device) -> Iterator[None]:
-    """Let kernels that know how to wait begin early, in launches of this thread: those with a parameter EARLY.
+    """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `EARLY`.
 
     What such a kernel reads before it waits must not have been written by any launch of the block; weights are not. On
     GPUs that cannot, before Hopper, and on other devices nothing changes.

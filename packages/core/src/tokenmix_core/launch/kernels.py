@@ -17,13 +17,13 @@ from torch import Tensor
 from tokenmix_core.launch import early, private, switch
 from tokenmix_core.launch.compiling import compiling
 from tokenmix_core.launch.driver import Loaded, launch, loaded, packed
+from tokenmix_core.launch.early import EARLY
 
 # a kernel, its grid, arguments in the order of its parameters, and options of the launch
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
-# the last parameter of kernels that can begin before the one ahead has ended; with it goes an option of the launch
-_EARLY = "EARLY"
-_BEGINS_EARLY, _WAITS_ITS_TURN = {_EARLY: True, "launch_pdl": True}, {_EARLY: False}
+# with the parameter goes an option of the launch
+_BEGINS_EARLY, _WAITS_ITS_TURN = {EARLY: True, "launch_pdl": True}, {EARLY: False}
 # calls remembered by a kernel; beyond that many the older half is forgotten
 _REMEMBERED = 4096
 
@@ -154,7 +154,7 @@ class _Launcher:
         self._tensors = 0
         # of a kernel that knows how to wait for the one before, how many arguments leave out EARLY, its last
         names = private.argument_names(kernel)
-        self._without_early = len(names) - 1 if _EARLY in names else -1
+        self._without_early = len(names) - 1 if EARLY in names else -1
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
@@ -164,7 +164,7 @@ class _Launcher:
 
         A missing argument is a TypeError, and so is one that is given twice. EARLY is given here.
         """
-        if len(args) <= self._without_early and _EARLY not in options:
+        if len(args) <= self._without_early and EARLY not in options:
             options = {**options, **(_BEGINS_EARLY if early.asked.on else _WAITS_ITS_TURN)}
         kind = len(args), *options
         found = self._orders.get(kind)

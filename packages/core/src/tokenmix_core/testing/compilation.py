@@ -11,10 +11,14 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
+
+from tokenmix_core.launch import private
+from tokenmix_core.launch.early import EARLY
 
 # bytes of shared memory that a block may have on Hopper
 _SHARED_MEMORY = 232_448
@@ -49,7 +53,7 @@ def assert_all_fit(kernels: Iterable[dict]) -> None:
 def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, portable: bool = False) -> None:
     """Make the calls, whose tensors lie on the CPU, compile the Gluon kernels they would launch and print a line each.
 
-    With `portable` the others are compiled in their place.
+    With `portable` the others are compiled in their place; what can begin early is compiled to do so as well.
 
     A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, and `error`, None where it compiled.
     `packages` hold the operations.
@@ -72,10 +76,21 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
             seen.add(kind if every else name)
             error, shared = None, 0
             try:
-                shared = kernel.fn.warmup(*args, grid=grid, **options).metadata.shared
+                for taken_args, taken_options in _forms(kernel.fn, args, options):
+                    made = kernel.fn.warmup(*taken_args, grid=grid, **taken_options)
+                    shared = max(shared, made.metadata.shared)
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
             print(json.dumps({"call": call, "kernel": name, "shared": shared, "error": error}), flush=True)
+
+
+def _forms(kernel: Any, args: tuple, options: dict) -> Iterator[tuple[tuple, dict]]:
+    """A launch, and the same where it may begin early."""
+    yield args, options
+    names = private.argument_names(kernel)
+    if EARLY in names:
+        place = names.index(EARLY)
+        yield (*args[:place], True, *args[place + 1 :]), {**options, "launch_pdl": True}
 
 
 class _Hopper:
