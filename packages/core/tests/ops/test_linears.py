@@ -11,6 +11,7 @@ from torch import nn
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.ops import linears, swiglu_linear
+from tokenmix_core.ops.projections import kernel
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract, Results
 
@@ -161,3 +162,32 @@ def test_layers_are_called_where_they_do_more_or_are_watched(launches, device):
         assert projected(x, plain, plain)[0].dtype == torch.bfloat16
     assert not launches
     assert seen
+
+
+class Told:
+    """A kernel that tells how it is launched."""
+
+    def __init__(self):
+        self.options = []
+
+    def __getitem__(self, grid):
+        return lambda **options: self.options.append(options)
+
+
+def test_a_weight_that_is_copied_for_a_call_is_not_read_before_the_copy_has_ended(monkeypatch):
+    told = Told()
+    monkeypatch.setattr(kernel, "one_row_kernel", told)
+    x, wide = torch.zeros(1, 40), torch.zeros(40, 12)
+    for weights in ([wide.t()], [wide.t().contiguous()], [wide.t().contiguous(), wide.t()]):
+        kernel.linears_forward(x, weights)
+    # the launcher decides where nothing is said
+    assert [options.get("EARLY") for options in told.options] == [False, None, False]
+    assert all(options["w0"].is_contiguous() for options in told.options)
+
+
+@pytest.mark.operation
+def test_weights_that_lie_apart_are_multiplied_as_others(device):
+    rng = torch.Generator().manual_seed(0)
+    x, wide = (torch.randn(*shape, generator=rng).to(device, HALF) for shape in ((1, 40), (40, 12)))
+    found, wanted = (linears(x, [w], impl="triton")[0] for w in (wide.t(), wide.t().contiguous()))
+    assert torch.equal(found, wanted)

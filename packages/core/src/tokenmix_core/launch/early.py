@@ -32,8 +32,9 @@ def wanted() -> bool:
 def beginning_early(device: torch.device) -> Iterator[None]:
     """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `EARLY`.
 
-    What such a kernel reads before it waits must not have been written by any launch of the block; weights are not. On
-    GPUs that cannot, before Hopper, and on other devices nothing changes.
+    What such a kernel reads before it waits must not have been written inside the block, nor by the last launch before
+    it: the weights of a model, and states that no other kernel of a step writes. On GPUs that cannot, before Hopper,
+    and on other devices nothing changes.
     """
     before, asked.on = asked.on, wanted() and device.type == "cuda" and _can(device.index)
     try:

@@ -27,8 +27,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         gate, up = projected(x, self.gate_proj, self.up_proj)
-        if not is_plain_linear(self.down_proj):
+        autocast = torch.is_autocast_enabled(gate.device.type)
+        if not is_plain_linear(self.down_proj) or (autocast and not torch.is_grad_enabled()):
             return self.down_proj(swiglu(gate, up))
         weight = self.down_proj.weight
         # what autocast would do at the layer
-        return swiglu_linear(gate, up, weight.to(gate.dtype) if torch.is_autocast_enabled(gate.device.type) else weight)
+        return swiglu_linear(gate, up, weight.to(gate.dtype) if autocast else weight)

@@ -32,7 +32,7 @@ def _run_linear(a, b, weight) -> Tensor:
     a_rows, b_rows, shape = as_rows(a), as_rows(b), (*a.shape[:-1], len(weight))
     if len(a_rows) == 1 and a.dtype in DTYPES:
         # of one token the product is made where it is read
-        return linears_forward(b_rows, [weight.contiguous()], gate=a_rows)[0].view(shape)
+        return linears_forward(b_rows, [weight], gate=a_rows)[0].view(shape)
     return torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
 
 

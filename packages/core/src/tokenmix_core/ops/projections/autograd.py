@@ -31,7 +31,7 @@ def _run(given: Inputs) -> list[Tensor]:
     from tokenmix_core.ops.projections.kernel import linears_forward
 
     x = given.x if given.x.stride(1) == 1 else given.x.contiguous()
-    return linears_forward(x, [w.contiguous() for w in _weights(given)])
+    return linears_forward(x, _weights(given))
 
 
 linears_op = recorded_op("tokenmix_core::linears", _run, mutates_args=())

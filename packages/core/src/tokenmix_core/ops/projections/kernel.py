@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.launch.early import EARLY
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
 from tokenmix_core.ops.projections.sizes import MOST_WEIGHTS
@@ -91,6 +92,9 @@ def linears_kernel(
 
 def linears_forward(x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = None) -> list[Tensor]:
     """`[B, N]` of each weight, for x `[B, D]` with columns side by side; with a `gate`, of one row silu(gate) · x."""
+    # a weight that is copied here must not be read before the copy has ended
+    early = {} if all(w.is_contiguous() for w in weights) else {EARLY: False}
+    weights = [w.contiguous() for w in weights]
     (B, D), ns = x.shape, [len(w) for w in weights]
     outputs = [x.new_empty(B, N) for N in ns]
     tensors = {name: None for i in range(MOST_WEIGHTS) for name in (f"w{i}", f"y{i}")} | {
@@ -101,7 +105,7 @@ def linears_forward(x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = 
     grid = (sum(cdiv(N, tile.BN) for N in ns),)
     if B == 1:
         one_row_kernel[grid](
-            x=x, gate=gate, **tensors, **sizes, D=D, BN=tile.BN, BD=tile.BD, num_warps=tile.num_warps
+            x=x, gate=gate, **tensors, **sizes, D=D, BN=tile.BN, BD=tile.BD, num_warps=tile.num_warps, **early
         )  # fmt: skip
     else:
         linears_kernel[grid](
