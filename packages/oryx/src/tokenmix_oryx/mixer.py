@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +16,9 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import project_out
+from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
-from tokenmix_core.nn.short_conv import ShortConv
+from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import (
     attention,
@@ -196,27 +196,27 @@ class OryxMixer(Mixer):
         step = stepping(hidden_states, state)
         if state is None and mode.attention is not None and self._fuses(hidden_states):
             assert rotary is not None, "the model turns every call's positions"
-            return project_out(
-                self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens), self.o_proj
-            ), None
-        q = self._query(hidden_states, mode)
-        k = self._shared(hidden_states, "k", state, cu_seqlens, step)
-        v = self._shared(hidden_states, "v", state, cu_seqlens, step)
+            return self.o_proj(self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)), None
+        # without a cache nobody will read the state that attention leaves behind
+        recurs = mode.uniform != ATTENTION or state is not None
+        rates = (self.dt_proj, self.beta_proj) if recurs else (None, None)
+        of_q = self._query_layer(_name_of(mode)) if mode.attention is None else None
+        q, k, v, gate, *rates = projected(hidden_states, of_q, self.k_proj, self.v_proj, self.g_proj, *rates)
+        q = self._query(hidden_states, q, mode)
+        k, v = self._shared(k, v, state, cu_seqlens, step)
         turned = (q, k)
         if self.rope_both or mode.may_attend or state is not None:
             assert rotary is not None, "the model turns every call's positions"
             turned = apply_rotary_to_both(q, k, rotary)
         o = self._attend(*turned, v, mode, state, cu_seqlens, step)
-        # without a cache nobody will read the state that attention leaves behind
-        if mode.uniform != ATTENTION or state is not None:
-            linear = self._recur(hidden_states, *(turned if self.rope_both else (q, k)), v, state, cu_seqlens, step)
+        if recurs:
+            linear = self._recur(rates, *(turned if self.rope_both else (q, k)), v, state, cu_seqlens, step)
             if o is None:
                 o = linear
             elif mode.attention is not None:
                 # attention is 0 where it does not answer, and looks at no gradient there
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "a mode has one mixer at least"
-        gate = None if self.g_proj is None else self.g_proj(hidden_states)
         return project_out(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
@@ -273,54 +273,54 @@ class OryxMixer(Mixer):
         y = torch.cat([layer(x) for layer in layers], -1)
         return F.pad(y, (0, -y.shape[-1] % 64))
 
-    def _rates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """g, Δ and β (None without a delta rule), float32 `[B, T, H]`."""
-        if self.beta_proj is None:
-            rates, beta = self.dt_proj(x), None
-        elif type(self.dt_proj) is type(self.beta_proj) is nn.Linear:
-            # few columns: one product reads x once
-            rates, beta = F.linear(x, torch.cat([self.dt_proj.weight, self.beta_proj.weight])).chunk(2, -1)
-        else:
-            rates, beta = self.dt_proj(x), self.beta_proj(x)
+    def _rates(self, rates: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """g, Δ and β (None without a delta rule), float32 `[B, T, H]`, of their projections."""
         dt = F.softplus(at_least_float32(rates) + self.dt_bias)
         return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 
-    def _query(self, x: Tensor, mode: Modes) -> Float[Tensor, "B T H K"]:
-        """Each token's query for the mixer of its mode: the other mixer's output of that token is never used."""
+    def _query_layer(self, name: str) -> nn.Linear:
+        """The projection of queries in a mode."""
+        own = self.linear_q_proj if name == LINEAR else None
+        return self.attention_q_proj if own is None else own
 
-        def project(name: str) -> Tensor:
-            own = self.linear_q_proj if name == LINEAR else None
-            return (self.attention_q_proj if own is None else own)(x)
+    def _query(self, x: Tensor, q: Tensor | None, mode: Modes) -> Float[Tensor, "B T H K"]:
+        """Each token's query for the mixer of its mode: the other mixer's output of that token is never used.
+
+        Where all tokens are in one mode, q is their projection.
+        """
 
         def activated(q: Tensor, name: str) -> Tensor:
             return F.silu(q) if self.activations[name] == "silu" else q
 
+        heads = self.num_heads, self.head_dim
         if mode.attention is None:
-            name = LINEAR if mode.uniform == LINEAR else ATTENTION
-            q = activated(project(name), name)
+            assert q is not None, "projected with the others"
+            return activated(q, _name_of(mode)).unflatten(-1, heads)
+        attends = mode.attention[..., None]
+        attention_q, linear_q = self._query_layer(ATTENTION), self._query_layer(LINEAR)
+        if linear_q is attention_q:
+            found = attention_q(x)
+        elif mode.order is not None and can_group(x, linear_q, attention_q):
+            found = project_by_mode(x, linear_q.weight, attention_q.weight, mode.order)
         else:
-            attends = mode.attention[..., None]
-            if self.linear_q_proj is None:
-                q = project(ATTENTION)
-            elif mode.order is not None and can_group(x, self.linear_q_proj, self.attention_q_proj):
-                q = project_by_mode(x, self.linear_q_proj.weight, self.attention_q_proj.weight, mode.order)
-            else:
-                q = torch.where(attends, project(ATTENTION), project(LINEAR))
-            if self.activations[ATTENTION] == self.activations[LINEAR]:
-                q = activated(q, LINEAR)
-            else:
-                q = torch.where(attends, activated(q, ATTENTION), activated(q, LINEAR))
-        return q.unflatten(-1, (self.num_heads, self.head_dim))
+            found = torch.where(attends, *projected(x, attention_q, linear_q))
+        if self.activations[ATTENTION] == self.activations[LINEAR]:
+            found = activated(found, LINEAR)
+        else:
+            found = torch.where(attends, activated(found, ATTENTION), activated(found, LINEAR))
+        return found.unflatten(-1, heads)
 
-    def _shared(self, x: Tensor, name: str, state: LayerState | None, cu_seqlens: Tensor | None, step: bool) -> Tensor:
-        """Keys or values, `[B, T, H, K]`, before rotation."""
-        y, conv = getattr(self, f"{name}_proj")(x), getattr(self, f"{name}_conv")
-        if conv is not None:
-            past = None if state is None else getattr(state, f"{name}_conv")
-            y = conv(y, state=past, cu_seqlens=cu_seqlens, step=step)
+    def _shared(
+        self, k: Tensor, v: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, step: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Keys, before rotation, and values, `[B, T, H, K]`, of their projections."""
+        if self.k_conv is not None and self.v_conv is not None:
+            past = (None, None) if state is None else (state.k_conv, state.v_conv)
+            k, v = convolved((self.k_conv, self.v_conv), (k, v), past, cu_seqlens=cu_seqlens, step=step)
         elif self.kv_activation == "silu":
-            y = F.silu(y)
-        return y.unflatten(-1, (self.num_heads, self.head_dim))
+            k, v = F.silu(k), F.silu(v)
+        heads = self.num_heads, self.head_dim
+        return k.unflatten(-1, heads), v.unflatten(-1, heads)
 
     def _attend(
         self,
@@ -375,7 +375,7 @@ class OryxMixer(Mixer):
 
     def _recur(
         self,
-        x: Tensor,
+        rates: Sequence[Any],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -384,7 +384,7 @@ class OryxMixer(Mixer):
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
         """The linear mixer's outputs of all tokens, whose state advances over all of them."""
-        g, dt, beta = self._rates(x)
+        g, dt, beta = self._rates(*rates)
         options: dict[str, Any] = {"impl": self.impl}
         chunked: Callable[..., ScanOutput] = chunk_ssd
         stepped: Callable[..., Tensor] = ssd_step
@@ -395,7 +395,7 @@ class OryxMixer(Mixer):
             chunked, stepped, options["qk_l2norm"] = chunk_gated_delta_rule, gated_delta_rule_step, True
             inputs = (q, k, v, g, beta)
         if state is not None and step:
-            recurrent = state.recurrent.get(x.shape[0], x)
+            recurrent = state.recurrent.get(v.shape[0], v)
             if beta is None:
                 options["dt"] = dt.squeeze(1)
             options["impl"] = unless_gluon(self.impl)
@@ -416,6 +416,11 @@ class OryxMixer(Mixer):
         head += self.attention_probability * 4.0 * self.head_dim * mean_visible(seq_len)
         convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
         return self.num_heads * head + convs
+
+
+def _name_of(mode: Modes) -> str:
+    """The mode of all tokens of a call."""
+    return LINEAR if mode.uniform == LINEAR else ATTENTION
 
 
 def _unit(x: Float[Tensor, "B T H K"]) -> Tensor:

@@ -56,7 +56,7 @@ def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]
         dtype = _dtype_of_products(x, [weight])
         if dtype is not None:
             return _products(x, weight.split(list(sizes)), dtype)
-    return layer(x).split(list(sizes), -1)
+    return project_out(x, layer).split(list(sizes), -1)
 
 
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
