@@ -56,17 +56,21 @@ def test_other_kernels_are_launched_as_ever(launched, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "variable", "on"),
+    ("device", "capability", "driver", "variable", "on"),
     [
-        ("cuda", (9, 0), None, True),
-        ("cuda", (12, 0), "1", True),
-        ("cuda", (9, 0), "0", False),
-        ("cuda", (8, 9), None, False),
-        ("cpu", None, None, False),
+        ("cuda", (9, 0), 13_000, None, True),
+        ("cuda", (12, 0), 12_030, "1", True),
+        ("cuda", (9, 0), 13_000, "0", False),
+        ("cuda", (8, 9), 13_000, None, False),
+        ("cuda", (9, 0), 12_020, None, False),
+        ("cpu", None, None, None, False),
     ],
 )
-def test_launches_begin_early_inside_the_block_and_where_the_device_can(monkeypatch, device, capability, variable, on):
+def test_launches_begin_early_inside_the_block_and_where_the_device_can(
+    monkeypatch, device, capability, driver, variable, on
+):
     early._can.cache_clear()
+    monkeypatch.setattr(early.driver, "version", lambda: driver)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.delenv("TOKENMIX_EARLY_LAUNCHES", raising=False)
     if variable is not None:

@@ -107,6 +107,13 @@ def _fail(error: int) -> None:
     raise RuntimeError(f"CUDA error {error} at a launch: {(text.value or b'unknown').decode()}")
 
 
+def version() -> int:
+    """The driver's version of CUDA, 1000 · major + 10 · minor."""
+    found = ctypes.c_int()
+    _cuda().cuDriverGetVersion(ctypes.byref(found))
+    return found.value
+
+
 @functools.cache
 def _cuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

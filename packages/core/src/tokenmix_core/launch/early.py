@@ -9,11 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
+from tokenmix_core.launch import driver
 from tokenmix_core.launch.switch import flag
 
 # the last parameter of kernels that can begin before the one ahead has ended
 EARLY = "EARLY"
 _VARIABLE = "TOKENMIX_EARLY_LAUNCHES"
+# CUDA 12.3
+_LEAST_DRIVER = 12_030
 
 
 class _Asked(threading.local):
@@ -33,8 +36,8 @@ def beginning_early(device: torch.device) -> Iterator[None]:
     """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `EARLY`.
 
     What such a kernel reads before it waits must not have been written inside the block, nor by the last launch before
-    it: the weights of a model, and states that no other kernel of a step writes. On GPUs that cannot, before Hopper,
-    and on other devices nothing changes.
+    it: the weights of a model, and states that no other kernel of a step writes. On GPUs before Hopper, with drivers
+    before CUDA 12.3 and on other devices nothing changes.
     """
     before, asked.on = asked.on, wanted() and device.type == "cuda" and _can(device.index)
     try:
@@ -45,4 +48,7 @@ def beginning_early(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _can(index: int | None) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (9, 0):
+        return False
+    # older drivers do not record such launches
+    return driver.version() >= _LEAST_DRIVER
