@@ -50,6 +50,12 @@ def test_kernels_that_wait_begin_early_where_it_is_asked_for(launched, named):
     assert launched(True, x, 5, False, num_warps=2) == [((5, False), {"num_warps": 2})]
 
 
+def test_a_kernel_with_a_parameter_behind_is_refused(launched, monkeypatch):
+    monkeypatch.setattr(Kernel, "arg_names", ("x", "EARLY", "n"))
+    with pytest.raises(TypeError, match="n follows EARLY, which must be the last parameter"):
+        launched(True, torch.zeros(4), True, 5)
+
+
 def test_other_kernels_are_launched_as_ever(launched, monkeypatch):
     monkeypatch.setattr(Kernel, "arg_names", ("x", "n"))
     assert launched(True, torch.zeros(4), 5) == [((5,), {})]

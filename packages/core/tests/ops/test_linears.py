@@ -141,6 +141,12 @@ def test_a_product_behind_a_swiglu_of_one_token_errs_no_more_than_the_reference(
     assert_within("y", found, exact, swiglu_linear(*x, impl="reference"), floor=2 * torch.finfo(HALF).eps)
 
 
+@torch.no_grad()
+def test_no_layers_are_no_call(launches):
+    assert projected(torch.zeros(1, 8), None, None) == (None, None)
+    assert not launches
+
+
 class OfAnotherClass(torch.Tensor):
     """As weights of quantised layers are."""
 

@@ -113,3 +113,10 @@ def test_malformed_steps_are_refused(place, bad, said):
     x[place] = bad
     with pytest.raises(ValueError, match=f"rotate_step: .*{said}"):
         rotate_step(*x)
+
+
+def test_a_cache_without_a_place_is_refused():
+    x = list(inputs(dtype=torch.float32, V=0, S=1))
+    x[5] = x[5][:, :0]
+    with pytest.raises(ValueError, match="rotate_step: keys must have a place"):
+        rotate_step(*x)

@@ -16,8 +16,8 @@ class Heads(NamedTuple):
         q, k: `[B, T, HQ, K]`, `[B, T, H, K]`, as the window sees them.
         v: `[B, T, H, V]`.
         q_slots, k_slots: q and k as the slots see them.
-        f: `[B, T, H, M]`, natural logs of the gates, in a step of slots and window together what they are made of; None
-            where no token can enter a slot.
+        f: `[B, T, H, M]`, natural logs of the gates; in a joint step the projections themselves; None where no
+            token can enter a slot.
         weight: `[B, T, HQ]`, or of ones in their place: the slots' in a sum of what they and the window give alone;
             None where one softmax holds both, or there is one memory only.
     """

@@ -135,8 +135,16 @@ class AddsBeforeNorm:
     post_attention_layernorm: ResidualNorm
     mlp: SwiGLU
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
-        mixed, _ = self.self_attn(self.input_layernorm(hidden_states), **given)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        **given: Any,
+    ) -> Tensor:
+        given |= {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         y, hidden_states = self.post_attention_layernorm(hidden_states, mixed)
         return hidden_states + self.mlp(y)
 

@@ -17,12 +17,23 @@ def gates():
     torch.autograd.grad(y, f, torch.empty_like(y))
 
 
+def slots_step():
+    from tokenmix_nha.ops import SlotWindowState, slot_window_attention_step
+
+    q, k, v, f = (torch.empty(B, H, size, dtype=torch.float16) for H, size in ((16, 128), (4, 128), (4, 128), (4, 32)))
+    state = SlotWindowState.zeros(B, 4, 32, 128, 128, 32, dtype=torch.float16)
+    with torch.no_grad():
+        slot_window_attention_step(q, k, v, f, state, normalizer=8.0, impl="triton")
+
+
 @without_gpu
 def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
     kernels = compiled_by(__file__)
-    assert len(kernels) == 2
+    assert len(kernels) == 3
     assert_all_fit(kernels)
 
 
 if __name__ == "__main__":
-    compile_calls({"gates": gates}, "tokenmix_core.ops", "tokenmix_nha.ops", portable=True)
+    compile_calls(
+        {"gates": gates, "slots, a token": slots_step}, "tokenmix_core.ops", "tokenmix_nha.ops", portable=True
+    )

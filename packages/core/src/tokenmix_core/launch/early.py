@@ -35,9 +35,10 @@ def wanted() -> bool:
 def beginning_early(device: torch.device) -> Iterator[None]:
     """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `EARLY`.
 
-    What such a kernel reads before it waits must not have been written inside the block, nor by the last launch before
-    it: the weights of a model, and states that no other kernel of a step writes. On GPUs before Hopper, with drivers
-    before CUDA 12.3 and on other devices nothing changes.
+    What such a kernel reads before it waits must not have been written by an earlier launch of the block, nor by the
+    last one before it: the weights of a model, and a state that this kernel alone writes, once a step. So a block is
+    one step, and a kernel that begins in turn comes first. On GPUs before Hopper, with drivers before CUDA 12.3 and on
+    other devices nothing changes.
     """
     before, asked.on = asked.on, wanted() and device.type == "cuda" and _can(device.index)
     try:

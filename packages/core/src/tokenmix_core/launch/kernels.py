@@ -152,8 +152,10 @@ class _Launcher:
         self._packed: dict[tuple, bytes] = {}
         # how many of the first arguments may be tensors
         self._tensors = 0
-        # of a kernel that knows how to wait for the one before, how many arguments leave out EARLY, its last
+        # of a kernel that knows how to wait for the one before, how many arguments leave out EARLY
         names = private.argument_names(kernel)
+        if EARLY in names[:-1]:
+            raise TypeError(f"{names[-1]} follows {EARLY}, which must be the last parameter")
         self._without_early = len(names) - 1 if EARLY in names else -1
 
     def __getitem__(self, grid: tuple[int, ...]):

@@ -66,7 +66,8 @@ class Recorded:
         Returns:
             Whether it was repeated, with no Python of its own run.
         """
-        with beginning_early(self.ids.device):
+        # what is not recorded is replayed call by call, which early launches are not
+        with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
             return self._do(key, work, rehearsal)
 
     def _do(self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any]) -> bool:

@@ -92,7 +92,12 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     rows, number = x.numel() // x.shape[-1], len(weights)
-    if rows > MOST_ROWS or number > MOST_WEIGHTS or _forward_mode() or any(w.dtype != x.dtype for w in weights):
+    if (
+        not 0 < number <= MOST_WEIGHTS
+        or rows > MOST_ROWS
+        or _forward_mode()
+        or any(w.dtype != x.dtype for w in weights)
+    ):
         return False
     return rows == 1 or (number > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * number)
 

@@ -157,7 +157,7 @@ def apply_rotary_to_both(
 ) -> tuple[Tensor, Tensor]:
     """`apply_rotary` of q and k; of one token of each sequence, without gradients, in one launch."""
     # where torch traces, the number of tokens, asked for, would make a graph for either answer
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1 or q.dtype != k.dtype:
         return apply_rotary(q, rotation), apply_rotary(k, rotation)
     turned = torch.empty_like(k, memory_format=torch.contiguous_format)
     q, k, cos, sin = (x.squeeze(1) for x in (q, k, *rotation))

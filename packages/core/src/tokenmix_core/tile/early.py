@@ -22,6 +22,6 @@ def await_kernels_before(EARLY: tl.constexpr):
 
 @triton.jit
 def take_turn(EARLY: tl.constexpr):
-    """Let the next kernel begin, and wait for those before: what spares a launch's time alone."""
+    """Let the next kernel begin, and wait for those before: saves a launch's time alone."""
     let_next_begin(EARLY)
     await_kernels_before(EARLY)

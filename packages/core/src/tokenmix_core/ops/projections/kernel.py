@@ -20,7 +20,7 @@ _NUMBERS = [f"n{i}" for i in range(MOST_WEIGHTS)]
 
 
 @triton.jit
-def turn_to(i_n, w, y, N, w_next, y_next, n_next, BN: tl.constexpr):
+def next_weight(i_n, w, y, N, w_next, y_next, n_next, BN: tl.constexpr):
     """The next weight, its result and rows in place of the last, if tile `i_n` lies behind that; the tile's number."""
     if w_next is not None:
         tiles = tl.cdiv(N, BN)
@@ -35,11 +35,11 @@ def find_rows(
     w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN: tl.constexpr
 ):  # fmt: skip
     """This program's tile, its weight, result and number of rows."""
-    i_n, w, y, N = turn_to(tl.program_id(0), w0, y0, n0, w1, y1, n1, BN)
-    i_n, w, y, N = turn_to(i_n, w, y, N, w2, y2, n2, BN)
-    i_n, w, y, N = turn_to(i_n, w, y, N, w3, y3, n3, BN)
-    i_n, w, y, N = turn_to(i_n, w, y, N, w4, y4, n4, BN)
-    return turn_to(i_n, w, y, N, w5, y5, n5, BN)
+    i_n, w, y, N = next_weight(tl.program_id(0), w0, y0, n0, w1, y1, n1, BN)
+    i_n, w, y, N = next_weight(i_n, w, y, N, w2, y2, n2, BN)
+    i_n, w, y, N = next_weight(i_n, w, y, N, w3, y3, n3, BN)
+    i_n, w, y, N = next_weight(i_n, w, y, N, w4, y4, n4, BN)
+    return next_weight(i_n, w, y, N, w5, y5, n5, BN)
 
 
 @cached_launch

@@ -109,6 +109,8 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
         keys=(keys, "B S H K"), values=(values, "B S H V?"), places=(places, "B?"),
     )  # fmt: skip
     check_dtype(op, (torch.int64,), places=places)
+    if not dims["S"]:
+        raise ValueError(f"{op}: keys must have a place at least, got {list(keys.shape)}")
     for name, x in (("keys", keys), ("values", values)):
         if x is not None and x.stride(3) != 1:
             raise ValueError(f"{op}: {name} must have channels side by side, got strides {x.stride()}")

@@ -277,7 +277,7 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 def _check_state(
     op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
-    """The state of a call with these queries and gates, None for gates of log σ."""
+    """Check the state of a call with these queries and gates; f is None where it holds logits."""
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {

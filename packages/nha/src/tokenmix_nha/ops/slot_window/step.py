@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
 from tokenmix_core.tile.decay import LOG2_E
@@ -19,6 +20,7 @@ from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 _RING_INSIDE = 512
 
 
+@cached_launch
 @triton.jit
 def slot_window_step_kernel(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
