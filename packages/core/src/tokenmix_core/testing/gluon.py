@@ -160,8 +160,9 @@ class Jit:
             signature = inspect.signature(self.function)
             # what is no parameter is an option of the launch
             named = {name: x for name, x in options.items() if name in signature.parameters}
-            given = signature.bind(*args, **named).arguments
-            arguments = [_argument(given[name], p.annotation) for name, p in signature.parameters.items()]
+            given = signature.bind(*args, **named)
+            given.apply_defaults()
+            arguments = [_argument(given.arguments[name], p.annotation) for name, p in signature.parameters.items()]
             vars(self.language)["num_programs"] = lambda axis: torch.tensor(grid[axis])
             for program in itertools.product(*map(range, grid)):
                 vars(self.language)["program_id"] = lambda axis, program=program: torch.tensor(program[axis])
