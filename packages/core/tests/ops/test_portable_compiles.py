@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
+from tokenmix_core import tuning
 from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
 B, T, H, K, W = 8, 4096, 16, 64, 4
@@ -115,10 +117,23 @@ def merging():
     merge_attention([AttentionOutput(half(B, 1, H, 128), long(B, 1, H)) for _ in range(2)], impl="triton")
 
 
+def tokens():
+    from tokenmix_core.ops import attention_decode, gated_delta_rule_step, short_conv_step, ssd_step
+
+    # who is told to interpret refuses bfloat16
+    q, k, v, cache = (torch.empty(*s, dtype=torch.float16) for s in ((B, H, K), (B, H, K), (B, H, K), (B, T, 4, K)))
+    # a CPU would split nothing
+    with patch.object(tuning, "splits", lambda *_: 8):
+        attention_decode(q[:, None], cache, cache, torch.zeros(B, dtype=torch.int32), impl="triton")
+    gated_delta_rule_step(q, k, v, long(B, H), long(B, H), long(B, H, K, K), impl="triton")
+    ssd_step(q, k, v, long(B, H), long(B, H, K, K), impl="triton")
+    short_conv_step(half(B, 1024), long(1024, W), long(1024), half(B, 1024, W - 1), impl="triton")
+
+
 CALLS = {
     "norms": norms, "rotation": rotation, "products": products, "gates": gates, "convolutions": convolutions,
     "layer's step": layer_step, "kept keys": kept_keys, "sinks": sinks,
-    "layers": layers, "rotation's step": rotation_step, "merging": merging,
+    "layers": layers, "rotation's step": rotation_step, "merging": merging, "tokens": tokens,
 }  # fmt: skip
 
 

@@ -66,16 +66,13 @@ class Recorded:
         Returns:
             Whether it was repeated, with no Python of its own run.
         """
-        # what is not recorded is replayed call by call, which early launches are not
-        with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
-            return self._do(key, work, rehearsal)
-
-    def _do(self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any]) -> bool:
         repeat = self.repeats.get(key)
         if repeat is None and key in self.repeats and self.capture is not None:
             repeat = self._record(key, work, rehearsal)
         if repeat is None:
-            work()
+            # calls of what is not to be recorded are replayed one by one, which early launches are not
+            with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
+                work()
             self.repeats.setdefault(key, None)
             return False
         repeat()
@@ -94,7 +91,7 @@ class Recorded:
         """Record work that has been done before; None where that fails, which is said, and all goes on without."""
         assert self.capture is not None
         try:
-            with rehearsal():
+            with rehearsal(), beginning_early(self.ids.device):
                 repeat = self.repeats[key] = self.capture(work)
             return repeat
         except torch.OutOfMemoryError:

@@ -87,10 +87,8 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
 def _forms(kernel: Any, args: tuple, options: dict) -> Iterator[tuple[tuple, dict]]:
     """A launch, and the same where it may begin early."""
     yield args, options
-    names = private.argument_names(kernel)
-    if EARLY in names:
-        place = names.index(EARLY)
-        yield (*args[:place], True, *args[place + 1 :]), {**options, "launch_pdl": True}
+    if private.argument_names(kernel)[-1] == EARLY:
+        yield (*args[:-1], True), {**options, "launch_pdl": True}
 
 
 class _Hopper:

@@ -33,10 +33,15 @@ def log_forget_gates(
     check_dtype(op, _FLOATS, f=f)
     if not f.dim():
         raise ValueError(f"{op}: f must have at least one dimension, got a scalar")
-    if not (normalizer > 0 and math.isfinite(normalizer)):
-        raise ValueError(f"{op}: normalizer must be positive, got {normalizer!r}")
+    check_normalizer(op, normalizer)
     if row_impl(op, impl, f) == "reference" or not f.numel():
         return log_forget_gates_reference(f, normalizer)
     from tokenmix_nha.ops.forget_gates.autograd import gates
 
     return gates(f, normalizer)
+
+
+def check_normalizer(op: str, normalizer: float) -> None:
+    """Raise a ValueError for a τ that is not positive."""
+    if not (normalizer > 0 and math.isfinite(normalizer)):
+        raise ValueError(f"{op}: normalizer must be positive, got {normalizer!r}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,6 +18,7 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
+from tokenmix_nha.ops.forget_gates.api import check_normalizer
 from tokenmix_nha.ops.forget_gates.reference import log_forget_gates_reference
 from tokenmix_nha.ops.slot_window import reference
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
@@ -165,8 +164,8 @@ def slot_window_attention_step(
     _check_rest(op, backend, dims, **token)
     if (q_slots is None) != (k_slots is None):
         raise ValueError(f"{op}: q_slots and k_slots go together, got one without the other")
-    if normalizer is not None and not (normalizer > 0 and math.isfinite(normalizer)):
-        raise ValueError(f"{op}: normalizer must be positive, got {normalizer!r}")
+    if normalizer is not None:
+        check_normalizer(op, normalizer)
     _check_state(op, dims, q, f if normalizer is None else None, k_slots, state)
     for name, x in state._asdict().items():
         if x is not None and not x.is_contiguous():
