@@ -28,15 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from arena import report, runner
-    from arena.contestants import CONTESTANTS, DIVISIONS
     from arena.pieces import Comparison
     from arena.sizes import SIZES
-    from arena.tasks import TASKS
 
     if args.size not in SIZES:
         raise ValueError(f"there is no size {args.size!r}; choose from {', '.join(SIZES)}")
-    names = (args.divisions or tuple(DIVISIONS), args.contestants or tuple(CONTESTANTS), args.tasks or tuple(TASKS))
-    comparison = Comparison(SIZES[args.size], args.results, *names)
+    comparison = Comparison(SIZES[args.size], args.results, args.divisions, args.contestants, args.tasks)
     if args.command == "plan":
         print(report.plan(comparison))
         return 0
@@ -88,9 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         "GPU; report: tables and pictures of what is there; all: run, costs and report",
     )
     parser.add_argument("--size", default="smoke", help="smoke, compact, small or medium (default: smoke)")
-    parser.add_argument("--divisions", type=_names, metavar="A,B", help="parameters, state (default: both)")
-    parser.add_argument("--contestants", type=_names, metavar="A,B", help="by name (default: all)")
-    parser.add_argument("--tasks", type=_names, metavar="A,B", help="by name (default: all)")
+    parser.add_argument(
+        "--divisions", type=_names, metavar="A,B", default=(), help="parameters, state (default: the size's)"
+    )
+    parser.add_argument("--contestants", type=_names, metavar="A,B", default=(), help="by name (default: the size's)")
+    parser.add_argument("--tasks", type=_names, metavar="A,B", default=(), help="by name (default: the size's)")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop after so many, and go on in the next call")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pieces side by side (default: 1)")
     parser.add_argument("--gpus", type=_names, metavar="0,1", help="GPUs to spread them over (default: all visible)")

@@ -8,6 +8,7 @@ from arena.contestants import PARAMETERS, STATE
 from arena.measures import MEAN, Estimate, Line, Scores, title
 from arena.sizes import LEAST_SEEDS, Size
 from arena.tasks import MQAR, NEEDLE, TEXT
+from tokenmix_nats_l.recipes import TABLE_4
 
 HELD, NOT_HELD, OPEN, NOT_LEARNT, NOT_MEASURED = "held", "did not hold", "not decided", "not learnt", "not measured"
 # mean accuracy that one side must reach: two that recall nothing are equal, which says nothing about them
@@ -48,8 +49,8 @@ def _recall(paper: str, says: str, line: Line, other: Line, margin: float = 0.0)
     ]
 
 
-def _text(paper: str, says: str, line: Line, other: Line, margin: float = 0.0) -> Claim:
-    return Claim(paper, says, PARAMETERS, TEXT, "loss at 1x", line, other, margin, higher=False)
+def _text(paper: str, says: str, line: Line, other: Line, margin: float = 0.0, times: int = 1) -> Claim:
+    return Claim(paper, says, PARAMETERS, TEXT, f"loss at {times}x", line, other, margin, higher=False)
 
 
 _EQUAL_ACCURACY, _EQUAL_LOSS = 0.02, 0.01
@@ -79,10 +80,24 @@ CLAIMS: list[Claim] = [
     ),
     *_recall("LTE", "laLTE recalls more than Gated DeltaNet", ("lalte", ""), _GDN),
     Claim("LTE", "At one size of state laLTE recalls more than GDN", STATE, MQAR, MEAN, ("lalte", ""), _GDN),
+    *(
+        Claim("LTE", f"laLTE recalls more than {title(other)}", PARAMETERS, MQAR, MEAN, ("lalte", ""), other)
+        for other in (("gdn-swa", ""), ("lalte-mlp", ""))
+    ),
     *_recall("LTE", "laNSA recalls more than Gated DeltaNet", ("lansa", ""), _GDN),
     *_recall("NAtS-L", "NAtS-L recalls more than Gated DeltaNet", ("nats-l", ""), _GDN),
     *_recall("NAtS-L", "NAtS-L Hybrid recalls no less than GDN-H", ("nats-l-h", ""), _GDN_H, _EQUAL_ACCURACY),
     _text("NAtS-L", "NAtS-L Hybrid predicts text no worse than GDN-H", ("nats-l-h", ""), _GDN_H, _EQUAL_LOSS),
+    *(
+        _text("NAtS-L", f"At 16 times the training length {title(line)} predicts text better than {title(other)}",
+              line, other, times=16)
+        for line, other in ((("nats-l", ""), _ATTENTION), (("nats-l-h", ""), _GDN_H))
+    ),
+    *(
+        Claim("NAtS-L", f"NAtS-L Hybrid recalls no less than with {name.replace('-', ' ')}", PARAMETERS, MQAR, MEAN,
+              ("nats-l-h", ""), (f"nats-l-h-{name}", ""), _EQUAL_ACCURACY)
+        for name in TABLE_4
+    ),
 ]  # fmt: skip
 
 

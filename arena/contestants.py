@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training import steer_sparsity
+from tokenmix_nats_l.recipes import TABLE_4
 from tokenmix_nats_l.training import log_shares
 from tokenmix_nha.windows import hybrid_windows, nha_layers
 from tokenmix_oryx.recipes import FAMILIES, mode_rows
@@ -66,6 +67,8 @@ class Contestant:
         row_inputs: as of a `Recipe`.
         modes: the modes that it is measured in, each a line of the tables; none for a model without modes.
         drops: parts of a layer's state that its bounded form need not keep.
+        extra: it takes part only where a size, or who asks, names it.
+        ablates: the contestant that it is an ablation of, whose rates it takes.
     """
 
     name: str
@@ -78,6 +81,8 @@ class Contestant:
     row_inputs: Callable[[Recipe], Any] | None = None
     modes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
+    extra: bool = False
+    ablates: str | None = None
 
     def takes_part(self, division: str) -> bool:
         """Tell whether its mixer is registered, and its state can be set where the division wants that."""
@@ -134,10 +139,24 @@ def _oryx(family: str) -> Callable[[Size], Fields]:
     return fields
 
 
+def _gdn_and(mixer: str, size: Size, options: Fields) -> Fields:
+    """Gated DeltaNet and another mixer by turns, as in LTE's paper."""
+    return _pattern(GDN, mixer, **{"gated_delta_net": _gdn(size), mixer: options})
+
+
+def _lalte(size: Size, **changes: Any) -> Fields:
+    return _gdn_and(LTE, size, _lte(size, 3 * size.seq_len // 16, size.seq_len // 8) | changes)
+
+
 def _nats_l(size: Size, *, hybrid: bool) -> dict[str, Any]:
     heads = max(1, round(0.75 * _heads(size)))
     options = {"num_heads": heads, "head_dim": size.head, "expand_v": 2.0, "num_softmax_heads": 2 * heads}
     return options | {"rope": not hybrid}
+
+
+def _nats_l_hybrid(size: Size, **changes: Any) -> Fields:
+    options = _nats_l(size, hybrid=True) | changes
+    return _pattern(GDN, GDN, GDN, NATS_L, gated_delta_net=_gdn(size), nats_l=options)
 
 
 def _nsa(size: Size) -> dict[str, Any]:
@@ -194,7 +213,7 @@ CONTESTANTS = {
         Contestant(
             "lalte",
             "laLTE",
-            lambda s: _pattern(GDN, LTE, gated_delta_net=_gdn(s), lte=_lte(s, 3 * s.seq_len // 16, s.seq_len // 8)),
+            _lalte,
             lambda s: (
                 _pattern(GDN, LTE, gated_delta_net=_square_gdn(s), lte=_lte(s, window, cap))
                 for window in range(NARROWEST, 2 * s.head)
@@ -205,20 +224,42 @@ CONTESTANTS = {
         Contestant(
             "lansa",
             "laNSA",
-            lambda s: _pattern(GDN, NSA, gated_delta_net=_gdn(s), nsa=_nsa(s)),
+            lambda s: _gdn_and(NSA, s, _nsa(s)),
             model_type="tokenmix_lte",
             mixer=NSA,
         ),
         Contestant("nsa", "NSA", lambda s: _pattern(NSA, nsa=_nsa(s)), model_type="tokenmix_lte", mixer=NSA),
         Contestant("nats-l", "NAtS-L", lambda s: _pattern(NATS_L, nats_l=_nats_l(s, hybrid=False)), **_NATS_L),
+        Contestant("nats-l-h", "NAtS-L Hybrid", _nats_l_hybrid, **_NATS_L),
+        Contestant("gdn-attention", "GDN, attention", lambda s: _gdn_and(ATTENTION, s, _attention(s)), extra=True),
+        # as many keys in reach as laLTE's window and half its cap hold, as in its paper
         Contestant(
-            "nats-l-h",
-            "NAtS-L Hybrid",
-            lambda s: _pattern(GDN, GDN, GDN, NATS_L, gated_delta_net=_gdn(s), nats_l=_nats_l(s, hybrid=True)),
-            **_NATS_L,
+            "gdn-swa",
+            "GDN, window",
+            lambda s: _pattern(
+                GDN,
+                WINDOW,
+                gated_delta_net=_gdn(s),
+                window={"type": ATTENTION, **_attention(s, window=s.seq_len // 4)},
+            ),
+            extra=True,
+        ),
+        Contestant("lalte-mlp", "laLTE, MLP", partial(_lalte, scorer="mlp"), extra=True, ablates="lalte", **_LTE),
+        *(
+            Contestant(
+                f"nats-l-h-{name}",
+                f"NAtS-L Hybrid, {name.replace('-', ' ')}",
+                partial(_nats_l_hybrid, **TABLE_4[name]),
+                extra=True,
+                ablates="nats-l-h",
+                **_NATS_L,
+            )
+            for name in TABLE_4
         ),
     )
 }
+# who takes part where nobody is named
+EVERYBODY = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.extra)
 
 
 def run_in(name: str, division: str, size: Size) -> str:

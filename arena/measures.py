@@ -20,6 +20,8 @@ Line = tuple[str, str]
 MEAN = "mean"
 # what the columns of a switch between modes begin with
 EXCESS = "excess"
+# columns of what is shown over training
+_LOOKS = 5
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,23 @@ class Scores:
         mine, theirs = (self.lines.get(which, {}).get(column, {}) for which in (line, other))
         common = sorted(mine.keys() & theirs.keys())
         return Estimate.of([mine[seed] - theirs[seed] for seed in common]) if common else None
+
+
+def decisions(comparison: Comparison, division: str, task: str, contestant: str) -> dict[str, dict[int, Estimate]]:
+    """What the layers of a contestant decided over training: by name, at steps about a fifth of it apart.
+
+    A number of a seed is the mean over layers.
+    """
+    found: dict[str, dict[int, list[float]]] = {}
+    for piece in comparison.counted(division, task, contestant):
+        layers: dict[str, dict[int, list[float]]] = {}
+        for key, series in ((comparison.read(piece) or {}).get("logged") or {}).items():
+            for step, value in series[:: max(1, len(series) // _LOOKS)]:
+                layers.setdefault(key.partition("/")[0], {}).setdefault(step, []).append(value)
+        for what, steps in layers.items():
+            for step, values in steps.items():
+                found.setdefault(what, {}).setdefault(step, []).append(fmean(values))
+    return {what: {step: Estimate.of(values) for step, values in steps.items()} for what, steps in found.items()}
 
 
 def costs(comparison: Comparison, division: str) -> dict[Line, dict[int, dict[str, Any]]]:

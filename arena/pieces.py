@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, run_in, solve, taking_part
+from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, EVERYBODY, run_in, solve, taking_part
 from arena.sizes import Size
 from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
 from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
@@ -33,6 +33,8 @@ from tokenmix_core.training.recipe import Recipe
 COSTS = "costs"
 # the share of a run's end whose mean loss chooses the rate
 _LAST = 0.1
+# about as many points of what callbacks log are kept
+_POINTS = 20
 
 
 class Piece(NamedTuple):
@@ -68,16 +70,20 @@ class Comparison:
     Attributes:
         size: of everything.
         results: the folder of the results of all sizes.
-        divisions, contestants, tasks: the part of the comparison that is looked at, by name.
+        divisions, contestants, tasks: the part of the comparison that is looked at, by name; none given: what belongs
+            to the size.
     """
 
     size: Size
     results: Path
-    divisions: tuple[str, ...] = DIVISIONS
-    contestants: tuple[str, ...] = tuple(CONTESTANTS)
-    tasks: tuple[str, ...] = tuple(TASKS)
+    divisions: tuple[str, ...] = ()
+    contestants: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        every = {"divisions": DIVISIONS, "contestants": EVERYBODY, "tasks": tuple(TASKS)}
+        for part, names in every.items():
+            object.__setattr__(self, part, getattr(self, part) or getattr(self.size, part) or names)
         for what, names, known in (
             ("division", self.divisions, DIVISIONS),
             ("contestant", self.contestants, CONTESTANTS),
@@ -105,8 +111,13 @@ class Comparison:
         return list(dict.fromkeys(found))
 
     def tuning(self, division: str, task: str, contestant: str) -> list[Piece]:
-        """The pieces that choose the rate: one for each of the grid, at a seed that no result counts."""
+        """The pieces that choose the rate: one for each of the grid, at a seed that no result counts.
+
+        An ablation has none, as it takes the rate of what it ablates.
+        """
         size = self.size
+        if CONTESTANTS[contestant].ablates is not None:
+            return []
         division = run_in(contestant, division, size)
         return [Piece(division, contestant, task, rate, size.tuning_seed) for rate in size.rates]
 
@@ -115,7 +126,8 @@ class Comparison:
 
         A run that diverged lost. Where all did, the smallest rate stands for the contestant.
         """
-        tried = {piece.rate: self.read(piece) for piece in self.tuning(division, task, contestant)}
+        tuned = CONTESTANTS[contestant].ablates or contestant
+        tried = {piece.rate: self.read(piece) for piece in self.tuning(division, task, tuned)}
         if any(result is None for result in tried.values()):
             return None
         losses = {rate: result["last loss"] for rate, result in tried.items() if result is not None}
@@ -260,14 +272,22 @@ def _measured(piece: Piece, size: Size, folder: Path) -> dict[str, Any]:
 
 
 def _training(folder: Path, diverged: bool) -> dict[str, Any]:
-    """The loss by step, the mean over its end (None for a run that diverged), and the speed."""
+    """The loss by step, the mean over its end (None for a run that diverged), what callbacks log, and the speed.
+
+    Callbacks log by layer, as NAME/LAYER; some of their numbers are enough for a curve.
+    """
     lines = [line for line in read_metrics(folder / trainer.METRICS) if "loss" in line]
+    thinned = lines[:: max(1, len(lines) // _POINTS)]
+    names = sorted({name for line in lines for name in line if "/" in name})
     curve = [(line["step"], line["loss"]) for line in lines]
     end = curve[-1][0] * (1 - _LAST)
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     return {
         "last loss": None if diverged else fmean(loss for step, loss in curve if step > end),
         "loss": [(step, round(loss, 4)) for step, loss in curve if math.isfinite(loss)],
+        "logged": {
+            name: [(line["step"], float(f"{line[name]:.4g}")) for line in thinned if name in line] for name in names
+        },
         # after short examples and compilation
         "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,
     }

@@ -10,7 +10,7 @@ from typing import Any
 from arena import measures
 from arena.claims import CLAIMS, LEARNT, NOT_MEASURED, judge
 from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
-from arena.measures import EXCESS, MEAN, Estimate, Line, Scores, front, title
+from arena.measures import EXCESS, MEAN, Estimate, Line, Scores, decisions, front, title
 from arena.pieces import Comparison
 from arena.sizes import LEAST_RATES, Size
 from arena.tasks import MQAR, TASKS, TEXT
@@ -52,7 +52,7 @@ def plan(comparison: Comparison) -> str:
 def done(comparison: Comparison) -> str:
     """How many runs and measurements of a comparison are there."""
     runs, costs = comparison.runs(), comparison.costs()
-    wanted = len(runs) * (len(comparison.size.rates) + len(comparison.size.seeds))
+    wanted = sum(len(comparison.tuning(*run)) + len(comparison.size.seeds) for run in runs)
     pieces = [piece for run in runs for piece in (*comparison.tuning(*run), *comparison.counted(*run))]
     there, measured = (sum(comparison.read(piece) is not None for piece in some) for some in (pieces, costs))
     return f"{there:,} of {wanted:,} runs are done, and {measured} of {len(costs)} measurements of costs."
@@ -140,6 +140,8 @@ def _parts(comparison: Comparison, folder: Path) -> list[str]:
                 parts.append(f"![{picture['title']}]({image.name})")
         for task in comparison.tasks:
             parts += [f"### {TASKS[task].title}", scores_table(comparison, division, task)]
+            if decided := decisions_table(comparison, division, task):
+                parts.append(decided)
         parts += ["### Costs", costs_table(comparison, division)]
     missing = [c.title for c in CONTESTANTS.values() if c not in taking_part(PARAMETERS)]
     if missing:
@@ -167,9 +169,10 @@ def _setting(comparison: Comparison) -> str:
 
 
 def _claims(comparison: Comparison) -> str:
-    scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in CLAIMS}
+    belong = [claim for claim in CLAIMS if {claim.line[0], claim.other[0]} <= set(comparison.contestants)]
+    scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in belong}
     rows: list[Row] = []
-    for claim in CLAIMS:
+    for claim in belong:
         found = judge(claim, scores[claim.division, claim.task], comparison.size)
         shown = "" if found.difference is None else str(found.difference)
         rows.append({"paper": claim.paper, "claim": claim.says, "at this size": found.word, "difference": shown})
@@ -199,6 +202,19 @@ def _cell(value: Estimate | None, size: Size) -> str:
     if value is None:
         return "–"
     return str(value) if value.seeds == len(size.seeds) else f"{value} ({value.seeds} of {len(size.seeds)} seeds)"
+
+
+def decisions_table(comparison: Comparison, division: str, task: str) -> str | None:
+    """What layers decided over training, means over layers and seeds; None where no package logged any such thing."""
+    rows: list[Row] = []
+    for name in comparison.entrants(division):
+        for what, found in decisions(comparison, division, task, name).items():
+            cells = {f"step {step:,}": str(value) for step, value in found.items()}
+            rows.append({"contestant": CONTESTANTS[name].title, "logged": what, **cells})
+    if not rows:
+        return None
+    text = "By step of training, means over layers and seeds (softmax_share: of chunks; kept: keys of a row):"
+    return f"{text}\n\n{format_table(rows)}"
 
 
 COSTS = {

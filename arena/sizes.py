@@ -34,6 +34,8 @@ class Size:
         examples: sequences of an evaluation.
         reach: text is read to this many times the training length.
         cost_lengths: contexts at which speed and memory are measured.
+        contestants, divisions, tasks: what belongs to a comparison of this size, by name; None: everybody but
+            ablations, both divisions, and all tasks.
     """
 
     name: str
@@ -58,6 +60,9 @@ class Size:
     examples: int
     reach: int
     cost_lengths: tuple[int, ...]
+    contestants: tuple[str, ...] | None = None
+    divisions: tuple[str, ...] | None = None
+    tasks: tuple[str, ...] | None = None
 
     @property
     def says_something(self) -> bool:
@@ -146,7 +151,9 @@ SIZES = {
             reach=16,
             cost_lengths=(1024, 4096, 16384, 65536),
         ),
-        # 85M parameters beside the embedding
+        # 85M parameters beside the embedding: those that LTE's and NAtS-L's papers compare, on what models of this size
+        # learn in some million tokens. Steps count for more than tokens in learning recall, so batches are small; rates
+        # and initial weights are smaller than those of narrow models (docs/log.md, "Recall at 340M")
         Size(
             name="medium",
             width=768,
@@ -156,20 +163,40 @@ SIZES = {
             slots=64,
             near=32,
             mlp_step=8,
-            seq_len=2048,
-            needle_len=2048,
-            words=2048,
+            seq_len=1024,
+            needle_len=1024,
+            words=1024,
             deviation=0.005,
-            steps=3000,
+            steps=1500,
             ramp=0.7,
-            readers=2,
-            batch_tokens=2**15,
+            readers=0,
+            batch_tokens=2**12,
             rates=(2.5e-4, 5e-4, 1e-3),
             tuning_seed=0,
             seeds=(1, 2, 3),
             examples=128,
             reach=16,
             cost_lengths=(1024, 4096, 16384, 65536),
+            contestants=(
+                "attention",
+                "gdn",
+                "gdn-h",
+                "nats-l",
+                "nats-l-h",
+                "nats-l-h-softmax-own-chunk",
+                "nats-l-h-linear-own-chunk",
+                "nats-l-h-no-decay",
+                "nats-l-h-norm-of-sum",
+                "nats-l-h-no-weights",
+                "nats-l-h-weights-from-inputs",
+                "gdn-attention",
+                "gdn-swa",
+                "lalte",
+                "lalte-mlp",
+                "lansa",
+            ),
+            divisions=("parameters",),
+            tasks=("mqar", "text"),
         ),
     )
 }
