@@ -209,7 +209,7 @@ def decisions_table(comparison: Comparison, division: str, task: str) -> str | N
     rows: list[Row] = []
     for name in comparison.entrants(division):
         for what, found in decisions(comparison, division, task, name).items():
-            cells = {f"step {step:,}": str(value) for step, value in found.items()}
+            cells = {f"step {step:,}": f"{value.mean:.3g}" for step, value in found.items()}
             rows.append({"contestant": CONTESTANTS[name].title, "logged": what, **cells})
     if not rows:
         return None
