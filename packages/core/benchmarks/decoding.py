@@ -1,0 +1,252 @@
+"""What a token of whole models takes, beside the time of its bytes: `python decoding.py [--only NAME] [options]`.
+
+Models of recipes, and a Llama of 8B converted to NHA, with random weights in bfloat16, read a prompt; then each takes
+turns of recorded steps (`model.decoding`), of which the best counts. Rows go into the JSON of the documents' table as
+they come, in the place of older rows of the same model, sequences and tokens. The packages of all papers must be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tokenmix_core.evaluation.efficiency import Stopwatch, cache_bytes, weight_bytes
+from tokenmix_core.files import write_atomically
+from tokenmix_core.testing.benchmarking import table
+from tokenmix_core.testing.results import environment
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "tokens.json"
+# bytes a second that one H200 was seen to read
+BANDWIDTH = 4.27e12
+# tokens of a prompt that are read at once
+PIECE = 2**17
+# a row of the table stands for these
+KEY = ("model", "size", "batch", "after", "note")
+TOLD = (*KEY, "step_ms", "floor_ms", "held_mib", "prompt_s")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row.
+
+    Attributes:
+        model, size: in the table.
+        recipe: `module:name`, or the 8B model.
+        after: tokens of the prompt.
+        batch: sequences.
+        options: by mixer, options of its layers that differ from the recipe's.
+        share: of chunks that are softmax in NAtS-L's layers; None leaves it to the random weights, which take a half.
+        repeated: the prompt is read once, and its state repeated for all sequences.
+        note: in the table, what is not as the recipe has it.
+    """
+
+    model: str
+    size: str
+    recipe: str
+    after: int
+    batch: int = 1
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    share: float | None = None
+    repeated: bool = False
+    note: str | None = None
+
+
+def jobs() -> list[Job]:
+    """The rows of the documents' table, those of a model together."""
+    nats_l, lte = "tokenmix_nats_l.recipes", "tokenmix_lte.recipes"
+    quarter: dict[str, Any] = {"share": 0.25, "note": "a quarter softmax"}
+    found = []
+    for model, kind, more in (
+        ("Gated DeltaNet", "gdn", {}),
+        ("Transformer++", "transformer", {}),
+        ("Gated DeltaNet and attention", "gdn-hybrid", {}),
+        ("Mamba-2", "mamba2", {}),
+        ("NAtS-L Hybrid", "nats-l-hybrid", quarter),
+    ):
+        for size, batch, after in (("380m", 1, 512), ("380m", 32, 512), ("380m", 1, 2**17), ("800m", 1, 512)):
+            found.append(Job(model, size.upper(), f"{nats_l}:{kind}-{size}", after, batch, **more))
+    for model, recipe in (("NHA", "tokenmix_nha.recipes:nha-340m"), ("Oryx-TM", "tokenmix_oryx.recipes:tm-380m")):
+        size = recipe.rpartition("-")[2].upper()
+        found += [Job(model, size, recipe, 512, batch) for batch in (1, 32)]
+    found += [Job("NHA, a converted Llama", "8B", EIGHT, after) for after in (2048, 2**15, 2**17)]
+    once: dict[str, Any] = {"batch": 32, "repeated": True, "note": "one prompt, 32 times"}
+    found.append(Job("NHA, a converted Llama", "8B", EIGHT, 2**15, **once))
+    for cap in (256, 512):
+        told = once | {"note": f"{cap} far keys, {once['note']}", "options": {"lte": {"cap": cap}}}
+        lengths = (4096, 2**15, 2**17, 2**20) if cap == 512 else (4096,)
+        found += [Job("laLTE", "1.4B", f"{lte}:lalte-1.4b", after, **told) for after in lengths]
+    for model, kind, lengths in (
+        ("window 1,024", "gdn-swa", (4096, 2**17)),
+        ("attention", "gdn-attention", (4096, 2**15)),
+    ):
+        found += [Job(f"Gated DeltaNet and {model}", "1.4B", f"{lte}:{kind}-1.4b", n, **once) for n in lengths]
+    return found
+
+
+EIGHT = "llama-8b"
+
+
+def model_of(job: Job, device: torch.device) -> Any:
+    """The job's model with random weights on the device."""
+    from transformers import AutoModelForCausalLM
+
+    with device:
+        if job.recipe == EIGHT:
+            return _eight()
+        module, _, name = job.recipe.partition(":")
+        recipe = importlib.import_module(module).RECIPES[name]()
+        options = {
+            mixer: {**found, **job.options.get(mixer, {})} for mixer, found in recipe.model["mixer_options"].items()
+        }
+        recipe = replace(recipe, model={**recipe.model, "mixer_options": options})
+        return AutoModelForCausalLM.from_config(recipe.model_config(), dtype=torch.bfloat16).eval()
+
+
+def _eight() -> Any:
+    """A model of Llama 3's 8B, of whose layers every eighth stays full and the others take NHA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tokenmix_nha.conversion import convert
+    from tokenmix_nha.windows import hybrid_windows
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=2**17 + 2**10, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).bfloat16()
+    return convert(llama, hybrid_windows(32, 32, range(0, 32, 8)), slots=64).eval()
+
+
+def drawn(share: float | None) -> AbstractContextManager[Any]:
+    """NAtS-L's types drawn by the digits of their scores, so that about this share of chunks is softmax."""
+    if share is None:
+        return nullcontext()
+    from tokenmix_nats_l.chunks import ChunkTypes
+
+    def types(scores: torch.Tensor) -> ChunkTypes:
+        digits = scores.float().unflatten(-1, (2, -1))[..., 0, :].mul(1e4)
+        softmax = (digits - digits.floor() < share).float()
+        return ChunkTypes(softmax, 1 - softmax, softmax)
+
+    return mock.patch("tokenmix_nats_l.mixer.learned_types", types)
+
+
+@torch.inference_mode()
+def measure(job: Job, model: Any, *, tokens: int = 24, turns: int = 2) -> dict[str, Any]:
+    """A row: the best turn's time of a token, beside that of reading weights and state once."""
+    device = model.device
+    watch = Stopwatch(device)
+    sequences = 1 if job.repeated else job.batch
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, model.config.vocab_size, (sequences, job.after), generator=generator).to(device)
+    with drawn(job.share):
+        # the first compiles kernels and asks for memory
+        _read(model, prompt)
+        outputs: list[Any] = []
+        prompt_seconds = watch.time(lambda: outputs.append(_read(model, prompt)))
+        output = outputs.pop()
+        cache, last = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        if job.repeated:
+            cache.batch_repeat_interleave(job.batch)
+            last = last.repeat_interleave(job.batch, 0)
+        del output
+
+        def steps(n: int) -> None:
+            given = last
+            for _ in range(n):
+                given = model(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+
+        with model.decoding(cache):
+            # the first ones move the cache and record
+            steps(4)
+            held = cache_bytes(cache)
+            seconds = min(watch.time(lambda: steps(tokens)) / tokens for _ in range(turns))
+    return {
+        **{name: getattr(job, name) for name in KEY},
+        "step_ms": 1e3 * seconds,
+        "floor_ms": 1e3 * (weight_bytes(model) + held) / BANDWIDTH,
+        "held_mib": held / 2**20,
+        "prompt_s": prompt_seconds,
+    }
+
+
+def _read(model: Any, prompt: torch.Tensor) -> Any:
+    """Read a prompt, a very long one in pieces, as whole it would not fit beside what layers make of it."""
+    cache = None
+    for piece in prompt.split(PIECE, 1):
+        output = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+    return output
+
+
+def rows(chosen: Sequence[Job], device: torch.device, measured: Callable[..., dict] = measure) -> Iterator[dict]:
+    """Yield a row for each job; those in a row that differ in tokens alone share a model."""
+    model, of = None, None
+    for job in chosen:
+        print(f"{job.model} {job.size}, {job.batch} x {job.after:,}", file=sys.stderr, flush=True)
+        if of != (job.recipe, job.options):
+            # before the next one is made
+            model = None
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            torch.manual_seed(0)
+            model, of = model_of(job, device), (job.recipe, job.options)
+        start = time.perf_counter()
+        yield measured(job, model)
+        print(f"took {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def keep(row: dict[str, Any], path: Path) -> None:
+    """Write a row into the JSON, in the place of one that it repeats."""
+    found = json.loads(path.read_text()) if path.exists() else []
+    row = {**row, "environment": environment()}
+    same = [i for i, other in enumerate(found) if all(other[name] == row[name] for name in KEY)]
+    if same:
+        found[same[0]] = row
+    else:
+        found.append(row)
+    write_atomically(path, json.dumps(found, indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    """Measure, print, and keep what a GPU gave."""
+    parser = argparse.ArgumentParser(description="measure a token of whole models beside its bytes")
+    only = 'rows whose model and size have this, such as "NHA" or "380M"; may be given again'
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help=only)
+    parser.add_argument("--after", type=int, action="append", default=[], help="rows with a prompt of so many tokens")
+    parser.add_argument("--out", type=Path, help="the JSON; for a GPU by default that of the documents")
+    given = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = given.out or (RESULTS if device.type == "cuda" else None)
+    chosen = [
+        job
+        for job in jobs()
+        if (not given.only or any(part.lower() in f"{job.model} {job.size}".lower() for part in given.only))
+        and (not given.after or job.after in given.after)
+    ]
+    if not chosen:
+        parser.error(f"no row has {', '.join(map(str, given.only + given.after))}")
+    found = []
+    for row in rows(chosen, device):
+        found.append(row)
+        print(table([{name: row[name] for name in TOLD}]), flush=True)
+        if path is not None:
+            keep(row, path)
+    return found
+
+
+if __name__ == "__main__":
+    main()
