@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, slot_ids
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rows import moved
 
 Types = Literal["learned", "softmax", "linear", "alternate"]
 
@@ -51,22 +52,8 @@ def chunk_means(
     ids = slot_ids(cu_seqlens, T, size).long()
     back = ids * size + torch.arange(T, device=x.device) - begin[ids]
     # tokens side by side, not sums by slot: a fixed order, so that a forward pass made again finds the same types
-    chunks = _Moved.apply(x[0], places.clamp(max=T - 1), back) * there.unsqueeze(-1)
+    chunks = moved(x[0], places.masked_fill(~there, -1), back, holes=True)
     return (chunks.sum(1, dtype=wide) / there.sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
-
-
-class _Moved(torch.autograd.Function):
-    """Rows in other places; `back` says where each one's gradient is, as what is masked afterwards repeats rows."""
-
-    @staticmethod
-    def forward(ctx, x, places, back):
-        ctx.save_for_backward(back)
-        return x[places]
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        (back,) = ctx.saved_tensors
-        return gradients[0].flatten(0, 1)[back], None, None
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.nn.rows import moved
+
 
 class TokenOrder(NamedTuple):
     """N tokens in order of their modes, linear ones first.
@@ -35,20 +37,6 @@ def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
     return TokenOrder(order, places, torch.stack([linear, torch.full_like(linear, len(attends))]).int())
 
 
-class _Permuted(torch.autograd.Function):
-    """Rows in another order; the gradient goes back by the inverse order, without adding rows up."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
-
-
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
     """Tell whether the device multiplies groups of sizes unknown to the host, and the layers are plain matrices."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
@@ -65,7 +53,7 @@ def project_in_order(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = torch.stack([linear, attention]).to(x.dtype).transpose(1, 2)
-    rows = _Permuted.apply(x.flatten(0, 1), order.order, order.places)
+    rows = moved(x.flatten(0, 1), order.order, order.places)
     return F.grouped_mm(rows, weights, offs=order.ends)
 
 
@@ -74,4 +62,4 @@ def project_by_mode(
 ) -> Float[Tensor, "B T E"]:
     """The same, each token in its own place."""
     y = project_in_order(x, linear, attention, order)
-    return _Permuted.apply(y, order.places, order.order).unflatten(0, x.shape[:2])
+    return moved(y, order.places, order.order).unflatten(0, x.shape[:2])

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.rows import moved
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl
 from tokenmix_lte.ops.selected_blocks.reference import first_slots, places
@@ -33,9 +34,13 @@ def pool_blocks(
         parts = F.pad(x, (0, 0, 0, 0, 0, U * block - T)).unflatten(1, (U, block))
         sizes = (T - torch.arange(U, device=x.device) * block).clamp(max=block)
         return (parts.sum(2, dtype=wide) / sizes.view(-1, 1, 1)).to(x.dtype)
-    index, there = _tokens_of_blocks(x.shape[1], block, cu_seqlens, 0)
-    parts = x[:, index] * there[..., None, None]
-    return (parts.sum(2, dtype=wide) / there.sum(1).clamp(min=1).view(-1, 1, 1)).to(x.dtype)
+    T, slots = x.shape[1], first_slots(cu_seqlens, block)
+    at, U = places(T, cu_seqlens, x.device), T // block + len(cu_seqlens) - 1
+    back = (slots[at.sequence] + at.position // block) * block + at.position % block
+    tokens = _inverse(back, U * block).view(U, block)
+    parts = moved(x[0], tokens, back, holes=True)
+    means = parts.sum(1, dtype=wide) / (tokens >= 0).sum(1).clamp(min=1).view(-1, 1, 1)
+    return means.to(x.dtype).unsqueeze(0)
 
 
 def compressed_attention(
@@ -81,16 +86,39 @@ def compressed_attention(
 
 
 def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | None) -> AttentionOutput:
-    T, U = q.shape[1], pooled_k.shape[1]
-    index, _ = _tokens_of_blocks(T, block, cu_seqlens, block - 1)
-    slots = first_slots(cu_seqlens, block)
-    out = _among_blocks(q[:, index], pooled_k, pooled_v, slots.to(torch.int32), impl)
-    at = places(T, cu_seqlens, q.device)
-    complete = (at.position + 1) // block
-    place = ((slots[at.sequence] + complete - 1) * block + (at.position + 1) % block).clamp(0, U * block - 1)
-    o, lse = (x.flatten(1, 2)[:, place] for x in out)
-    blind = complete == 0
-    return AttentionOutput(o.masked_fill(blind[:, None, None], 0), lse.masked_fill(blind[:, None], -torch.inf))
+    """The same for packed sequences, whose groups stand side by side: of T tokens ⌊T / block⌋ at the most."""
+    T, rows = q.shape[1], q.shape[1] // block
+    if not rows:
+        o = pooled_v.new_zeros(*q.shape[:3], pooled_v.shape[3])
+        return AttentionOutput(o, torch.full_like(at_least_float32(q[..., 0]), -torch.inf))
+    at, slots = places(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
+    complete = cu_seqlens.diff() // block
+    begins = F.pad(complete.cumsum(0), (1, 0))
+    # of each row its sequence, and the slot of its block
+    row = torch.arange(rows, device=q.device)
+    used = row < begins[-1]
+    sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)
+    slot = torch.where(used, slots[sequence] + row - begins[sequence], -1)
+    group = (at.position + 1) // block
+    place = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
+    tokens = _inverse(place, rows * block).view(rows, block)
+    # borders of sequences that have a row; rows that are left over are one more
+    first = torch.where(used, row == begins[sequence], row == begins[-1])
+    borders = F.pad(torch.where(first, row, rows).sort().values, (0, 1), value=rows).to(torch.int32)
+    of_slot = _inverse(slot, pooled_k.shape[1])
+    k, v = (moved(x[0], slot, of_slot, holes=True).unsqueeze(0) for x in (pooled_k, pooled_v))
+    grouped = moved(q[0], tokens, place, holes=True).unsqueeze(0)
+    out = _among_blocks(grouped, k, v, borders, impl)
+    o, lse = (moved(x[0].flatten(0, 1), place, tokens.flatten(), holes=True).unsqueeze(0) for x in out)
+    return AttentionOutput(o, lse.masked_fill((group == 0)[:, None], -torch.inf))
+
+
+def _inverse(place: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
+    """Which row has each of `count` places; −1 for none. A row with the place −1 has none."""
+    spare = torch.full((count + 1,), -1, dtype=place.dtype, device=place.device)
+    rows = torch.arange(len(place), dtype=place.dtype, device=place.device)
+    # all rows without a place meet behind the last one
+    return spare.scatter(0, torch.where(place < 0, count, place).long(), rows)[:count]
 
 
 def _among_blocks(
@@ -101,16 +129,3 @@ def _among_blocks(
     k, v = (x.unsqueeze(2).expand(-1, -1, block, -1, -1).flatten(2, 3) for x in (pooled_k, pooled_v))
     o, lse = attention(grouped.flatten(2, 3), k, v, cu_seqlens=slots, impl=impl)
     return o.unflatten(2, (block, -1)), lse.unflatten(2, (block, -1))
-
-
-def _tokens_of_blocks(
-    T: int, block: int, cu_seqlens: Tensor, offset: int
-) -> tuple[Int[Tensor, "U block"], Bool[Tensor, "U block"]]:
-    """The tokens `offset` after those of each block of packed sequences, and which of them exist."""
-    slots = first_slots(cu_seqlens, block)
-    U = T // block + len(cu_seqlens) - 1
-    block_of = torch.arange(U, device=cu_seqlens.device, dtype=slots.dtype)
-    sequence = torch.searchsorted(slots[1:].contiguous(), block_of, right=True)
-    local = (block_of - slots[sequence]).unsqueeze(1) * block + offset + torch.arange(block, device=slots.device)
-    there = local < cu_seqlens.diff()[sequence].unsqueeze(1)
-    return (cu_seqlens[sequence].unsqueeze(1) + local).clamp(max=T - 1), there
