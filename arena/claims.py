@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from arena.contestants import PARAMETERS, STATE
+from arena.contestants import EVICTIONS, PARAMETERS, STATE
 from arena.measures import MEAN, Estimate, Line, Scores, title
 from arena.sizes import LEAST_SEEDS, Size
 from arena.tasks import MQAR, NEEDLE, TEXT
@@ -82,7 +82,7 @@ CLAIMS: list[Claim] = [
     Claim("LTE", "At one size of state laLTE recalls more than GDN", STATE, MQAR, MEAN, ("lalte", ""), _GDN),
     *(
         Claim("LTE", f"laLTE recalls more than {title(other)}", PARAMETERS, MQAR, MEAN, ("lalte", ""), other)
-        for other in (("gdn-swa", ""), ("lalte-mlp", ""))
+        for other in (("gdn-swa", ""), ("lalte-mlp", ""), *(("gdn-attention", method) for method in EVICTIONS))
     ),
     *_recall("LTE", "laNSA recalls more than Gated DeltaNet", ("lansa", ""), _GDN),
     *_recall("NAtS-L", "NAtS-L recalls more than Gated DeltaNet", ("nats-l", ""), _GDN),

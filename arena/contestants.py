@@ -21,6 +21,7 @@ from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training import steer_sparsity
+from tokenmix_lte.training_free import Method
 from tokenmix_nats_l.recipes import TABLE_4
 from tokenmix_nats_l.training import log_shares
 from tokenmix_nha.windows import hybrid_windows, nha_layers
@@ -40,6 +41,8 @@ PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
 TOLERANCE = {PARAMETERS: 0.01, STATE: 0.05}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
+# ways to hold few tokens of attention that was trained to see all
+EVICTIONS: tuple[Method, ...] = ("tova", "uniform")
 # tokens that the scorer of laLTE reads
 NARROWEST = 13
 # the mode in which a contestant drops what it may
@@ -69,6 +72,8 @@ class Contestant:
         drops: parts of a layer's state that its bounded form need not keep.
         extra: it takes part only where a size, or who asks, names it.
         ablates: the contestant that it is an ablation of, whose rates it takes.
+        held: from the size, the tokens that its full attention holds where it evicts, in each of `EVICTIONS`, which
+            need no training; each is one more line of the tables of associative recall.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Contestant:
     drops: tuple[str, ...] = ()
     extra: bool = False
     ablates: str | None = None
+    held: Callable[[Size], int] | None = None
 
     def takes_part(self, division: str) -> bool:
         """Tell whether its mixer is registered, and its state can be set where the division wants that."""
@@ -146,6 +152,11 @@ def _gdn_and(mixer: str, size: Size, options: Fields) -> Fields:
 
 def _lalte(size: Size, **changes: Any) -> Fields:
     return _gdn_and(LTE, size, _lte(size, 3 * size.seq_len // 16, size.seq_len // 8) | changes)
+
+
+def _in_reach(size: Size) -> int:
+    """Tokens of a window, or that are held, beside laLTE: its window and half its cap, as in its paper."""
+    return size.seq_len // 4
 
 
 def _nats_l(size: Size, *, hybrid: bool) -> dict[str, Any]:
@@ -231,17 +242,17 @@ CONTESTANTS = {
         Contestant("nsa", "NSA", lambda s: _pattern(NSA, nsa=_nsa(s)), model_type="tokenmix_lte", mixer=NSA),
         Contestant("nats-l", "NAtS-L", lambda s: _pattern(NATS_L, nats_l=_nats_l(s, hybrid=False)), **_NATS_L),
         Contestant("nats-l-h", "NAtS-L Hybrid", _nats_l_hybrid, **_NATS_L),
-        Contestant("gdn-attention", "GDN, attention", lambda s: _gdn_and(ATTENTION, s, _attention(s)), extra=True),
-        # as many keys in reach as laLTE's window and half its cap hold, as in its paper
+        Contestant(
+            "gdn-attention",
+            "GDN, attention",
+            lambda s: _gdn_and(ATTENTION, s, _attention(s)),
+            extra=True,
+            held=_in_reach,
+        ),
         Contestant(
             "gdn-swa",
             "GDN, window",
-            lambda s: _pattern(
-                GDN,
-                WINDOW,
-                gated_delta_net=_gdn(s),
-                window={"type": ATTENTION, **_attention(s, window=s.seq_len // 4)},
-            ),
+            lambda s: _gdn_and(WINDOW, s, {"type": ATTENTION, **_attention(s, window=_in_reach(s))}),
             extra=True,
         ),
         Contestant("lalte-mlp", "laLTE, MLP", partial(_lalte, scorer="mlp"), extra=True, ablates="lalte", **_LTE),

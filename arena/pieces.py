@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, EVERYBODY, run_in, solve, taking_part
+from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, EVERYBODY, EVICTIONS, run_in, solve, taking_part
 from arena.sizes import Size
-from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
+from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
 from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
 from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
 from tokenmix_core.evaluation.suites import evaluate
@@ -29,6 +29,7 @@ from tokenmix_core.testing.results import environment
 from tokenmix_core.training import checkpoint, trainer
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Recipe
+from tokenmix_lte.training_free import Method, in_constant_memory
 
 COSTS = "costs"
 # the share of a run's end whose mean loss chooses the rate
@@ -193,6 +194,8 @@ def fingerprint(piece: Piece | CostPiece, size: Size) -> str:
         chosen = suites(CONTESTANTS[piece.contestant], piece.task, size)
         options = {name: asdict(value) for name, value in chosen.items()}
         about = [recipe_of(piece, size).identity(), options]
+        if held := evictions(piece, size):
+            about.append(held)
     return blake2b(json.dumps(about, sort_keys=True, default=list).encode(), digest_size=8).hexdigest()
 
 
@@ -265,10 +268,25 @@ def run_piece(piece: Piece, comparison: Comparison, work: Path, *, deadline: flo
 
 def _measured(piece: Piece, size: Size, folder: Path) -> dict[str, Any]:
     chosen = suites(CONTESTANTS[piece.contestant], piece.task, size)
-    # the tables are made of all results together
-    with redirect_stdout(io.StringIO()):
-        found = evaluate(load_model(folder), load_tokenizer(folder), list(chosen), chosen, suites=ARENA_SUITES)
-    return {name: result["rows"] for name, result in found.items()}
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+
+    def measure(model: Any) -> dict[str, list[dict[str, Any]]]:
+        # the tables are made of all results together
+        with redirect_stdout(io.StringIO()):
+            found = evaluate(model, tokenizer, list(chosen), chosen, suites=ARENA_SUITES)
+        return {name: result["rows"] for name, result in found.items()}
+
+    rows = measure(model)
+    for method, held in evictions(piece, size).items():
+        for name, found in measure(in_constant_memory(model, method, held=held)).items():
+            rows[name] += [{**row, "modes": method} for row in found]
+    return rows
+
+
+def evictions(piece: Piece, size: Size) -> dict[Method, int]:
+    """The ways in which a trained model is measured once more, with the tokens that it then holds."""
+    held = CONTESTANTS[piece.contestant].held
+    return {} if held is None or piece.task != MQAR else dict.fromkeys(EVICTIONS, held(size))
 
 
 def _training(folder: Path, diverged: bool) -> dict[str, Any]:

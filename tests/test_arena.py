@@ -12,10 +12,12 @@ import torch
 
 from arena import pieces, report, runner
 from arena.__main__ import main
-from arena.claims import HELD, NOT_HELD, NOT_LEARNT, NOT_MEASURED, OPEN, Claim, judge
+from arena.claims import CLAIMS, HELD, NOT_HELD, NOT_LEARNT, NOT_MEASURED, OPEN, Claim, judge
 from arena.contestants import (
     CONTESTANTS,
     DIVISIONS,
+    EVERYBODY,
+    EVICTIONS,
     PARAMETERS,
     STATE,
     TOLERANCE,
@@ -25,7 +27,7 @@ from arena.contestants import (
     taking_part,
     target_state,
 )
-from arena.measures import Estimate, Scores, front
+from arena.measures import Estimate, Scores, columns, decisions, front
 from arena.pieces import Comparison, CostPiece, Piece, fingerprint, recipe_of, run_piece
 from arena.sizes import LEAST_RATES, LEAST_SEEDS, SIZES
 from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
@@ -94,11 +96,11 @@ def test_every_suite_that_measures_somebody_exists():
             assert set(suites(contestant, task, SMALL)) <= set(ARENA_SUITES)
 
 
-def record(comparison, piece, last_loss=1.0, rows=None):
+def record(comparison, piece, last_loss=1.0, rows=None, **more):
     """Write a result that says what a test wants it to say."""
     path = piece.path(comparison.results, comparison.size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"last loss": last_loss, "rows": rows or {}, "rule": fingerprint(piece, comparison.size)}
+    about = {"last loss": last_loss, "rows": rows or {}, "rule": fingerprint(piece, comparison.size), **more}
     where = {"device": "none", "torch": "0", "triton": "0", "commit": "test"}
     path.write_text(json.dumps({**piece._asdict(), **about, "environment": where}))
 
@@ -125,6 +127,69 @@ def test_rates_are_chosen_by_the_end_of_training_and_only_then_seeds_are_run(tmp
         record(comparison, piece, None)
     # where all diverged the smallest stands
     assert comparison.rate(PARAMETERS, MQAR, "attention") == SMALL.rates[0]
+
+
+def test_an_ablation_takes_the_rate_of_what_it_ablates(tmp_path):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("lalte-mlp",), (MQAR,))
+    assert comparison.ready() == comparison.tuning(PARAMETERS, MQAR, "lalte-mlp") == []
+    assert "0 of 3 runs are done" in report.done(comparison)
+    for piece in comparison.tuning(PARAMETERS, MQAR, "lalte"):
+        # losses fall with the rate
+        record(comparison, piece, 1 - piece.rate)
+    assert {(p.contestant, p.rate, p.seed) for p in comparison.ready()} == {
+        ("lalte-mlp", SMALL.rates[-1], seed) for seed in SMALL.seeds
+    }
+
+
+def test_what_belongs_to_a_size_and_to_a_claim_is_there(tmp_path):
+    for size in SIZES.values():
+        comparison = Comparison(size, tmp_path)
+        names = size.contestants or EVERYBODY
+        assert set(comparison.contestants) == set(names)
+        # the seeds of an ablation wait for the rate of another
+        assert {CONTESTANTS[name].ablates for name in names} <= {None, *names}
+    assert not any(CONTESTANTS[name].extra for name in EVERYBODY)
+    medium = Comparison(SIZES["medium"], tmp_path)
+    for claim in CLAIMS:
+        sides = {claim.line[0], claim.other[0]}
+        assert sides <= set(EVERYBODY) or sides <= set(medium.contestants), claim.says
+
+
+def test_trained_attention_is_measured_once_more_where_it_evicts(tmp_path, monkeypatch):
+    piece = Piece(PARAMETERS, "gdn-attention", MQAR, SMOKE.rates[0], SMOKE.seeds[0])
+    held, asked = SMOKE.seq_len // 4, []
+
+    def evict(model, method, *, held):
+        asked.append((method, held))
+        return method
+
+    monkeypatch.setattr(pieces, "in_constant_memory", evict)
+    monkeypatch.setattr(pieces, "load_model", lambda _: "")
+    monkeypatch.setattr(pieces, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(pieces, "evaluate", lambda model, *_, **__: {"mqar": {"rows": [{"pairs": 4, "of": model}]}})
+    rows = pieces._measured(piece, SMOKE, tmp_path)["mqar"]
+    assert asked == [(method, held) for method in EVICTIONS]
+    assert [row["of"] for row in rows] == ["", *EVICTIONS] == [row.get("modes", "") for row in rows]
+    assert len(pieces._measured(piece._replace(task="text"), SMOKE, tmp_path)["mqar"]) == 1
+    numbers = {"accuracy": 0.5}
+    found = columns({"task": MQAR, "rows": {"mqar": [row | numbers for row in rows]}}, SMOKE)
+    assert list(found) == ["", *EVICTIONS]
+
+
+def test_what_layers_decided_is_shown_over_training(tmp_path):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("nats-l", "gdn"), (MQAR,))
+    for name in comparison.contestants:
+        for piece in comparison.tuning(PARAMETERS, MQAR, name):
+            record(comparison, piece)
+        for piece in comparison.counted(PARAMETERS, MQAR, name):
+            logged = {f"share/{i}": [(1, 0.5), (100, 0.1 * piece.seed + i)] for i in range(2)}
+            record(comparison, piece, logged=logged if name == "nats-l" else {})
+    found = decisions(comparison, PARAMETERS, MQAR, "nats-l")
+    # means over both layers, then over seeds 1, 2 and 3
+    assert {step: value.mean for step, value in found["share"].items()} == pytest.approx({1: 0.5, 100: 0.7})
+    assert decisions(comparison, PARAMETERS, MQAR, "gdn") == {}
+    text = report.decisions_table(comparison, PARAMETERS, MQAR)
+    assert [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]] == ["NAtS-L", "share", "0.5", "0.7"]
 
 
 def test_a_result_of_another_rule_is_refused_by_name(tmp_path):
