@@ -20,8 +20,8 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
 
-# by kernel and bound of the head size: the fastest of those measured on an H200 (docs/log.md); float32 is multiplied
-# without matrix units and holds twice the bytes
+# by kernel and bound of the head size: the fastest of those measured on an H200 (docs/log/attention.md); float32 is
+# multiplied without matrix units and holds twice the bytes
 _ATTENTION: dict[str, dict[int, AttentionTile]] = {
     "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
     "backward_queries": {

@@ -139,6 +139,9 @@ def test_a_product_behind_a_swiglu_of_one_token_errs_no_more_than_the_reference(
     exact = swiglu_linear(*(t.double() for t in x))
     found = swiglu_linear(*x, impl="triton")
     assert_within("y", found, exact, swiglu_linear(*x, impl="reference"), floor=2 * torch.finfo(HALF).eps)
+    # what is added meets the rounded product
+    residual = torch.randn(1, 21, generator=rng).to(device, HALF)
+    assert torch.equal(swiglu_linear(*x, residual, impl="triton"), residual + found)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ def products():
 
     both(swiglu, half(B, T, 2816), half(B, T, 2816))
     both(swiglu_linear, half(B, T, 2816), half(B, T, 2816), half(1024, 2816))
+    swiglu_linear(half(1, 1, 2816), half(1, 1, 2816), half(1024, 2816), half(1, 1, 1024), impl="triton")
 
 
 def gates():

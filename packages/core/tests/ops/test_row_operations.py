@@ -166,6 +166,29 @@ class TestProduct(OpContract):
         return torch.einsum("btf,df->btd", a * a.sigmoid() * b, weight)
 
 
+@pytest.mark.operation
+@pytest.mark.parametrize("tokens", [(2, 9), (1, 1)])
+def test_a_residual_is_added_to_the_product_and_has_its_gradient(tokens, device):
+    x = random(device, a=(*tokens, 40), b=(*tokens, 40), weight=(7, 40), residual=(*tokens, 7))
+    found = {}
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        given = {name: value.to(dtype).requires_grad_() for name, value in x.items()}
+        y = swiglu_linear(**given, impl=impl)
+        alone = swiglu_linear(given["a"], given["b"], given["weight"], impl=impl)
+        torch.testing.assert_close(y, alone + given["residual"])
+        found[impl] = [y, *torch.autograd.grad(y.square().sum(), list(given.values()))]
+    for ours, exact in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_residual_of_another_shape_or_dtype_is_refused():
+    x = {"a": z(2, 9, 5), "b": z(2, 9, 5), "weight": z(7, 5)}
+    with pytest.raises(ValueError, match=r"residual must have shape \[2, 9, 7\]"):
+        swiglu_linear(**x, residual=z(2, 9, 5))
+    with pytest.raises(ValueError, match="share one dtype"):
+        swiglu_linear(**x, residual=z(2, 9, 7, dtype=torch.float16))
+
+
 class TestRotation(OpContract):
     covers = (rotate,)
     absent = ALONE

@@ -146,7 +146,7 @@ class AddsBeforeNorm:
         given |= {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         y, hidden_states = self.post_attention_layernorm(hidden_states, mixed)
-        return hidden_states + self.mlp(y)
+        return self.mlp(y, hidden_states)
 
 
 def _adding_before_norm(layer: type) -> type:

@@ -78,7 +78,7 @@ class SlotWindowPart(StatePart):
         keys = 2 if self.own_slot_keys else 1
         token = (keys * key_size + value_size) * dtype.itemsize + slots * wide
         memory = slots * (key_size + value_size) * wide
-        size = batch_size * (heads * (memory + self.window * token) + torch.int32.itemsize)
+        size = batch_size * heads * (memory + self.window * token + torch.int32.itemsize)
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:

@@ -24,7 +24,7 @@ def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=Fal
     if carried:
         N = B if borders is None else len(borders) - 1
         ring = empty(N, w, H, K), empty(N, w, H, V), long(N, w, H, M), empty(N, w, H, K) if own_keys else None
-        state = SlotWindowState(long(N, H, M, K), long(N, H, M, V), *ring, torch.zeros(N, dtype=torch.int32))
+        state = SlotWindowState(long(N, H, M, K), long(N, H, M, V), *ring, torch.zeros(N, H, dtype=torch.int32))
     o = slot_window_attention(**x, window=w, initial_state=state, cu_seqlens=cu_seqlens, impl="gluon").o
     torch.autograd.grad(o, list(x.values()), torch.empty_like(o))
 

@@ -47,6 +47,7 @@ def state_inputs(N, W, H, K, V, M, own_keys, dtype):
         "ring_v": randn(N, W, H, V).to(dtype), "ring_f": -randn(N, W, H, M).abs(),
     }  # fmt: skip
     length = torch.tensor([(W // 2, W, 3 * W + 1, 0)[n % 4] for n in range(N)], dtype=torch.int32, device="cuda")
+    length = length[:, None].repeat(1, H)
     return x | ({"ring_k_slots": randn(N, W, H, K).to(dtype)} if own_keys else {}), length
 
 

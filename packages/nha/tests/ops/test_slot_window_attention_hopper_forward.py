@@ -62,7 +62,7 @@ def test_outputs_and_slots_answer_to_the_reference(on_hopper, case):
         length = torch.tensor([(window // 2, window, 3 * window + 1, 0)[n % 4] for n in range(N)], dtype=torch.int32)
         ring_k_slots = randn(N, window, 1, K) if sizes["own_keys"] else None
         ring = randn(N, window, 1, K), randn(N, window, 1, V), -0.1 * randn(N, window, 1, M).abs()
-        state = SlotWindowState(randn(N, 1, M, K), randn(N, 1, M, V), *ring, ring_k_slots, length)
+        state = SlotWindowState(randn(N, 1, M, K), randn(N, 1, M, V), *ring, ring_k_slots, length[:, None])
     x = dict(q=randn(B, T, HQ, K), k=randn(B, T, 1, K), v=randn(B, T, 1, V), f=f)
     if sizes["own_keys"]:
         x |= dict(q_slots=randn(B, T, HQ, K), k_slots=randn(B, T, 1, K))

@@ -25,11 +25,18 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+    def forward(
+        self, x: Float[Tensor, "*rows D"], residual: Float[Tensor, "*rows D"] | None = None
+    ) -> Float[Tensor, "*rows D"]:
+        """The output, added to a residual stream where one is given."""
         gate, up = projected(x, self.gate_proj, self.up_proj)
         autocast = torch.is_autocast_enabled(gate.device.type)
         if not is_plain_linear(self.down_proj) or (autocast and not torch.is_grad_enabled()):
-            return self.down_proj(swiglu(gate, up))
+            y = self.down_proj(swiglu(gate, up))
+            return y if residual is None else residual + y
         weight = self.down_proj.weight
         # what autocast would do at the layer
-        return swiglu_linear(gate, up, weight.to(gate.dtype) if autocast else weight)
+        weight = weight.to(gate.dtype) if autocast else weight
+        if residual is None or residual.dtype == gate.dtype:
+            return swiglu_linear(gate, up, weight, residual)
+        return residual + swiglu_linear(gate, up, weight)

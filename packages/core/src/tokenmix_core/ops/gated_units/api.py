@@ -36,14 +36,16 @@ def swiglu_linear(
     a: Float[Tensor, "*tokens F"],
     b: Float[Tensor, "*tokens F"],
     weight: Float[Tensor, "D F"],
+    residual: Float[Tensor, "*tokens D"] | None = None,
     *,
     impl: Impl | None = None,
 ) -> Float[Tensor, "*tokens D"]:
-    """(silu(a) · b) weightᵀ; the gradient keeps a and b and makes their product once more.
+    """(silu(a) · b) weightᵀ, and the residual stream; the gradient keeps a and b and makes their product once more.
 
     Args:
         a, b, impl: as for `swiglu`.
         weight: `[D, F]` in the dtype of a and b.
+        residual: what is added to the rounded result, in the same dtype; for one token no launch of its own.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -57,11 +59,21 @@ def swiglu_linear(
             f"{op}: weight must have shape [D, {a.shape[-1]}] on {a.device}, got {list(weight.shape)} on "
             f"{weight.device}"
         )
+    if residual is not None:
+        check_tensors(op, residual=residual)
+        check_same_dtype(op, a=a, residual=residual)
+        shape = (*a.shape[:-1], len(weight))
+        if residual.shape != shape or residual.device != a.device:
+            raise ValueError(
+                f"{op}: residual must have shape {list(shape)} on {a.device}, got {list(residual.shape)} on "
+                f"{residual.device}"
+            )
     if row_impl(op, impl, a) == "reference" or not a.numel():
-        return F.linear(swiglu_reference(a, b), weight)
+        y = F.linear(swiglu_reference(a, b), weight)
+        return y if residual is None else residual + y
     from tokenmix_core.ops.gated_units.autograd import linear
 
-    return linear(a, b, weight)
+    return linear(a, b, weight, residual)
 
 
 def _check(op: str, a: Tensor, b: Tensor) -> None:

@@ -28,12 +28,18 @@ def _backward(a, b, dh):
 _replayed = Replayed(_backward)
 
 
-def _run_linear(a, b, weight) -> Tensor:
+def _run_linear(a, b, weight, residual) -> Tensor:
     a_rows, b_rows, shape = as_rows(a), as_rows(b), (*a.shape[:-1], len(weight))
     if len(a_rows) == 1 and a.dtype in DTYPES:
-        # of one token the product is made where it is read
-        return linears_forward(b_rows, [weight], gate=a_rows)[0].view(shape)
-    return torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
+        # of one token the product is made where it is read, and the sum where it is written
+        added = None if residual is None else as_rows(residual)
+        return linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
+    y = torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
+    return y if residual is None else residual + y
+
+
+def _save_linear(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:3])
 
 
 def _backward_linear(a, b, weight, dy):
@@ -47,4 +53,7 @@ def _backward_linear(a, b, weight, dy):
 _replayed_linear = Replayed(_backward_linear)
 
 product = eager_function(_run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
-linear = eager_function(_run_linear, _save, lambda ctx, dy: _replayed_linear(*ctx.saved_tensors, dy))
+linear = eager_function(
+    _run_linear, _save_linear,
+    lambda ctx, dy: (*_replayed_linear(*ctx.saved_tensors, dy), dy if ctx.needs_input_grad[3] else None),
+)  # fmt: skip

@@ -45,10 +45,13 @@ def find_rows(
 @cached_launch
 @triton.jit(do_not_specialize=_NUMBERS)
 def one_row_kernel(
-    x, gate, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, D,
+    x, gate, residual, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, D,
     BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """BN numbers of a product with one row: silu(gate) · x, or x; weights are asked for a tile ahead."""
+    """BN numbers of a product with one row: silu(gate) · x, or x; weights are asked for a tile ahead.
+
+    A residual is added to the rounded product, of one weight alone.
+    """
     let_next_begin(EARLY)
     i_n, w, y, N = find_rows(w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN)
     o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
@@ -65,7 +68,11 @@ def one_row_kernel(
         b_next = tl.load(p_w + i + BD, mask=m_n & (i + BD + o_d < D)[None, :], other=0.0)
         b_y += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
         b_w = b_next
-    tl.store(y + o_n, tl.sum(b_y, 1).to(y.dtype.element_ty), mask=o_n < N)
+    b_sum = tl.sum(b_y, 1).to(y.dtype.element_ty)
+    if residual is not None:
+        b_r = tl.load(residual + o_n, mask=o_n < N, other=0.0)
+        b_sum = (b_r.to(tl.float32) + b_sum.to(tl.float32)).to(y.dtype.element_ty)
+    tl.store(y + o_n, b_sum, mask=o_n < N)
 
 
 @cached_launch
@@ -90,8 +97,13 @@ def linears_kernel(
     tl.store(y + o_b[None, :] * N + o_n[:, None], b_y.to(y.dtype.element_ty), mask=m_n[:, None] & m_b[None, :])
 
 
-def linears_forward(x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = None) -> list[Tensor]:
-    """`[B, N]` of each weight, for x `[B, D]` with columns side by side; with a `gate`, of one row silu(gate) · x."""
+def linears_forward(
+    x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = None, residual: Tensor | None = None
+) -> list[Tensor]:
+    """`[B, N]` of each weight, for x `[B, D]` with columns side by side.
+
+    Of one row there may be a `gate`, for silu(gate) · x, and of one row and weight a `residual` that is added.
+    """
     # a weight that is copied here must not be read before the copy has ended
     early = {} if all(w.is_contiguous() for w in weights) else {EARLY: False}
     weights = [w.contiguous() for w in weights]
@@ -105,7 +117,8 @@ def linears_forward(x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = 
     grid = (sum(cdiv(N, tile.BN) for N in ns),)
     if B == 1:
         one_row_kernel[grid](
-            x=x, gate=gate, **tensors, **sizes, D=D, BN=tile.BN, BD=tile.BD, num_warps=tile.num_warps, **early
+            x=x, gate=gate, residual=residual, **tensors, **sizes, D=D, BN=tile.BN, BD=tile.BD,
+            num_warps=tile.num_warps, **early,
         )  # fmt: skip
     else:
         linears_kernel[grid](

@@ -281,7 +281,7 @@ def _check_state(
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
         "slots_k": "N H M K", "slots_v": "N H M V", "k": "N W H K", "v": "N W H V", "f": "N W H M",
-        "k_slots": "N W H K?", "length": "N",
+        "k_slots": "N W H K?", "length": "N H",
     }  # fmt: skip
     got = state._asdict()
     # q first, so that the state's device is compared with its

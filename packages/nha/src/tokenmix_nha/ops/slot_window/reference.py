@@ -160,8 +160,9 @@ def step_reference(q, k, v, f, q_slots, k_slots, state, *, scale: float) -> Tens
     index = torch.arange(len(q), device=q.device)
     group = q.shape[1] // k.shape[1]
     if state.window:
-        place = state.length % state.window
-        leaving = (state.length >= state.window)[:, None, None]
+        length = state.length[:, 0]
+        place = length % state.window
+        leaving = (length >= state.window)[:, None, None]
         gate = torch.where(leaving, state.f[index, place], 0).to(state.slots_k.dtype)
         keys, values = (state.k_slots if own_keys else state.k)[index, place], state.v[index, place]
     else:
@@ -178,7 +179,7 @@ def step_reference(q, k, v, f, q_slots, k_slots, state, *, scale: float) -> Tens
     ring_k, ring_v = (x.to(wide).repeat_interleave(group, 2) for x in (state.k, state.v))
     slots_k, slots_v = (x.repeat_interleave(group, 1) for x in (state.slots_k, state.slots_v))
     short = torch.einsum("nhd,njhd->nhj", q.to(wide), ring_k)
-    hidden = torch.arange(state.window, device=q.device) >= state.length[:, None]
+    hidden = torch.arange(state.window, device=q.device) >= state.length[:, :1]
     short = short.masked_fill(hidden[:, None], -math.inf)
     long = torch.einsum("nhd,nhmd->nhm", q_slots.to(wide), slots_k)
     p_long, p_short = (scale * torch.cat([long, short], -1)).softmax(-1).split([long.shape[-1], state.window], -1)

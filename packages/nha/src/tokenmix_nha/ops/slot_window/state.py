@@ -21,7 +21,8 @@ class SlotWindowState(NamedTuple):
         v: `[N, W, H, V]`, its values.
         f: `[N, W, H, M]`, the log-gates with which its tokens will enter the slots.
         k_slots: `[N, W, H, K]`, the keys with which they will enter; None where these are `k`.
-        length: `[N]` int32, tokens written to the ring.
+        length: `[N, H]` int32, tokens written to the ring; the same for all heads of a sequence, each of which counts
+            them for itself in a decoding step.
     """
 
     slots_k: Tensor
@@ -60,7 +61,7 @@ class SlotWindowState(NamedTuple):
             v=ring(value_size, dtype),
             f=ring(slots, gate_dtype),
             k_slots=ring(key_size, dtype) if own_slot_keys else None,
-            length=torch.zeros(batch, dtype=torch.int32, device=device),
+            length=torch.zeros(batch, heads, dtype=torch.int32, device=device),
         )
 
     @property
@@ -87,7 +88,8 @@ class SlotWindowState(NamedTuple):
     def unrolled(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """k, v, f and k_slots with the oldest token first and what holds nothing last."""
         places = torch.arange(self.window, device=self.length.device)
-        oldest = (self.length - self.length.clamp(max=self.window))[:, None]
+        length = self.length[:, :1]
+        oldest = length - length.clamp(max=self.window)
         index = (oldest + places) % max(self.window, 1)
         return _places(self.k, index), _places(self.v, index), _places(self.f, index), _places_of(self.k_slots, index)
 
@@ -99,8 +101,8 @@ def prepend(state: SlotWindowState, k: Tensor, v: Tensor, f: Tensor, k_slots: Te
     """
     window = state.window
     places = torch.arange(window, device=state.length.device)
-    index = (state.length[:, None] + places) % max(window, 1)
-    start = (window - state.length).clamp(min=0).to(torch.int32)
+    index = (state.length[:, :1] + places) % max(window, 1)
+    start = (window - state.length[:, 0]).clamp(min=0).to(torch.int32)
     gates = _places(state.f, index).masked_fill((places < start[:, None])[..., None, None], 0)
     old = (_places(state.k, index), _places(state.v, index), gates, _places_of(state.k_slots, index))
     new = (k, v, f, k_slots)
@@ -135,7 +137,7 @@ def last_tokens(
         sequences, capacity = k.shape[0], min(window, k.shape[1])
         if start is None:
             rings = (None if x is None else x[:, x.shape[1] - capacity :] for x in (k, v, f, k_slots))
-            return *rings, torch.full((sequences,), capacity, dtype=torch.int32, device=k.device)
+            return *rings, torch.full((sequences, k.shape[2]), capacity, dtype=torch.int32, device=k.device)
         tokens = torch.full((sequences,), k.shape[1], dtype=torch.int32, device=k.device)
         borders = torch.arange(sequences, device=k.device) * k.shape[1]
     else:
@@ -148,7 +150,8 @@ def last_tokens(
     # places without a token repeat some token that exists, or the last one of all
     index = borders[:, None] + ((tokens - length)[:, None] + places)
     index = index.clamp(max=k.shape[0] * k.shape[1] - 1)
-    return *(None if x is None else x.flatten(0, 1)[index] for x in (k, v, f, k_slots)), length
+    rings = (None if x is None else x.flatten(0, 1)[index] for x in (k, v, f, k_slots))
+    return *rings, length[:, None].repeat(1, k.shape[2])
 
 
 def _places(x: Tensor, index: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import await_kernels_before, let_next_begin
 from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
@@ -29,15 +29,16 @@ def slot_window_step_kernel(
     LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """All query heads of one head of one sequence."""
-    take_turn(EARLY)
+    """All query heads of one head of one sequence, which counts its tokens for itself: no other program reads that."""
+    let_next_begin(EARLY)
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
-    # most of the bytes: on their way while the token that enters is looked up
+    # most of the bytes, which no other kernel of a step writes: on their way while those before end
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
+    await_kernels_before(EARLY)
     b_k, b_v = tl.load(k + i_nh * K + o_k), tl.load(v + i_nh * V + o_v)
     b_ks = b_k
     if OWN_SLOT_KEYS:
@@ -47,7 +48,7 @@ def slot_window_step_kernel(
         b_f = log_sigmoid(b_f.to(tl.float32)) * inverse
 
     place = 0
-    seen = tl.load(length + i_n)
+    seen = tl.load(length + i_nh)
     b_in_k, b_in_v, b_in_f = b_ks, b_v, b_f
     if HAS_RING:
         # the oldest token makes room for the new one and enters the slots
@@ -109,11 +110,13 @@ def slot_window_step_kernel(
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
+    # behind sums that all threads had to reach, so that all have loaded it
+    tl.store(length + i_nh, seen + 1)
 
 
 @torch.library.custom_op(
     "tokenmix_nha::slot_window_step",
-    mutates_args=("slots_k", "slots_v", "ring_k", "ring_v", "ring_f", "ring_k_slots"),
+    mutates_args=("slots_k", "slots_v", "ring_k", "ring_v", "ring_f", "ring_k_slots", "length"),
 )
 def _step_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor,
@@ -150,10 +153,9 @@ def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: flo
         ring_k_slots=state.k_slots, length=state.length, scale=scale, normalizer=normalizer,
         read_ring=0 < state.window <= _RING_INSIDE,
     )  # fmt: skip
-    state.length.add_(1)
     if state.window > _RING_INSIDE:
         # the order of the keys is no matter to the newest token: a full ring is a cache of as many
-        keys = state.length.clamp(max=state.window)
+        keys = state.length[:, 0].clamp(max=state.window)
         ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)
         o = merge_attention([AttentionOutput(o.unsqueeze(1), lse.unsqueeze(1)), ring]).o.squeeze(1)
     return o
