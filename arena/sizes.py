@@ -153,7 +153,7 @@ SIZES = {
         ),
         # 85M parameters beside the embedding: those that LTE's and NAtS-L's papers compare, on what models of this size
         # learn in some million tokens. Steps count for more than tokens in learning recall, so batches are small; rates
-        # and initial weights are smaller than those of narrow models (docs/log.md, "Recall at 340M")
+        # and initial weights are smaller than those of narrow models (docs/log/training.md, "Recall at 340M")
         Size(
             name="medium",
             width=768,

@@ -77,7 +77,7 @@ def build() -> Site:
                 {"Training steps": _readme(site, "docs/steps.md")},
                 {"Other people's models": _readme(site, "docs/field.md")},
                 {"Versions of Triton": _readme(site, "docs/tritons.md")},
-                {"Log": _readme(site, "docs/log.md")},
+                {"Log": [{"What it holds": _readme(site, "docs/log.md")}, *_log(site)]},
             ]
         },
         {"Reference": [{name: _put(site, f"reference/{name}.md", text)} for name, text in _reference()]},
@@ -100,6 +100,7 @@ def addresses() -> dict[str, str]:
         f"docs/{name}.md": f"{name}.md"
         for name in ("notation", "architecture", "speed", "steps", "field", "tritons", "log")
     }
+    found |= {f"docs/log/{path.name}": f"log/{path.name}" for path in sorted(ROOT.glob("docs/log/*.md"))}
     for name, title in PAPERS.items():
         found[f"packages/{name}/README.md"] = f"papers/{name}.md"
         found[f"docs/{name}.md"] = f"papers/{name}.md#{_slug(_title(ROOT / 'docs' / f'{name}.md') or title)}"
@@ -107,7 +108,8 @@ def addresses() -> dict[str, str]:
         found[f"{folder}/README.md"] = f"operations/{name}.md"
     for report in sorted(ROOT.glob("arena/results/*/report.md")):
         found[report.relative_to(ROOT).as_posix()] = f"arena/{report.parent.name}.md"
-    # a folder is its README
+    # a folder is its README, the log's its index
+    found["docs/log"] = "log.md"
     return found | {posixpath.dirname(path): uri for path, uri in found.items() if path.endswith("/README.md")}
 
 
@@ -222,6 +224,13 @@ def _choose(site: Site) -> str:
 def _arena(site: Site) -> list[dict[str, str]]:
     reports = sorted(ROOT.glob("arena/results/*/report.md"))
     return [{path.parent.name: _readme(site, path.relative_to(ROOT).as_posix())} for path in reports]
+
+
+def _log(site: Site) -> list[dict[str, str]]:
+    """The files of the log in the order of its index, under the titles that it gives them."""
+    index = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    listed = re.findall(r"(?m)^\| \[([^\]]+)\]\((log/\w+\.md)\)", index)
+    return [{title: _readme(site, f"docs/{path}")} for title, path in listed]
 
 
 def _operations(site: Site) -> Iterator[tuple[str, str]]:
