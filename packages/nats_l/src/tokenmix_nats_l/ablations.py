@@ -1,4 +1,4 @@
-"""Table 4's variants that the operations do not know: chunk after chunk, or with all scores at once. Slower."""
+"""Table 4's variants that the operations do not know: each token twice, chunk after chunk, or all scores at once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,95 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.chunking import cdiv, chunk_slots, packed_positions, sequence_ids, slot_ids
+from tokenmix_core.nn.rows import moved
 from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL, Tokens
 
 
+def far_delta_rule(
+    layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
+) -> Float[Tensor, "B T HA VA"]:
+    """What each token reads of the state before its own chunk, which decays up to it: own chunks are softmax's alone.
+
+    A chunk stands twice, in one of twice the length: at first its tokens read, and neither write nor decay the state;
+    then they write. The decay up to a token is a factor of what it has read.
+    """
+    T, C = tokens.q.shape[1], layer.chunk
+    twice = _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
+    reading = tokens._replace(g=torch.zeros_like(tokens.g), beta=torch.zeros_like(tokens.beta))
+    both = {name: (getattr(reading, name), getattr(tokens, name)) for name in ("q", "k", "v", "g", "beta")}
+    doubled = tokens._replace(**{name: twice.join(*pair) for name, pair in both.items()})
+    o = twice.readers(layer.delta_rule(doubled, writes, None, twice.borders, write_chunk=2 * C)[0])
+    decay = twice.summed(tokens.g).exp().repeat_interleave(layer.group, 2)
+    return (o * decay.unsqueeze(-1)).to(o.dtype)
+
+
+class _InRows:
+    """Rows of T tokens in which chunks stand twice; a last partial one is filled up."""
+
+    borders = None
+
+    def __init__(self, T: int, C: int):
+        self.T, self.C, self.chunks = T, C, cdiv(T, C)
+
+    def join(self, readers: Float[Tensor, "B T ..."], writers: Float[Tensor, "B T ..."]) -> Tensor:
+        """Each chunk of readers before that of writers."""
+        return torch.cat((self._in_chunks(readers), self._in_chunks(writers)), 2).flatten(1, 2)
+
+    def readers(self, o: Tensor) -> Float[Tensor, "B T ..."]:
+        """What readers got."""
+        return o.unflatten(1, (self.chunks, -1))[:, :, : self.C].flatten(1, 2)[:, : self.T]
+
+    def summed(self, g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """Sums since the beginnings of chunks."""
+        return self._in_chunks(g).cumsum(2).flatten(1, 2)[:, : self.T]
+
+    def _in_chunks(self, x: Tensor) -> Float[Tensor, "B chunks C ..."]:
+        filled = F.pad(x, [0, 0] * (x.dim() - 2) + [0, self.chunks * self.C - self.T])
+        return filled.unflatten(1, (self.chunks, self.C))
+
+
+class _Packed:
+    """The same for packed sequences, in which a partial chunk stands twice as it is."""
+
+    def __init__(self, T: int, C: int, cu_seqlens: Int[Tensor, "N_plus_1"]):
+        self.T, self.C, self.borders = T, C, 2 * cu_seqlens
+        sequence, position = sequence_ids(cu_seqlens, T), packed_positions(cu_seqlens, T)
+        place, tokens = position % C, torch.arange(2 * T, device=cu_seqlens.device)
+        size = (cu_seqlens.diff()[sequence] - position + place).clamp(max=C)
+        reads = 2 * (cu_seqlens[sequence] + position) - place
+        # where readers and writers stand, and who stands at each place
+        self.places = torch.cat((reads, reads + size)).long()
+        self.order = torch.empty_like(self.places).scatter_(0, self.places, tokens)
+        # the same for chunks of their own, with holes behind partial ones
+        self.slots = slot_ids(cu_seqlens, T, C).long() * C + place
+        holes = tokens.new_full((chunk_slots(1, T, C, cu_seqlens) * C,), -1)
+        self.chunks = holes.scatter_(0, self.slots, tokens[:T])
+
+    def join(self, readers: Float[Tensor, "1 T ..."], writers: Float[Tensor, "1 T ..."]) -> Tensor:
+        return moved(torch.cat((readers[0], writers[0])), self.order, self.places).unsqueeze(0)
+
+    def readers(self, o: Tensor) -> Float[Tensor, "1 T ..."]:
+        of_readers = torch.where(self.order < self.T, self.order, -1)
+        return moved(o[0], self.places[: self.T], of_readers, holes=True).unsqueeze(0)
+
+    def summed(self, g: Float[Tensor, "1 T H"]) -> Float[Tensor, "1 T H"]:
+        sums = moved(g[0], self.chunks.view(-1, self.C), self.slots, holes=True).cumsum(1)
+        return moved(sums.flatten(0, 1), self.slots, self.chunks, holes=True).unsqueeze(0)
+
+
 def chunk_by_chunk(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """The delta rule's outputs where softmax chunks leave the state undecayed, or own chunks are softmax's alone."""
-    _say_once("own_chunk='softmax' and decay=False go chunk by chunk")
+    """The delta rule's outputs where softmax chunks leave the state undecayed."""
+    _say_once("decay=False goes chunk by chunk")
     C, outputs = layer.chunk, []
     for row, first in _sequences(tokens, cu_seqlens, C):
         B, T = row.q.shape[:2]
@@ -34,9 +109,8 @@ def chunk_by_chunk(
             if layer.own_chunk == "softmax":
                 o = carried(layer, chunk, state, torch.zeros_like(state[..., 0, 0]))
             outputs.append(o)
-            decay = layer.fit.gates(chunk.g).sum(1).exp()[..., None, None] if layer.decay else 1.0
             write = layer.fit.gates(writes[:, first + i])[..., None, None]
-            state = decay * state + write * (after - decay * state)
+            state = state + write * (after - state)
         # nobody reads the last state, and yet what wrote to it has a gradient, of zeros: replicas wait for it
         outputs[-1] = outputs[-1] + 0 * state.sum()
     return torch.cat(outputs, 1)

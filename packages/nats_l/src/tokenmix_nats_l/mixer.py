@@ -21,7 +21,7 @@ from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, kept_attention
 from tokenmix_core.ops.common import Impl, unless_gluon
-from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention
+from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention, far_delta_rule
 from tokenmix_nats_l.chunks import (
     ChunkTypes,
     Types,
@@ -283,8 +283,10 @@ class NatsL(Mixer):
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
-        if self.own_chunk == "softmax" or not self.decay:
+        if not self.decay:
             linear = chunk_by_chunk(self, tokens, types.linear, cu_seqlens)
+        elif self.own_chunk == "softmax":
+            linear = far_delta_rule(self, tokens, types.linear, cu_seqlens)
         else:
             linear, _ = self.delta_rule(tokens, types.linear, None, cu_seqlens)
         if self.own_chunk == "linear":
@@ -297,6 +299,7 @@ class NatsL(Mixer):
         writes: Tensor | None,
         initial_state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        write_chunk: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The gated delta rule with withheld writes: outputs as softmax heads `[B, T, HA, VA]`, and final states."""
         fit = self.fit
@@ -311,7 +314,7 @@ class NatsL(Mixer):
             cu_seqlens=cu_seqlens,
             qk_l2norm=True,
             writes=None if writes is None else fit.gates(writes),
-            write_chunk=self.chunk,
+            write_chunk=write_chunk or self.chunk,
             impl=self.impl,
         )
         return self.as_softmax_heads(fit.outputs(o, self.num_heads)), final_state
