@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,24 +107,25 @@ def model_of(job: Job, device: torch.device) -> Any:
             return _eight()
         module, _, name = job.recipe.partition(":")
         recipe = importlib.import_module(module).RECIPES[name]()
-        options = {
-            mixer: {**found, **job.options.get(mixer, {})} for mixer, found in recipe.model["mixer_options"].items()
-        }
+        options = dict(recipe.model["mixer_options"])
+        for mixer, changed in job.options.items():
+            options[mixer] = {**options[mixer], **changed}
         recipe = replace(recipe, model={**recipe.model, "mixer_options": options})
         return AutoModelForCausalLM.from_config(recipe.model_config(), dtype=torch.bfloat16).eval()
 
 
-def _eight() -> Any:
-    """A model of Llama 3's 8B, of whose layers every eighth stays full and the others take NHA."""
+def _eight(**sizes: int) -> Any:
+    """A model of Llama 3's 8B, of whose layers every eighth stays full and the others take NHA; `sizes` for a test."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.windows import hybrid_windows
 
-    config = LlamaConfig(
+    fields: dict[str, Any] = dict(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=2**17 + 2**10, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
+    config = LlamaConfig(**(fields | sizes))
     llama = LlamaForCausalLM(config).bfloat16()
     return convert(llama, hybrid_windows(32, 32, range(0, 32, 8)), slots=64).eval()
 
@@ -144,8 +145,11 @@ def drawn(share: float | None) -> AbstractContextManager[Any]:
 
 
 @torch.inference_mode()
-def measure(job: Job, model: Any, *, tokens: int = 24, turns: int = 2) -> dict[str, Any]:
-    """A row: the best turn's time of a token, beside that of reading weights and state once."""
+def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[str, Any]:
+    """A row: the best turn's time of a token, beside that of reading weights and state once.
+
+    Turns are of as many tokens as a chunk of NAtS-L's, or as LTE scores at once: what one step in 64 does counts.
+    """
     device = model.device
     watch = Stopwatch(device)
     sequences = 1 if job.repeated else job.batch
@@ -169,8 +173,8 @@ def measure(job: Job, model: Any, *, tokens: int = 24, turns: int = 2) -> dict[s
                 given = model(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
         with model.decoding(cache):
-            # the first ones move the cache and record
-            steps(4)
+            # the first ones move the cache, and each form of a step is made twice, to be recorded
+            steps(2 * tokens + 1)
             held = cache_bytes(cache)
             seconds = min(watch.time(lambda: steps(tokens)) / tokens for _ in range(turns))
     return {
@@ -191,21 +195,21 @@ def _read(model: Any, prompt: torch.Tensor) -> Any:
     return output
 
 
-def rows(chosen: Sequence[Job], device: torch.device, measured: Callable[..., dict] = measure) -> Iterator[dict]:
+def rows(chosen: Sequence[Job], device: torch.device) -> Iterator[dict]:
     """Yield a row for each job; those in a row that differ in tokens alone share a model."""
     model, of = None, None
     for job in chosen:
         print(f"{job.model} {job.size}, {job.batch} x {job.after:,}", file=sys.stderr, flush=True)
-        if of != (job.recipe, job.options):
+        if of != (job.recipe, job.options, job.share):
             # before the next one is made
             model = None
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             torch.manual_seed(0)
-            model, of = model_of(job, device), (job.recipe, job.options)
+            model, of = model_of(job, device), (job.recipe, job.options, job.share)
         start = time.perf_counter()
-        yield measured(job, model)
+        yield measure(job, model)
         print(f"took {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 

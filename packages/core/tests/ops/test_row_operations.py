@@ -173,6 +173,8 @@ def test_a_residual_is_added_to_the_product_and_has_its_gradient(tokens, device)
     found = {}
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         given = {name: value.to(dtype).requires_grad_() for name, value in x.items()}
+        (dr,) = torch.autograd.grad(swiglu_linear(**given, impl=impl).sum(), given["residual"])
+        assert (dr == 1).all()
         y = swiglu_linear(**given, impl=impl)
         alone = swiglu_linear(given["a"], given["b"], given["weight"], impl=impl)
         torch.testing.assert_close(y, alone + given["residual"])

@@ -92,15 +92,18 @@ def test_short_packed_sequences_are_not_filled_up(monkeypatch):
     seen = []
 
     def attends(q, k, v, **options):
-        seen.append((q.shape[1] * q.shape[2], k.shape[1]))
+        seen.append((q.shape[1] * q.shape[2], k.shape[1], len(options["cu_seqlens"])))
         return attention(q, k, v, **options)
 
     monkeypatch.setattr("tokenmix_lte.ops.pooled_blocks.attention", attends)
     q, k, v = inputs(B=1, T=90)
-    borders = cu_seqlens_from_lengths(torch.tensor((3,) * 29 + (2, 1)))
-    means = (pool_blocks(x, BLOCK, borders) for x in (k, v))
-    compressed_attention(q, *means, BLOCK, cu_seqlens=borders)
-    assert seen == [(90 // BLOCK * BLOCK * q.shape[2], 90 // BLOCK)]
+    for lengths in ((3,) * 29 + (2, 1), (50, 40)):
+        borders = cu_seqlens_from_lengths(torch.tensor(lengths))
+        means = (pool_blocks(x, BLOCK, borders) for x in (k, v))
+        compressed_attention(q, *means, BLOCK, cu_seqlens=borders)
+    # as many queries as tokens at the most, and hardly more sequences than there are
+    rows = 90 // BLOCK
+    assert seen == [(rows * BLOCK * q.shape[2], rows, n) for n in (rows + 1, 4)]
 
 
 def test_the_last_block_is_pooled_over_the_tokens_there_are():

@@ -128,7 +128,11 @@ class HybridizedAttention(NhaMixer):
 
 
 class AddsBeforeNorm:
-    """Before transformers' decoder layer: attention's output is added to the residual stream by the norm behind it."""
+    """Before transformers' decoder layer: sums are made where they are read or written.
+
+    Attention's output is added to the residual stream by the norm behind it, the MLP's by the MLP itself, which is
+    given the stream: what watches `mlp` sees the sum.
+    """
 
     input_layernorm: RMSNorm
     self_attn: HybridizedAttention

@@ -40,4 +40,4 @@ def _read(x: Tensor, places: Tensor, holes: bool) -> Tensor:
     if not holes:
         return x[places]
     none = (places < 0).view(*places.shape, *[1] * (x.ndim - 1))
-    return x[places.clamp(min=0)].masked_fill(none, 0)
+    return x[places.clamp(min=0)].masked_fill_(none, 0)

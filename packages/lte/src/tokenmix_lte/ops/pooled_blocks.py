@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv
+from tokenmix_core.chunking import cdiv, chunk_slots, packed_positions, slot_ids
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rows import moved
 from tokenmix_core.ops import attention
@@ -34,9 +34,8 @@ def pool_blocks(
         parts = F.pad(x, (0, 0, 0, 0, 0, U * block - T)).unflatten(1, (U, block))
         sizes = (T - torch.arange(U, device=x.device) * block).clamp(max=block)
         return (parts.sum(2, dtype=wide) / sizes.view(-1, 1, 1)).to(x.dtype)
-    T, slots = x.shape[1], first_slots(cu_seqlens, block)
-    at, U = places(T, cu_seqlens, x.device), T // block + len(cu_seqlens) - 1
-    back = (slots[at.sequence] + at.position // block) * block + at.position % block
+    T, U = x.shape[1], chunk_slots(1, x.shape[1], block, cu_seqlens)
+    back = slot_ids(cu_seqlens, T, block) * block + packed_positions(cu_seqlens, T) % block
     tokens = _inverse(back, U * block).view(U, block)
     parts = moved(x[0], tokens, back, holes=True)
     means = parts.sum(1, dtype=wide) / (tokens >= 0).sum(1).clamp(min=1).view(-1, 1, 1)
@@ -102,9 +101,10 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     group = (at.position + 1) // block
     place = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
     tokens = _inverse(place, rows * block).view(rows, block)
-    # borders of sequences that have a row; rows that are left over are one more
-    first = torch.where(used, row == begins[sequence], row == begins[-1])
-    borders = F.pad(torch.where(first, row, rows).sort().values, (0, 1), value=rows).to(torch.int32)
+    # borders of sequences that have a row, and then of rows that are left over, alone as long as there are borders
+    first = ~used | (row == begins[sequence])
+    firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
+    borders = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
     of_slot = _inverse(slot, pooled_k.shape[1])
     k, v = (moved(x[0], slot, of_slot, holes=True).unsqueeze(0) for x in (pooled_k, pooled_v))
     grouped = moved(q[0], tokens, place, holes=True).unsqueeze(0)

@@ -53,7 +53,12 @@ def _backward_linear(a, b, weight, dy):
 _replayed_linear = Replayed(_backward_linear)
 
 product = eager_function(_run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
-linear = eager_function(
-    _run_linear, _save_linear,
-    lambda ctx, dy: (*_replayed_linear(*ctx.saved_tensors, dy), dy if ctx.needs_input_grad[3] else None),
-)  # fmt: skip
+
+
+def _gradients_linear(ctx, dy):
+    product = any(ctx.needs_input_grad[:3])
+    of_product = _replayed_linear(*ctx.saved_tensors, dy) if product else (None, None, None)
+    return *of_product, dy if ctx.needs_input_grad[3] else None
+
+
+linear = eager_function(_run_linear, _save_linear, _gradients_linear)

@@ -104,6 +104,8 @@ def linears_forward(
 
     Of one row there may be a `gate`, for silu(gate) · x, and of one row and weight a `residual` that is added.
     """
+    assert gate is residual is None or len(x) == 1
+    assert residual is None or len(weights) == 1
     # a weight that is copied here must not be read before the copy has ended
     early = {} if all(w.is_contiguous() for w in weights) else {EARLY: False}
     weights = [w.contiguous() for w in weights]

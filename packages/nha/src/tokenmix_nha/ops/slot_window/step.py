@@ -34,7 +34,8 @@ def slot_window_step_kernel(
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
-    # most of the bytes, which no other kernel of a step writes: on their way while those before end
+    # most of the bytes, on their way while the kernels before end: no other kernel of a step writes them, and steps do
+    # not overlap (`launch.early`: what begins early is recorded step by step)
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
@@ -110,7 +111,7 @@ def slot_window_step_kernel(
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
-    # behind sums that all threads had to reach, so that all have loaded it
+    # with a ring behind the barrier of all threads; without one only the thread that stores has read it
     tl.store(length + i_nh, seen + 1)
 
 
