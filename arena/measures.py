@@ -20,6 +20,8 @@ Line = tuple[str, str]
 MEAN = "mean"
 # what the columns of a switch between modes begin with
 EXCESS = "excess"
+# of what holds few tokens of attention
+_EVICTING = {"tova": "by TOVA", "uniform": "by Unif.+SWA"}
 # columns of what is shown over training
 _LOOKS = 5
 
@@ -53,7 +55,7 @@ class Estimate:
 def title(line: Line) -> str:
     """The name of a line."""
     contestant, mode = line
-    return CONTESTANTS[contestant].title + (f", {mode}" if mode else "")
+    return CONTESTANTS[contestant].title + (f", {_EVICTING.get(mode, mode)}" if mode else "")
 
 
 def counts(division: str, line: Line) -> bool:
@@ -133,21 +135,21 @@ class Scores:
         return Estimate.of([mine[seed] - theirs[seed] for seed in common]) if common else None
 
 
-def decisions(comparison: Comparison, division: str, task: str, contestant: str) -> dict[str, dict[int, Estimate]]:
-    """What the layers of a contestant decided over training: by name, at steps about a fifth of it apart.
+def decisions(comparison: Comparison, division: str, task: str, contestant: str) -> dict[str, dict[int, float]]:
+    """What the layers of a contestant decided over training: by name, means over layers and seeds at some steps.
 
-    A number of a seed is the mean over layers.
+    These are about a fifth of training apart, and the last is its end.
     """
     found: dict[str, dict[int, list[float]]] = {}
     for piece in comparison.counted(division, task, contestant):
         layers: dict[str, dict[int, list[float]]] = {}
         for key, series in ((comparison.read(piece) or {}).get("logged") or {}).items():
-            for step, value in series[:: max(1, len(series) // _LOOKS)]:
+            for step, value in series[:: -max(1, len(series) // _LOOKS)][::-1]:
                 layers.setdefault(key.partition("/")[0], {}).setdefault(step, []).append(value)
         for what, steps in layers.items():
             for step, values in steps.items():
                 found.setdefault(what, {}).setdefault(step, []).append(fmean(values))
-    return {what: {step: Estimate.of(values) for step, values in steps.items()} for what, steps in found.items()}
+    return {what: {step: fmean(values) for step, values in steps.items()} for what, steps in found.items()}
 
 
 def costs(comparison: Comparison, division: str) -> dict[Line, dict[int, dict[str, Any]]]:

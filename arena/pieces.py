@@ -114,11 +114,10 @@ class Comparison:
     def tuning(self, division: str, task: str, contestant: str) -> list[Piece]:
         """The pieces that choose the rate: one for each of the grid, at a seed that no result counts.
 
-        An ablation has none, as it takes the rate of what it ablates.
+        Those of an ablation are of what it ablates.
         """
         size = self.size
-        if CONTESTANTS[contestant].ablates is not None:
-            return []
+        contestant = CONTESTANTS[contestant].ablates or contestant
         division = run_in(contestant, division, size)
         return [Piece(division, contestant, task, rate, size.tuning_seed) for rate in size.rates]
 
@@ -127,8 +126,7 @@ class Comparison:
 
         A run that diverged lost. Where all did, the smallest rate stands for the contestant.
         """
-        tuned = CONTESTANTS[contestant].ablates or contestant
-        tried = {piece.rate: self.read(piece) for piece in self.tuning(division, task, tuned)}
+        tried = {piece.rate: self.read(piece) for piece in self.tuning(division, task, contestant)}
         if any(result is None for result in tried.values()):
             return None
         losses = {rate: result["last loss"] for rate, result in tried.items() if result is not None}
@@ -158,7 +156,8 @@ class Comparison:
         found = []
         for run in self.runs():
             found += [p for p in (*self.tuning(*run), *self.counted(*run)) if self.read(p) is None]
-        return found
+        # an ablation's rates are tried for it and for what it ablates
+        return list(dict.fromkeys(found))
 
     def unmeasured(self) -> list[CostPiece]:
         """Find the measurements of speed and memory that are left."""
@@ -286,7 +285,9 @@ def _measured(piece: Piece, size: Size, folder: Path) -> dict[str, Any]:
 def evictions(piece: Piece, size: Size) -> dict[Method, int]:
     """The ways in which a trained model is measured once more, with the tokens that it then holds."""
     held = CONTESTANTS[piece.contestant].held
-    return {} if held is None or piece.task != MQAR else dict.fromkeys(EVICTIONS, held(size))
+    if held is None or piece.task != MQAR or piece.seed not in size.seeds:
+        return {}
+    return dict.fromkeys(EVICTIONS, held(size))
 
 
 def _training(folder: Path, diverged: bool) -> dict[str, Any]:
@@ -295,7 +296,8 @@ def _training(folder: Path, diverged: bool) -> dict[str, Any]:
     Callbacks log by layer, as NAME/LAYER; some of their numbers are enough for a curve.
     """
     lines = [line for line in read_metrics(folder / trainer.METRICS) if "loss" in line]
-    thinned = lines[:: max(1, len(lines) // _POINTS)]
+    # the last one among them
+    thinned = lines[:: -max(1, len(lines) // _POINTS)][::-1]
     names = sorted({name for line in lines for name in line if "/" in name})
     curve = [(line["step"], line["loss"]) for line in lines]
     end = curve[-1][0] * (1 - _LAST)
@@ -304,7 +306,12 @@ def _training(folder: Path, diverged: bool) -> dict[str, Any]:
         "last loss": None if diverged else fmean(loss for step, loss in curve if step > end),
         "loss": [(step, round(loss, 4)) for step, loss in curve if math.isfinite(loss)],
         "logged": {
-            name: [(line["step"], float(f"{line[name]:.4g}")) for line in thinned if name in line] for name in names
+            name: [
+                (line["step"], float(f"{line[name]:.4g}"))
+                for line in thinned
+                if math.isfinite(line.get(name, math.nan))
+            ]
+            for name in names
         },
         # after short examples and compilation
         "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,

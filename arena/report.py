@@ -9,7 +9,17 @@ from typing import Any
 
 from arena import measures
 from arena.claims import CLAIMS, LEARNT, NOT_MEASURED, judge
-from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS, solve, state_bytes, taking_part, target_state
+from arena.contestants import (
+    BOUNDED,
+    CONTESTANTS,
+    DIVISIONS,
+    EVICTIONS,
+    PARAMETERS,
+    solve,
+    state_bytes,
+    taking_part,
+    target_state,
+)
 from arena.measures import EXCESS, MEAN, Estimate, Line, Scores, decisions, front, title
 from arena.pieces import Comparison
 from arena.sizes import LEAST_RATES, Size
@@ -52,8 +62,9 @@ def plan(comparison: Comparison) -> str:
 def done(comparison: Comparison) -> str:
     """How many runs and measurements of a comparison are there."""
     runs, costs = comparison.runs(), comparison.costs()
-    wanted = sum(len(comparison.tuning(*run)) + len(comparison.size.seeds) for run in runs)
-    pieces = [piece for run in runs for piece in (*comparison.tuning(*run), *comparison.counted(*run))]
+    tuning = {piece for run in runs for piece in comparison.tuning(*run)}
+    wanted = len(tuning) + len(runs) * len(comparison.size.seeds)
+    pieces = {*tuning, *(piece for run in runs for piece in comparison.counted(*run))}
     there, measured = (sum(comparison.read(piece) is not None for piece in some) for some in (pieces, costs))
     return f"{there:,} of {wanted:,} runs are done, and {measured} of {len(costs)} measurements of costs."
 
@@ -61,7 +72,9 @@ def done(comparison: Comparison) -> str:
 def at_an_end(comparison: Comparison) -> str | None:
     """How many of the chosen rates are the least or the greatest of the grid; None where there is no choice."""
     rates = comparison.size.rates
-    chosen = [rate for run in comparison.runs() if (rate := comparison.rate(*run)) is not None]
+    # ablations choose none
+    runs = [run for run in comparison.runs() if CONTESTANTS[run[2]].ablates is None]
+    chosen = [rate for run in runs if (rate := comparison.rate(*run)) is not None]
     if len(rates) < LEAST_RATES or not chosen:
         return None
     least, most = chosen.count(min(rates)), chosen.count(max(rates))
@@ -169,7 +182,13 @@ def _setting(comparison: Comparison) -> str:
 
 
 def _claims(comparison: Comparison) -> str:
-    belong = [claim for claim in CLAIMS if {claim.line[0], claim.other[0]} <= set(comparison.contestants)]
+    belong = [
+        claim
+        for claim in CLAIMS
+        if {claim.line[0], claim.other[0]} <= set(comparison.contestants)
+        and claim.task in (comparison.size.tasks or TASKS)
+        and claim.division in (comparison.size.divisions or DIVISIONS)
+    ]
     scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in belong}
     rows: list[Row] = []
     for claim in belong:
@@ -209,11 +228,13 @@ def decisions_table(comparison: Comparison, division: str, task: str) -> str | N
     rows: list[Row] = []
     for name in comparison.entrants(division):
         for what, found in decisions(comparison, division, task, name).items():
-            cells = {f"step {step:,}": f"{value.mean:.3g}" for step, value in found.items()}
+            cells = {f"step {step:,}": f"{value:.3g}" for step, value in found.items()}
             rows.append({"contestant": CONTESTANTS[name].title, "logged": what, **cells})
     if not rows:
         return None
-    text = "By step of training, means over layers and seeds (softmax_share: of chunks; kept: keys of a row):"
+    text = (
+        "By step of training, means over layers and seeds (softmax_share: of chunks; kept: keys of a row; lambda: λ):"
+    )
     return f"{text}\n\n{format_table(rows)}"
 
 
@@ -248,6 +269,9 @@ def pictures(comparison: Comparison, division: str) -> list[dict[str, Any]]:
 
     def state(line: Line) -> float | None:
         contestant = CONTESTANTS[line[0]]
+        if line[1] in EVICTIONS:
+            # not its own: the table says what it holds
+            return None
         fields = solve(line[0], division, size).fields
         least, most = state_bytes(contestant, size, fields, size.seq_len)
         return least if line[1] == BOUNDED else most

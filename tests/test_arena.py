@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from arena.contestants import (
     taking_part,
     target_state,
 )
-from arena.measures import Estimate, Scores, columns, decisions, front
+from arena.measures import Estimate, Scores, columns, decisions, front, title
 from arena.pieces import Comparison, CostPiece, Piece, fingerprint, recipe_of, run_piece
 from arena.sizes import LEAST_RATES, LEAST_SEEDS, SIZES
 from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
@@ -35,6 +36,7 @@ from tokenmix_core.corpora.tokenizer import load_tokenizer
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.trainer import training_rows
 
+ROOT = Path(__file__).parent.parent
 SMOKE, SMALL = SIZES["smoke"], SIZES["small"]
 # registered, but of another's baselines or for conversions
 LEFT_OUT = {"gated_slot_attention", "gla", "normed_attention", "tova"}
@@ -131,14 +133,19 @@ def test_rates_are_chosen_by_the_end_of_training_and_only_then_seeds_are_run(tmp
 
 def test_an_ablation_takes_the_rate_of_what_it_ablates(tmp_path):
     comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("lalte-mlp",), (MQAR,))
-    assert comparison.ready() == comparison.tuning(PARAMETERS, MQAR, "lalte-mlp") == []
-    assert "0 of 3 runs are done" in report.done(comparison)
+    assert comparison.ready() == comparison.tuning(PARAMETERS, MQAR, "lalte-mlp")
+    assert {p.contestant for p in comparison.ready()} == {"lalte"}
+    with_its_base = replace(comparison, contestants=("lalte", "lalte-mlp"))
+    assert with_its_base.ready() == comparison.ready()
+    assert f"0 of {len(SMALL.rates) + 6} runs are done" in report.done(with_its_base)
     for piece in comparison.tuning(PARAMETERS, MQAR, "lalte"):
         # losses fall with the rate
         record(comparison, piece, 1 - piece.rate)
     assert {(p.contestant, p.rate, p.seed) for p in comparison.ready()} == {
         ("lalte-mlp", SMALL.rates[-1], seed) for seed in SMALL.seeds
     }
+    # one rate was chosen, not two
+    assert "Of 1 chosen rates 1 are the greatest" in (report.at_an_end(with_its_base) or "")
 
 
 def test_what_belongs_to_a_size_and_to_a_claim_is_there(tmp_path):
@@ -174,6 +181,11 @@ def test_trained_attention_is_measured_once_more_where_it_evicts(tmp_path, monke
     numbers = {"accuracy": 0.5}
     found = columns({"task": MQAR, "rows": {"mqar": [row | numbers for row in rows]}}, SMOKE)
     assert list(found) == ["", *EVICTIONS]
+    assert pieces.evictions(piece._replace(seed=SMOKE.tuning_seed), SMOKE) == {}
+    assert [title(("gdn-attention", mode)) for mode in EVICTIONS] == [
+        "GDN, attention, by TOVA",
+        "GDN, attention, by Unif.+SWA",
+    ]
 
 
 def test_what_layers_decided_is_shown_over_training(tmp_path):
@@ -186,7 +198,7 @@ def test_what_layers_decided_is_shown_over_training(tmp_path):
             record(comparison, piece, logged=logged if name == "nats-l" else {})
     found = decisions(comparison, PARAMETERS, MQAR, "nats-l")
     # means over both layers, then over seeds 1, 2 and 3
-    assert {step: value.mean for step, value in found["share"].items()} == pytest.approx({1: 0.5, 100: 0.7})
+    assert found["share"] == pytest.approx({1: 0.5, 100: 0.7})
     assert decisions(comparison, PARAMETERS, MQAR, "gdn") == {}
     text = report.decisions_table(comparison, PARAMETERS, MQAR)
     assert [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]] == ["NAtS-L", "share", "0.5", "0.7"]
@@ -471,3 +483,11 @@ def test_a_piece_depends_on_its_recipe():
     assert fingerprint(one, SMALL) == fingerprint(one, SMALL)
     assert len({fingerprint(p, SMALL) for p in (one, one._replace(seed=2), one._replace(rate=2e-3))}) == 3
     assert recipe_of(one, SMALL).optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("name", ["compact", "medium"])
+def test_committed_reports_say_what_the_committed_results_say(name, tmp_path):
+    committed = ROOT / "arena" / "results" / name
+    shutil.copytree(committed, tmp_path / name)
+    written = report.write(Comparison(SIZES[name], tmp_path)).read_text(encoding="utf-8")
+    assert written == (committed / "report.md").read_text(encoding="utf-8")

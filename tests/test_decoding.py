@@ -49,8 +49,19 @@ def test_types_are_drawn_at_their_share():
         assert types.softmax.mean().item() == pytest.approx(0.25, abs=0.02)
         assert torch.equal(types.softmax + types.linear, torch.ones_like(types.linear))
     assert mixer.learned_types is before
-    (row,) = SCRIPT.rows([job("tokenmix_nats_l.recipes:tiny", after=200, share=0.25)], CPU)
-    assert row["held_mib"] > 0
+    few, most = (
+        row["held_mib"]
+        for row in SCRIPT.rows([job("tokenmix_nats_l.recipes:tiny", after=2000, share=x) for x in (0.1, 0.9)], CPU)
+    )
+    assert most > 1.2 * few
+
+
+def test_the_converted_model_has_four_full_layers():
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    with CPU:
+        model = SCRIPT._eight(**sizes)
+    assert [i for i, window in enumerate(model.config.window) if window == "full"] == [0, 8, 16, 24]
+    assert model.dtype == torch.bfloat16
 
 
 def test_a_row_takes_the_place_of_what_it_repeats(tmp_path):
