@@ -218,9 +218,9 @@ def test_a_result_of_another_rule_is_refused_by_name(tmp_path):
 
 def test_a_piece_stops_in_time_goes_on_and_is_skipped_when_done(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    comparison = Comparison(SMOKE, tmp_path / "results", (PARAMETERS,), ("attention",), (MQAR,))
+    comparison = Comparison(SMOKE, tmp_path / "results", (PARAMETERS,), ("nats-l",), (MQAR,))
     work = tmp_path / "work"
-    tuned = Piece(PARAMETERS, "attention", MQAR, SMOKE.rates[0], SMOKE.tuning_seed)
+    tuned = Piece(PARAMETERS, "nats-l", MQAR, SMOKE.rates[0], SMOKE.tuning_seed)
     record(comparison, tuned)
     (piece,) = comparison.ready()
     assert piece.seed in SMOKE.seeds
@@ -229,10 +229,12 @@ def test_a_piece_stops_in_time_goes_on_and_is_skipped_when_done(tmp_path, monkey
     assert [path.name for path in checkpoints] == ["checkpoint-1"]
     said = []
     assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append).done
-    assert said == [f"parameters attention mqar {SMOKE.rates[0]:g} 1: done"]
+    assert said == [f"parameters nats-l mqar {SMOKE.rates[0]:g} 1: done"]
     result = comparison.read(piece)
     assert result["environment"]["commit"] == "test"
     assert [step for step, _ in result["loss"]] == list(range(1, SMOKE.steps + 1))
+    assert {name.partition("/")[0] for name in result["logged"]} == {"softmax_share"}
+    assert all([step for step, _ in points] == list(range(1, SMOKE.steps + 1)) for points in result["logged"].values())
     assert {row["pairs"] for row in result["rows"]["mqar"]} == {4, 8, 16, 32}
     assert not list(work.rglob("config.json"))
     assert runner.run(comparison, work, commit="test", deadline=math.inf, say=said.append).done
