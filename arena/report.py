@@ -12,7 +12,6 @@ from arena.claims import CLAIMS, LEARNT, NOT_MEASURED, judge
 from arena.contestants import (
     BOUNDED,
     CONTESTANTS,
-    DIVISIONS,
     EVICTIONS,
     PARAMETERS,
     solve,
@@ -182,12 +181,14 @@ def _setting(comparison: Comparison) -> str:
 
 
 def _claims(comparison: Comparison) -> str:
+    # what is not looked at, but belongs to the size, is not measured
+    whole = Comparison(comparison.size, comparison.results)
     belong = [
         claim
         for claim in CLAIMS
         if {claim.line[0], claim.other[0]} <= set(comparison.contestants)
-        and claim.task in (comparison.size.tasks or TASKS)
-        and claim.division in (comparison.size.divisions or DIVISIONS)
+        and claim.task in whole.tasks
+        and claim.division in whole.divisions
     ]
     scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in belong}
     rows: list[Row] = []

@@ -34,8 +34,8 @@ class Size:
         examples: sequences of an evaluation.
         reach: text is read to this many times the training length.
         cost_lengths: contexts at which speed and memory are measured.
-        contestants, divisions, tasks: what belongs to a comparison of this size, by name; None: everybody but
-            ablations, both divisions, and all tasks.
+        contestants, divisions, tasks: what belongs to a comparison of this size, by name; none named: everybody
+            who is not `extra`, both divisions, and all tasks.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Size:
     examples: int
     reach: int
     cost_lengths: tuple[int, ...]
-    contestants: tuple[str, ...] | None = None
-    divisions: tuple[str, ...] | None = None
-    tasks: tuple[str, ...] | None = None
+    contestants: tuple[str, ...] = ()
+    divisions: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
 
     @property
     def says_something(self) -> bool:
