@@ -54,6 +54,23 @@ def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) 
     return begin // chunk_size + sequence + (index - begin) // chunk_size
 
 
+def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
+    """Which row has each of `count` places, int64; −1 for none. No two rows have one place, a row with −1 has none."""
+    rows = torch.arange(len(places), device=places.device)
+    # all rows without a place meet behind the last one
+    found = rows.new_full((count + 1,), -1).scatter_(0, torch.where(places < 0, count, places).long(), rows)
+    return found[:count]
+
+
+def chunk_places(
+    cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int
+) -> tuple[Int[Tensor, "slots C"], Int[Tensor, "T"]]:
+    """The packed tokens of each slot's chunk, −1 where there is none, and where each token stands in all of them."""
+    place = slot_ids(cu_seqlens, tokens, chunk_size) * chunk_size + packed_positions(cu_seqlens, tokens) % chunk_size
+    slots = chunk_slots(1, tokens, chunk_size, cu_seqlens)
+    return inverse(place, slots * chunk_size).view(slots, chunk_size), place
+
+
 def cu_seqlens_from_lengths(lengths: Int[Tensor, "N"]) -> Int[Tensor, "N_plus_1"]:
     """Sequence borders from sequence lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv, chunk_slots, packed_positions, sequence_ids, slot_ids
+from tokenmix_core.chunking import cdiv, chunk_places, inverse, packed_positions, sequence_ids
 from tokenmix_core.nn.rows import moved
 from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise
 
@@ -69,16 +69,14 @@ class _Packed:
     def __init__(self, T: int, C: int, cu_seqlens: Int[Tensor, "N_plus_1"]):
         self.T, self.C, self.borders = T, C, 2 * cu_seqlens
         sequence, position = sequence_ids(cu_seqlens, T), packed_positions(cu_seqlens, T)
-        place, tokens = position % C, torch.arange(2 * T, device=cu_seqlens.device)
+        place = position % C
         size = (cu_seqlens.diff()[sequence] - position + place).clamp(max=C)
         reads = 2 * (cu_seqlens[sequence] + position) - place
         # where readers and writers stand, and who stands at each place
-        self.places = torch.cat((reads, reads + size)).long()
-        self.order = torch.empty_like(self.places).scatter_(0, self.places, tokens)
+        self.places = torch.cat((reads, reads + size))
+        self.order = inverse(self.places, 2 * T)
         # the same for chunks of their own, with holes behind partial ones
-        self.slots = slot_ids(cu_seqlens, T, C).long() * C + place
-        holes = tokens.new_full((chunk_slots(1, T, C, cu_seqlens) * C,), -1)
-        self.chunks = holes.scatter_(0, self.slots, tokens[:T])
+        self.chunks, self.slots = chunk_places(cu_seqlens, T, C)
 
     def join(self, readers: Float[Tensor, "1 T ..."], writers: Float[Tensor, "1 T ..."]) -> Tensor:
         return moved(torch.cat((readers[0], writers[0])), self.order, self.places).unsqueeze(0)
@@ -88,8 +86,8 @@ class _Packed:
         return moved(o[0], self.places[: self.T], of_readers, holes=True).unsqueeze(0)
 
     def summed(self, g: Float[Tensor, "1 T H"]) -> Float[Tensor, "1 T H"]:
-        sums = moved(g[0], self.chunks.view(-1, self.C), self.slots, holes=True).cumsum(1)
-        return moved(sums.flatten(0, 1), self.slots, self.chunks, holes=True).unsqueeze(0)
+        sums = moved(g[0], self.chunks, self.slots, holes=True).cumsum(1)
+        return moved(sums.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
 
 def chunk_by_chunk(

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv, chunk_slots, slot_ids
+from tokenmix_core.chunking import cdiv, chunk_places, chunk_slots
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rows import moved
 
@@ -45,15 +45,10 @@ def chunk_means(
         if whole == T:
             return sums / size
         return torch.cat((sums / size, x[:, whole:].sum(1, dtype=wide, keepdim=True) / (T - whole)), 1)
-    slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
-    begin = cu_seqlens[sequence] + (slots - firsts[sequence]) * size
-    places = begin.unsqueeze(1) + torch.arange(size, device=x.device)
-    there = places < cu_seqlens[sequence + 1].unsqueeze(1)
-    ids = slot_ids(cu_seqlens, T, size).long()
-    back = ids * size + torch.arange(T, device=x.device) - begin[ids]
+    places, back = chunk_places(cu_seqlens, T, size)
     # tokens side by side, not sums by slot: a fixed order, so that a forward pass made again finds the same types
-    chunks = moved(x[0], places.masked_fill(~there, -1), back, holes=True)
-    return (chunks.sum(1, dtype=wide) / there.sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
+    chunks = moved(x[0], places, back, holes=True)
+    return (chunks.sum(1, dtype=wide) / (places >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv, chunk_slots, packed_positions, slot_ids
+from tokenmix_core.chunking import cdiv, chunk_places, inverse
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rows import moved
 from tokenmix_core.ops import attention
@@ -34,9 +34,7 @@ def pool_blocks(
         parts = F.pad(x, (0, 0, 0, 0, 0, U * block - T)).unflatten(1, (U, block))
         sizes = (T - torch.arange(U, device=x.device) * block).clamp(max=block)
         return (parts.sum(2, dtype=wide) / sizes.view(-1, 1, 1)).to(x.dtype)
-    T, U = x.shape[1], chunk_slots(1, x.shape[1], block, cu_seqlens)
-    back = slot_ids(cu_seqlens, T, block) * block + packed_positions(cu_seqlens, T) % block
-    tokens = _inverse(back, U * block).view(U, block)
+    tokens, back = chunk_places(cu_seqlens, x.shape[1], block)
     parts = moved(x[0], tokens, back, holes=True)
     means = parts.sum(1, dtype=wide) / (tokens >= 0).sum(1).clamp(min=1).view(-1, 1, 1)
     return means.to(x.dtype).unsqueeze(0)
@@ -100,25 +98,17 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     slot = torch.where(used, slots[sequence] + row - begins[sequence], -1)
     group = (at.position + 1) // block
     place = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
-    tokens = _inverse(place, rows * block).view(rows, block)
+    tokens = inverse(place, rows * block).view(rows, block)
     # borders of sequences that have a row, and then of rows that are left over, alone as long as there are borders
     first = ~used | (row == begins[sequence])
     firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
     borders = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
-    of_slot = _inverse(slot, pooled_k.shape[1])
+    of_slot = inverse(slot, pooled_k.shape[1])
     k, v = (moved(x[0], slot, of_slot, holes=True).unsqueeze(0) for x in (pooled_k, pooled_v))
     grouped = moved(q[0], tokens, place, holes=True).unsqueeze(0)
     out = _among_blocks(grouped, k, v, borders, impl)
     o, lse = (moved(x[0].flatten(0, 1), place, tokens.flatten(), holes=True).unsqueeze(0) for x in out)
     return AttentionOutput(o, lse.masked_fill((group == 0)[:, None], -torch.inf))
-
-
-def _inverse(place: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
-    """Which row has each of `count` places; −1 for none. A row with the place −1 has none."""
-    spare = torch.full((count + 1,), -1, dtype=place.dtype, device=place.device)
-    rows = torch.arange(len(place), dtype=place.dtype, device=place.device)
-    # all rows without a place meet behind the last one
-    return spare.scatter(0, torch.where(place < 0, count, place).long(), rows)[:count]
 
 
 def _among_blocks(
