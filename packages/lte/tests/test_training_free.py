@@ -73,6 +73,20 @@ def test_the_token_with_the_least_attention_is_dropped():
     assert held != list(range(33, 40))
 
 
+@pytest.mark.parametrize("held", [30, 64, 100, 150])
+@torch.no_grad()
+def test_what_is_dropped_does_not_depend_on_where_calls_and_blocks_of_scores_end(held):
+    torch.manual_seed(0)
+    layer = SMALL(held=held)
+    for module in layer.modules():
+        init_weights_(module, 0.3)
+    layer = layer.double().eval()
+    x = torch.randn(2, 170, 32, dtype=torch.float64)
+    whole = run_mixer(layer, x)
+    for pieces in ([170], [1] * 170, [63, 2, 64, 41], [held + 1, 169 - held]):
+        assert relative_error(run_in_pieces(layer, x, pieces)[0], whole) < 1e-11
+
+
 @torch.no_grad()
 def test_in_training_and_where_all_is_held_it_is_attention():
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import project_out
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, TensorState
+
+# tokens whose scores are made at once
+_BLOCK = 64
 
 
 class Held(NamedTuple):
@@ -32,7 +36,8 @@ class Tova(Attention):
 
     After each token the one that its query gives the least attention, mean over query heads, is dropped for all heads
     where there is one too many; of equal ones that in the first place. In training it is attention to everything: the
-    method needs none. Evaluation goes token by token in PyTorch's own operations, without a cache, too.
+    method needs none. Evaluation, without a cache, too, is in PyTorch's own operations, and goes token by token as soon
+    as one is dropped.
 
     Args:
         hidden_size: D.
@@ -94,7 +99,7 @@ class Tova(Attention):
             keys, values = state.keys.get(span.sequences, k), state.values.get(span.sequences, v)
             # what is behind the N sequences is nobody's
             held = Held(keys[:N], values[:N], filled[:N])
-            o, held = self._walk(tuple(span.unpack(x) for x in (q, k, v)), held, span.mask)
+            o, held = self._walk(tuple(span.unpack(x) for x in (q, k, v)), held, span.mask, span.past)
             state.keys.set(torch.cat((held.keys, keys[N:])))
             state.values.set(torch.cat((held.values, values[N:])))
             o = span.pack(o)
@@ -123,44 +128,79 @@ class Tova(Attention):
         return Held(empty, empty, torch.zeros(len(k), dtype=torch.int64, device=k.device))
 
     def _walk(
-        self, heads: tuple[Tensor, ...], held: Held, mask: Bool[Tensor, "N T"] | None
+        self, heads: tuple[Tensor, ...], held: Held, mask: Bool[Tensor, "N T"] | None, past: int = 0
     ) -> tuple[Float[Tensor, "N T HQ K"], Held]:
-        """Outputs for q, k, v token by token, zeros for padding, and what is held afterwards."""
-        q, k, v = heads
-        if q.shape[1] > 1:
+        """Outputs for q, k, v, zeros for padding, and what is held afterwards; before, none had over `past` tokens."""
+        T, outputs = heads[0].shape[1], []
+        if T > 1 and past + T > self.held:
             _say_once()
-        outputs = []
-        for t in range(q.shape[1]):
-            o, after = self._token(q[:, t], k[:, t], v[:, t], held)
-            if mask is not None:
-                o = torch.where(mask[:, t, None, None], o, 0.0)
-                after = Held(*(_where(mask[:, t], *pair) for pair in zip(after, held, strict=True)))
+        for start in range(0, T, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            q, k, v = (x[:, block] for x in heads)
+            o, held = self._block(q, k, v, held, None if mask is None else mask[:, block], past + start)
             outputs.append(o)
-            held = after
-        return torch.stack(outputs, 1), held
+        return torch.cat(outputs, 1), held
 
-    def _token(self, q: Tensor, k: Tensor, v: Tensor, held: Held) -> tuple[Tensor, Held]:
-        """One token's output `[N, HQ, K]`, and what stays."""
-        keys, values = torch.cat((held.keys, k.unsqueeze(1)), 1), torch.cat((held.values, v.unsqueeze(1)), 1)
-        places = torch.arange(self.held + 1, device=k.device)
-        empty = (places >= held.filled.unsqueeze(1)) & (places < self.held)
-        grouped = at_least_float32(q).unflatten(1, (self.num_kv_heads, -1)) * self.head_dim**-0.5
-        scores = torch.einsum("nhgk,nphk->nhgp", grouped, at_least_float32(keys))
-        weights = scores.masked_fill(empty[:, None, None], -torch.inf).softmax(-1)
-        o = torch.einsum("nhgp,nphk->nhgk", weights, at_least_float32(values)).flatten(1, 2).to(v.dtype)
-        # into the first empty place, or that of the token with the least attention, which may be its own
-        least = weights.mean((1, 2)).argmin(1)
-        to = torch.where(held.filled < self.held, held.filled, least)[:, None, None, None]
-        keys, values = (
-            x.scatter(1, to.expand(-1, 1, *x.shape[2:]), x[:, -1:])[:, :-1] for x in (keys.detach(), values.detach())
-        )
-        return o, Held(keys, values, (held.filled + 1).clamp(max=self.held))
+    def _block(
+        self, q: Tensor, k: Tensor, v: Tensor, held: Held, mask: Tensor | None, past: int
+    ) -> tuple[Float[Tensor, "N Q HQ K"], Held]:
+        """The same for a few tokens, whose scores with each other and with what is held are made at once."""
+        N, Q = k.shape[:2]
+        keys, values = torch.cat((held.keys, k), 1), torch.cat((held.values, v), 1)
+        grouped = at_least_float32(q).unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
+        scores = torch.einsum("nqhgk,nphk->nhgqp", grouped, at_least_float32(keys))
+        real = k.new_ones(N, Q, dtype=torch.bool) if mask is None else mask
+        # a step may be recorded before any token is dropped and repeated when one has to be
+        follow = self._fill if Q > 1 and past + Q <= self.held else self._evict
+        visible, at = follow(scores, held.filled, real)
+        # padding sees itself, so that its softmax is a number
+        visible = visible | torch.eye(Q, self.held + Q, dtype=torch.bool, device=k.device).roll(self.held, 1)
+        weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+        o = torch.einsum("nhgqp,nphk->nqhgk", weights, at_least_float32(values)).flatten(2, 3).to(v.dtype)
+        if mask is not None:
+            o = torch.where(mask[..., None, None], o, 0.0)
+        filled = (held.filled + real.sum(1)).clamp(max=self.held)
+        stay = at[..., None, None]
+        keys, values = (x.gather(1, stay.expand(-1, -1, *x.shape[2:])) for x in (keys, values))
+        return o, Held(keys, values, filled)
 
+    def _fill(
+        self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
+    ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
+        """What each query sees of what was held and is new, and what is in each place, while there is room for all."""
+        Q = real.shape[1]
+        before = self._places(real) < filled.unsqueeze(1)
+        causal = torch.ones(Q, Q, dtype=torch.bool, device=real.device).tril()
+        visible = torch.cat((before.unsqueeze(1).expand(-1, Q, -1), causal & real.unsqueeze(1)), 2)
+        # padding goes to a place that is not kept
+        to = torch.where(real, filled.unsqueeze(1) + real.cumsum(1) - 1, self.held)
+        new = self.held + torch.arange(Q, device=real.device)
+        at = F.pad(self._places(real).expand(len(real), -1), (0, 1))
+        return visible, at.scatter(1, to, new.expand_as(to))[:, :-1]
 
-def _where(rows: Bool[Tensor, "N"], new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
+    def _evict(
+        self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
+    ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
+        """The same token by token, each of which may drop one."""
+        scores, places = scores.detach(), self._places(real)
+        visible, at = torch.zeros_like(scores[:, 0, 0], dtype=torch.bool), places.expand(len(real), -1)
+        for t, (seen, is_real) in enumerate(zip(visible.unbind(1), real.unbind(1), strict=True)):
+            listed = F.pad(at, (0, 1), value=self.held + t)
+            there = F.pad(places < filled.unsqueeze(1), (0, 1), value=True)
+            seen.scatter_(1, listed, there)
+            mine = scores[..., t, :].gather(-1, listed[:, None, None].expand(*scores.shape[:3], -1))
+            weights = mine.masked_fill(~there[:, None, None], -torch.inf).softmax(-1)
+            # into the first empty place, or that of the token with the least attention, which may be its own
+            to = torch.where(filled < self.held, filled, weights.mean((1, 2)).argmin(1)).unsqueeze(1)
+            after = listed.scatter(1, to, self.held + t)[:, :-1]
+            at = torch.where(is_real.unsqueeze(1), after, at)
+            filled = (filled + is_real).clamp(max=self.held)
+        return visible, at
+
+    def _places(self, like: Tensor) -> Int[Tensor, "held"]:
+        return torch.arange(self.held, device=like.device)
 
 
 @functools.cache
 def _say_once() -> None:
-    warnings.warn("TOVA goes token by token, which is slow for long prompts", stacklevel=4)
+    warnings.warn("TOVA goes token by token once it drops any, which is slow for long prompts", stacklevel=4)
