@@ -38,7 +38,16 @@ def gradients(layer, x, upstream, cu_seqlens, types):
 
 @pytest.mark.parametrize("chunk", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"rope": True}, {"head_dim": 192, "num_softmax_heads": 6}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rope": True},
+        {"head_dim": 192, "num_softmax_heads": 6},
+        {"own_chunk": "linear"},
+        {"own_chunk": "softmax"},
+    ],
+)
 def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(chunk, packed, options):
     torch.manual_seed(0)
     options = {**SIZES, "chunk": chunk, **options}

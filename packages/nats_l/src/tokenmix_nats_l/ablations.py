@@ -1,4 +1,4 @@
-"""Table 4's variants that the operations do not know: each token twice, chunk after chunk, or all scores at once."""
+"""Table 4's variants that the operations do not know: each token twice, or chunk after chunk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_places, inverse, packed_positions, sequence_ids
 from tokenmix_core.nn.rows import moved
+from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL, Tokens
+
+# channels that keys have beside their own where a chunk stands twice: as many bytes as kernels read at once
+_CHANNELS = 16
 
 
 def far_delta_rule(
@@ -94,7 +98,7 @@ def chunk_by_chunk(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
     """The delta rule's outputs where softmax chunks leave the state undecayed."""
-    _say_once("decay=False goes chunk by chunk")
+    _say_once()
     C, outputs = layer.chunk, []
     for row, first in _sequences(tokens, cu_seqlens, C):
         B, T = row.q.shape[:2]
@@ -127,34 +131,44 @@ def far_attention(
     layer: NatsL, tokens: Tokens, keep: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
     """Softmax attention to softmax chunks before the own one alone; 0 where there are none."""
-    outputs = []
-    for row, first in _sequences(tokens, cu_seqlens, layer.chunk):
-        slots = -(-row.q.shape[1] // layer.chunk)
-        marks = keep[:, first : first + slots]
-        outputs.append(far_softmax(row.softmax_q, row.softmax_k, row.softmax_v, marks, layer.chunk))
-    return torch.cat(outputs, 1)
+    T, C = tokens.q.shape[1], layer.chunk
+    twice = _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
+    return _far_softmax(layer, tokens.softmax_q, tokens.softmax_k, tokens.softmax_v, keep, twice, twice)
 
 
-def far_softmax(
+def far_attention_of_last(
+    layer: NatsL,
     q: Float[Tensor, "B TQ HA K"],
     k: Float[Tensor, "B TK HA K"],
     v: Float[Tensor, "B TK HA V"],
     keep: Float[Tensor, "B slots H"],
-    C: int,
 ) -> Float[Tensor, "B TQ HA V"]:
-    """Attention of queries, the last ones of the keys' tokens, to kept chunks before their own; all scores at once."""
-    _say_once("own_chunk='linear' holds all scores at once")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    i = torch.arange(k.shape[1], device=q.device) // C
-    far = i[-q.shape[1] :].unsqueeze(1) > i
-    factor = keep.repeat_interleave(q.shape[2] // keep.shape[2], 2)[:, i].transpose(1, 2).unsqueeze(2)
-    scores = torch.einsum("bihk,bjhk->bhij", q.to(wide), k.to(wide)) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~(far & (factor > 0.5)), -torch.inf)
-    top = scores.detach().amax(-1, keepdim=True)
-    weights = (scores - top.masked_fill(top.isneginf(), 0.0)).exp() * factor
-    total = weights.sum(-1, keepdim=True)
-    weights = weights / total.masked_fill(total == 0, 1.0)
-    return torch.einsum("bhij,bjhv->bihv", weights, v.to(wide)).to(v.dtype)
+    """The same of queries that are the last ones of the keys' tokens."""
+    (TQ, TK), C = (q.shape[1], k.shape[1]), layer.chunk
+    # from the beginning of the first query's chunk
+    head = (TK - TQ) % C
+    q = F.pad(q, (0, 0, 0, 0, head, 0))
+    return _far_softmax(layer, q, k, v, keep, _InRows(head + TQ, C), _InRows(TK, C))[:, head:]
+
+
+def _far_softmax(
+    layer: NatsL, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, queries: _InRows | _Packed, keys: _InRows | _Packed
+) -> Float[Tensor, "B TQ HA V"]:
+    """Attention of queries to kept chunks before their own.
+
+    A chunk stands twice, in one of twice the length: first its queries, beside keys that weigh nothing, which are all
+    that they see of it; then its keys, for later chunks. More channels, 1 in every query, give keys that weigh nothing
+    a score that no normed heads come near. Where there is nothing else to see these are all, and their values are 0.
+    """
+    # not lower, so that the log-sum-exp of such scores alone is still exact to a thousandth
+    weightless = -4096 * layer.softmax_dim**0.5 / _CHANNELS
+    blank = F.pad(torch.zeros_like(k), (0, _CHANNELS), value=weightless)
+    q, k = F.pad(q, (0, _CHANNELS), value=1.0), F.pad(k, (0, _CHANNELS))
+    q, k = queries.join(q, torch.zeros_like(q)), keys.join(blank, k)
+    v = keys.join(torch.zeros_like(v), v)
+    scale, borders = layer.softmax_dim**-0.5, keys.borders
+    o = kept_attention(q, k, v, keep, unit=2 * layer.chunk, scale=scale, cu_seqlens=borders, impl=layer.impl).o
+    return queries.readers(o)
 
 
 def _sequences(tokens: Tokens, cu_seqlens: Tensor | None, C: int):
@@ -168,5 +182,5 @@ def _sequences(tokens: Tokens, cu_seqlens: Tensor | None, C: int):
 
 
 @functools.cache
-def _say_once(what: str) -> None:
-    warnings.warn(f"NAtS-L: {what}, which is slower than the layer itself", stacklevel=3)
+def _say_once() -> None:
+    warnings.warn("NAtS-L: decay=False goes chunk by chunk, which is slower than the layer itself", stacklevel=3)

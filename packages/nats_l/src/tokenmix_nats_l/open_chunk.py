@@ -22,7 +22,7 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.state import LayerState
 from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention, rotate_step
 from tokenmix_core.ops.common import unless_gluon
-from tokenmix_nats_l.ablations import carried, far_attention, far_softmax
+from tokenmix_nats_l.ablations import carried, far_attention, far_attention_of_last
 from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         marks.insert(0, held.transpose(1, 2).to(types.softmax.dtype))
     k, v, keep = (_joined(y) for y in (keys, values, marks))
     if layer.own_chunk == "linear":
-        return far_softmax(tokens.softmax_q, k, v, keep, C)
+        return far_attention_of_last(layer, tokens.softmax_q, k, v, keep)
     return kept_attention(tokens.softmax_q, k, v, keep, unit=C, impl=layer.impl).o
 
 
