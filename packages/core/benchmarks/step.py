@@ -1,10 +1,10 @@
 """Where the time of a training step goes, and how near its floor it is: `python step.py RECIPE... [options]`.
 
 A step is forward, backward, clipping and fused AdamW, with float32 weights under bfloat16 autocast, as recipes train.
-Models named by recipe (of core, or `tokenmix_nats_l.recipes:gdn-380m`) run eagerly and compiled, beside FLA's and
-transformers' models of the same sizes where these are installed, or those of them that `--only` names. For each:
-thousand tokens a second, peak GiB, seconds of the first step, milliseconds of device time by kind of kernel, and the
-share of the floor.
+Models named by recipe (of core, or `tokenmix_nats_l.recipes:gdn-380m`) run eagerly, with passes that a CUDA graph
+repeats (`training_graph`), and compiled, beside FLA's and transformers' models of the same sizes where these are
+installed, or those of them that `--only` names. For each: thousand tokens a second, peak GiB, seconds of the first
+step, milliseconds of device time by kind of kernel, and the share of the floor.
 
 Each model takes a turn as soon as it is warm, ours first; then all, still in memory, take turns in rounds, of which the
 median counts. A row is printed and kept after each turn, with the rounds behind it, so that a run that is cut off
@@ -35,13 +35,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tokenmix_core.testing.benchmarking import table
 from tokenmix_core.testing.results import OURS, save
+from tokenmix_core.training.recorded import Losses, RecordedPasses
 
 DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 RESULTS = Path(__file__).parent / "results" / "step"
@@ -70,6 +71,9 @@ KINDS = {
 }
 # layers whose inputs are read by no other layer
 OWN_INPUTS = ("o_proj", "out_proj", "down_proj")
+
+
+Form = Literal["eager", "graph", "compiled"]
 
 
 class Chip(NamedTuple):
@@ -139,37 +143,48 @@ class Training:
         model: the model itself, where its loss is compiled, too.
         resident: bytes of weights, gradients and the optimizer's state.
         first: seconds of the first step.
+        peak: bytes at most beside what others hold; of a graph, whose memory is its own, with the steps before it.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], device: torch.device, compiled: bool) -> None:
+    def __init__(self, make: Callable[[], nn.Module], device: torch.device, form: Form) -> None:
         self.device = device
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         torch.manual_seed(0)
         self.model = make().to(device).train()
         if hasattr(self.model.config, "use_cache"):
             self.model.config.use_cache = False
-        self.run = torch.compile(self.model) if compiled else self.model
+        self.run = torch.compile(self.model) if form == "compiled" else self.model
+        self.recorded = RecordedPasses(self.model, device) if form == "graph" else None
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=cuda or None)
         self._before, self.resident, self.first, self.peak = before, 0, 0.0, 0
 
     def step(self, ids: Tensor) -> Tensor:
         """Forward, backward, clipping, AdamW."""
-        with autocast(self.device):
-            loss = self.run(ids, labels=ids).loss
-        loss.backward()
+        inputs = {"input_ids": ids, "labels": ids}
+        made = self._passes(inputs) if self.recorded is None else self.recorded(self._passes, inputs, None)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return made.loss
+
+    def _passes(self, inputs: dict[str, Tensor], items: None = None) -> Losses:
+        with autocast(self.device):
+            loss = self.run(**inputs).loss
+        loss.backward()
+        return Losses(loss.detach(), {})
 
     def warm(self, ids: Tensor, steps: int) -> list[float]:
         """The first steps, whose losses are returned."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         losses = [float(self.step(ids))]
         self.first = time.perf_counter() - start
         losses += [float(self.step(ids)) for _ in range(steps)]
         if self.device.type == "cuda":
+            if self.recorded is not None:
+                self.peak = torch.cuda.max_memory_allocated() - self._before
             gc.collect()
             torch.cuda.empty_cache()
             self.resident = torch.cuda.memory_allocated() - self._before
@@ -227,22 +242,22 @@ def recipe_named(name: str) -> Any:
     return recipes[recipe]()
 
 
-def models(recipe: Any) -> dict[str, tuple[Callable[[], nn.Module], bool]]:
-    """By name, how a model is made and whether it is compiled: the recipe's own, then peers of its sizes."""
+def models(recipe: Any) -> dict[str, tuple[Callable[[], nn.Module], Form]]:
+    """By name, how a model is made and the form in which it runs: the recipe's own, then peers of its sizes."""
     from transformers import AutoModelForCausalLM
 
     config = recipe.model_config()
-    made: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-        f"{OURS} {form}": (lambda: AutoModelForCausalLM.from_config(config), form == "compiled")
-        for form in ("eager", "compiled")
+    forms: tuple[Form, ...] = ("eager", "graph", "compiled")
+    made: dict[str, tuple[Callable[[], nn.Module], Form]] = {
+        f"{OURS} {form}": (lambda: AutoModelForCausalLM.from_config(config), form) for form in forms
     }
     mixers = {config.mixer_type(i) for i in range(config.num_hidden_layers)} if hasattr(config, "mixer_type") else set()
     if mixers == {"attention"}:
         heads = config.options_of(0)["num_heads"]
         for form in ("eager", "compiled"):
-            made[f"transformers Llama {form}"] = (lambda: _llama(config, heads), form == "compiled")
+            made[f"transformers Llama {form}"] = (lambda: _llama(config, heads), form)
     if importlib.util.find_spec("fla") is not None and len(mixers) == 1 and mixers <= {"attention", "gated_delta_net"}:
-        made["FLA eager"] = (lambda: _fla(config), False)
+        made["FLA eager"] = (lambda: _fla(config), "eager")
     return made
 
 
@@ -306,7 +321,7 @@ class Measured:
         }
 
 
-def chosen(names: Sequence[str], only: Sequence[str] = ()) -> list[tuple[str, str, Callable[[], nn.Module], bool]]:
+def chosen(names: Sequence[str], only: Sequence[str] = ()) -> list[tuple[str, str, Callable[[], nn.Module], Form]]:
     """Recipe, name, maker and form of the models whose name has one of `only`, or of all; ours first.
 
     Raises:
@@ -343,7 +358,7 @@ def measure(
     where = torch.device(device)
     warm: list[Measured] = []
     meant = chosen(names, only)
-    for position, (name, impl, make, compiled) in enumerate(meant, 1):
+    for position, (name, impl, make, form) in enumerate(meant, 1):
         say(f"{position} of {len(meant)}: warming {name}, {impl}")
         config = recipe_named(name).model_config()
         ids = torch.randint(0, config.vocab_size, (rows, length), device=where)
@@ -351,9 +366,9 @@ def measure(
         with torch.device("meta"):
             parts = floor(AutoModelForCausalLM.from_config(config), rows, length)
         try:
-            training = Training(make, where, compiled)
+            training = Training(make, where, form)
             losses = training.warm(ids, warmup)
-            kept = kept_bytes(training.model, ids) if impl.startswith(OURS) and not compiled else None
+            kept = kept_bytes(training.model, ids) if impl == f"{OURS} eager" else None
             one = Measured(name, impl, training, ids, losses, parts, kept)
             say(f"first step after {training.first:.1f} s; a turn alone")
             one.times = [training.time(ids, steps)]

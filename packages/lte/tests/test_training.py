@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_core.testing.recording import assert_graphs_train_alike, graphs_everywhere
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
 from tokenmix_core.training.trainer import train
@@ -147,6 +148,16 @@ def test_weights_do_not_depend_on_how_a_step_is_computed(how, tmp_path):
         assert got == pytest.approx(expected, rel=1e-4)
 
 
+def test_recorded_passes_drop_other_keys_each_step_and_keep_what_they_would_have(tmp_path):
+    options = nano().model["mixer_options"]
+    plain = nano(mixer_options={**options, "lte": {**options["lte"], "dropout": 0.3}})
+    recorded = dataclasses.replace(plain, run=dataclasses.replace(plain.run, training_graph=True))
+    train(plain, tmp_path / "plain", progress=False)
+    with graphs_everywhere(eager=True):
+        train(recorded, tmp_path / "recorded", progress=False)
+    assert lines(tmp_path / "recorded") == lines(tmp_path / "plain")
+
+
 def test_pressure_makes_heads_keep_fewer_keys(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "RISE", 100.0)
     recipe = nano()
@@ -169,3 +180,8 @@ def test_a_model_that_scores_nothing_or_has_several_caps_is_refused():
     assert steer_sparsity(RECIPES["lalte-1.4b"]()).share == 512 / 4096
     with pytest.raises(ValueError, match="at least 1"):
         SteerSparsity(0, 10)
+
+
+@pytest.mark.gpu
+def test_graphs_train_alike(tmp_path):
+    assert_graphs_train_alike(tiny(), tmp_path)

@@ -7,9 +7,11 @@ from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.recording import assert_graphs_train_alike
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
+from tokenmix_nats_l.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 # the paper's heads, fewer of them
@@ -146,3 +148,7 @@ def test_a_step_reads_of_each_head_what_it_keeps_alone():
     assert outputs[1].isfinite().all()
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert not torch.equal(outputs[0][1], outputs[1][1])
+
+
+def test_graphs_train_alike(tmp_path):
+    assert_graphs_train_alike(RECIPES["tiny"](), tmp_path)

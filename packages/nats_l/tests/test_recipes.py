@@ -4,12 +4,14 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tokenmix_core.testing.corpora import documents, token_file
+from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.trainer import train
@@ -168,6 +170,16 @@ def test_a_resumed_run_logs_the_same_shares(small, tmp_path):
     train(small, tmp_path / "cut", resume=True, progress=False)
     assert len(shares(tmp_path / "whole")) == 6
     assert shares(tmp_path / "cut") == shares(tmp_path / "whole")
+
+
+def test_recorded_passes_log_the_same_shares(small, tmp_path):
+    joined = dataclasses.replace(small, data=dataclasses.replace(small.data, documents="joined"))
+    train(joined, tmp_path / "plain", progress=False)
+    recorded = dataclasses.replace(joined, run=dataclasses.replace(joined.run, training_graph=True))
+    with graphs_everywhere(eager=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*records no graph")
+        train(recorded, tmp_path / "recorded", progress=False)
+    assert shares(tmp_path / "recorded") == shares(tmp_path / "plain")
 
 
 def test_a_model_without_such_layers_trains_with_no_shares_in_the_log(small, tmp_path):

@@ -23,7 +23,7 @@ from transformers import (
 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
-from tokenmix_core.testing.recording import recorded_decoding
+from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.windows import nha_mixers, set_windows, using_windows, windows_of
@@ -171,7 +171,7 @@ def test_steps_of_a_converted_model_are_recorded(original, ids):
     converted = convert(original, [4, "full", 0], slots=4)
     mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
     for options in ({}, {"num_beams": 2}):
-        with recorded_decoding():
+        with graphs_everywhere():
             said = [
                 converted.generate(ids, attention_mask=mask, max_new_tokens=9, decoding_graph=graph, **options)
                 for graph in (False, True)

@@ -9,9 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tokenmix_core.testing.agreement import RoundedProducts
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.recording import assert_graphs_train_alike
 from tokenmix_nha import NhaConfig, NhaForCausalLM, nha_layers, using_windows
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.evals import slot_shares
+from tokenmix_nha.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -155,3 +157,7 @@ def test_a_converted_model_generates_what_it_does_on_the_cpu(ids):
     here = model.generate(ids, attention_mask=mask, **options)
     there = copy.deepcopy(model).cuda().generate(ids.cuda(), attention_mask=mask.cuda(), **options)
     assert torch.equal(there.cpu(), here)
+
+
+def test_graphs_train_alike(tmp_path):
+    assert_graphs_train_alike(RECIPES["tiny"](), tmp_path)

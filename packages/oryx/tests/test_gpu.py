@@ -7,12 +7,14 @@ from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.recording import assert_graphs_train_alike
 from tokenmix_oryx.choices import FAMILIES
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.model import OryxForCausalLM
 from tokenmix_oryx.modes import Modes, draw_modes
 from tokenmix_oryx.projection import project_by_mode, token_order
+from tokenmix_oryx.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 SIZES = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
@@ -179,3 +181,7 @@ def test_a_sequence_in_linear_mode_reads_no_keys():
         o = mixer(x[:, start:stop], state=cache.layers[0], rotary=rotary, mode=Modes(None, attends))[0]
         cache.end()
     assert o.isfinite().all()
+
+
+def test_graphs_train_alike(tmp_path):
+    assert_graphs_train_alike(RECIPES["tiny"](), tmp_path)

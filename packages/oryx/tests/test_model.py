@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_pieces
-from tokenmix_core.testing.recording import recorded_decoding
+from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM, OryxModel
 
@@ -395,7 +395,7 @@ def test_modes_switch_between_recorded_steps(modes):
     model = OryxForCausalLM(OryxConfig(**FAMILIES["tg"])).eval()
     ids = torch.randint(1, 61, (3, 7))
     options = {"attention_mask": left_padded([7, 4, 2], 7), "max_new_tokens": 14, "do_sample": False, **modes}
-    with recorded_decoding():
+    with graphs_everywhere():
         for beams in (1, 2):
             said = [model.generate(ids, num_beams=beams, decoding_graph=graph, **options) for graph in (False, True)]
             assert torch.equal(*said), beams

@@ -11,7 +11,7 @@ from tokenmix_core.launch import graphs
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, choosing, steps
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded
-from tokenmix_core.testing.recording import HostRead, Watched, record, recorded_decoding
+from tokenmix_core.testing.recording import HostRead, Watched, graphs_everywhere, record
 
 FIELDS = {
     "vocab_size": 61,
@@ -276,9 +276,9 @@ def test_a_cache_is_fixed_where_it_can_be(model, ids):
         other.fix(12, storage)
 
 
-def test_decoding_inside_of_recorded_decoding_leaves_both_right(model, ids):
+def test_decoding_inside_of_graphs_everywhere_leaves_both_right(model, ids):
     plain = model.generate(ids, decoding_graph=False, **OPTIONS)
-    with recorded_decoding(), torch.no_grad():
+    with graphs_everywhere(), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
         with model.decoding(cache):
             tokens = plain[:, 7:9]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.testing.recording import graphs_everywhere
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "step.py"))
 
@@ -34,6 +35,13 @@ def test_a_step_is_measured_beside_its_floor(tmp_path, capsys):
     assert "warming tiny-gdn, tokenmix eager" in told
 
 
+def test_a_graph_s_steps_lose_what_eager_ones_lose(tmp_path):
+    with graphs_everywhere(eager=True):
+        eager, graph = SCRIPT["main"](["tiny-gdn", "--only", "eager", "--only", "graph", *TINY])
+    assert (eager["impl"], graph["impl"]) == ("tokenmix eager", "tokenmix graph")
+    assert graph["losses"] == eager["losses"]
+
+
 def test_a_measurement_that_is_cut_off_leaves_what_it_found(tmp_path, capsys, monkeypatch):
     def cut_off(line: str) -> None:
         if line.startswith("2 of"):
@@ -51,7 +59,7 @@ def test_models_are_chosen_by_name_and_ours_come_first():
     def names(*only: str) -> list[str]:
         return [impl for _, impl, _, _ in SCRIPT["chosen"](["tiny-transformer", "tiny-gdn"], only)]
 
-    assert names("Tokenmix") == ["tokenmix eager", "tokenmix compiled"] * 2
+    assert names("Tokenmix") == ["tokenmix eager", "tokenmix graph", "tokenmix compiled"] * 2
     assert names("transformers", "tokenmix eager") == ["tokenmix eager"] * 2 + [
         "transformers Llama eager",
         "transformers Llama compiled",

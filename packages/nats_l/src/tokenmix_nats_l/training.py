@@ -41,6 +41,9 @@ class LogSoftmaxShares(TrainerCallback):
             shares = torch.stack([share.float().mean() for share in output.auxiliary["softmax_share"]])
             self._sums += torch.cat((shares, shares.new_ones(1)))
 
+    # a recorded pass does all that it does
+    _gather.on_device = True  # type: ignore[attr-defined]
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._sums is None or not logs or "loss" not in logs:
             return

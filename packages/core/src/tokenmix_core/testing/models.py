@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any, ClassVar
@@ -13,8 +14,9 @@ from torch import Tensor
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import addresses, random_pieces
-from tokenmix_core.testing.recording import recorded_decoding
+from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
+from tokenmix_core.training.recorded import Losses, RecordedPasses
 
 
 def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
@@ -206,7 +208,7 @@ class ModelContract:
         alone = [model(ids[i : i + 1, -n:], use_cache=False, **self.inputs).logits[0] for i, n in enumerate(lengths)]
         cache, logits = model.make_cache(), []
         model(ids[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache, **self.inputs)
-        with recorded_decoding(), model.decoding(cache, graph=True):
+        with graphs_everywhere(), model.decoding(cache, graph=True):
             for t in range(prompt, self.tokens):
                 out = model(ids[:, t : t + 1], past_key_values=cache, **self.inputs)
                 logits.append(out.logits.clone())
@@ -229,7 +231,7 @@ class ModelContract:
         outputs = []
         for recorded in (False, True):
             torch.manual_seed(3)
-            with recorded_decoding():
+            with graphs_everywhere():
                 outputs.append(model.generate(ids, attention_mask=mask, decoding_graph=recorded, **options))
         assert torch.equal(*outputs)
         assert len(model.step_store) == 1
@@ -282,6 +284,38 @@ class ModelContract:
             assert exact.isfinite().all(), name
             assert exact.any(), name
             assert relative_error(gradients[1][name], exact) < 1e-5, name
+
+    def test_training_by_recorded_passes_is_the_training_that_it_was(self, model, ids):
+        losses, weights = [], []
+        for recorded in (False, True):
+            learner = copy.deepcopy(model).train()
+            optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
+
+            def passes(inputs, items, learner=learner):
+                out = learner(**inputs, num_items_in_batch=items)
+                out.loss.backward()
+                terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
+                return Losses(out.loss.detach(), terms)
+
+            # on a GPU kernels are recorded
+            with graphs_everywhere(eager=True):
+                make = RecordedPasses(learner, ids.device) if recorded else lambda passes, *given: passes(*given)
+            generator, seen = torch.Generator().manual_seed(0), []
+            torch.manual_seed(0)
+            # of three micro-batches an update, in the second update all are recorded or repeated
+            for i in range(12):
+                row = ids[:, torch.randperm(ids.shape[1], generator=generator)]
+                found = make(passes, {"input_ids": row, "labels": row, **self.inputs}, torch.tensor(100 + i))
+                seen.append([found.loss.clone(), *(x.clone() for x in found.auxiliary.values())])
+                if i % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(seen)
+            weights.append([*learner.parameters(), *learner.buffers()])
+        assert isinstance(make, RecordedPasses)
+        assert sum(x is not None for x in make.kinds.values()) == 2, "the first of an update, and the others"
+        assert losses[0] == losses[1]
+        assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
     @torch.no_grad()
     def test_the_loss_is_the_mean_over_predicted_tokens(self, model, ids):

@@ -7,7 +7,10 @@ cannot look at the device. What would go wrong in a graph goes wrong, or is refu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,20 +52,28 @@ class Watched(TorchDispatchMode):
 
     Args:
         seen: called with each operation, its arguments and its outputs.
+        before: called with each operation and its arguments.
+        eager: whether numbers may pass between tensors and Python, as in eager forms of operations; they are baked in.
     """
 
-    def __init__(self, seen: Callable[[Any, tuple, dict, Any], None] | None = None, before: Callable | None = None):
+    def __init__(
+        self,
+        seen: Callable[[Any, tuple, dict, Any], None] | None = None,
+        before: Callable | None = None,
+        *,
+        eager: bool = False,
+    ):
         super().__init__()
-        self.seen, self.before = seen, before
+        self.seen, self.before, self.eager = seen, before, eager
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         indices = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor)] if func in _INDEXING else []
         masked = any(x.dtype == torch.bool for x in indices)
         sized = func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
-        if masked or (func in _READS and not sized):
+        if (masked or (func in _READS and not sized)) and not self.eager:
             raise HostRead(f"{func} waits for the device")
-        if func in _UPLOADS:
+        if func in _UPLOADS and not self.eager:
             raise HostRead(f"{func} copies numbers of Python's to the device")
         if self.before is not None:
             self.before(func, args, kwargs)
@@ -72,7 +83,7 @@ class Watched(TorchDispatchMode):
         return out
 
     def __enter__(self):
-        self._functions = _NoReads()
+        self._functions = nullcontext() if self.eager else _NoReads()
         self._functions.__enter__()
         return super().__enter__()
 
@@ -81,8 +92,12 @@ class Watched(TorchDispatchMode):
         self._functions.__exit__(*error)
 
 
-def record(work: Callable[[], object]) -> Callable[[], object]:
-    """`work` recorded and not done: what it wrote is put back, and the function returned does it."""
+def record(work: Callable[[], object], *, eager: bool = False) -> Callable[[], object]:
+    """`work` recorded and not done: what it wrote is put back, and the function returned does it.
+
+    What `work` made of its own is made anew by a repeat; of tensors that it returns, those that were returned then hold
+    the new values, as all have in a graph's memory. `eager`: as in `Watched`.
+    """
     tape: list[tuple[Any, Callable, Callable, list]] = []
     # tensors that operations made are kept, so that no other one gets their identity
     made: dict[int, Tensor] = {}
@@ -110,9 +125,13 @@ def record(work: Callable[[], object]) -> Callable[[], object]:
                     own.add(t.untyped_storage().data_ptr())
 
     generator = torch.get_rng_state()
-    with Watched(seen, before):
-        work()
+    with Watched(seen, before, eager=eager):
+        results = work()
     torch.set_rng_state(generator)
+    # a parameter's gradient is another tensor on the memory of one that was made
+    places = {(t.data_ptr(), t.shape): key for key, t in made.items()}
+    returned = [t.detach() for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
+    returned = [(t, places[t.data_ptr(), t.shape]) for t in returned if (t.data_ptr(), t.shape) in places]
     for whole, copy in saved.values():
         whole.copy_(copy)
 
@@ -122,6 +141,8 @@ def record(work: Callable[[], object]) -> Callable[[], object]:
                 out = func(*args(), **kwargs())
                 for old, x in zip(outputs, _several(out), strict=True):
                     new[old] = x
+            for t, key in returned:
+                t.copy_(new[key])
         new.clear()
 
     return repeat
@@ -153,9 +174,33 @@ def _with_schema(func, args, kwargs):
 
 
 @contextmanager
-def recorded_decoding() -> Iterator[None]:
-    """Within it, decoding steps are recorded and repeated on every device, as CUDA does with graphs."""
+def graphs_everywhere(*, eager: bool = False) -> Iterator[None]:
+    """Within it, decoding steps and training's passes are recorded and repeated on every device, as CUDA does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "capture_on", lambda device: record)
+        patch.setattr(graphs, "capture_on", lambda device: partial(record, eager=eager))
         patch.setattr(graphs, "wanted", lambda: True)
         yield
+
+
+def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
+    """Assert that the first steps of a recipe on a GPU are recorded as graphs, and lose what they do without."""
+    from tokenmix_core.training.callbacks import read_metrics
+    from tokenmix_core.training.recipe import Tokens
+    from tokenmix_core.training.trainer import METRICS, train
+
+    losses, captures = [], []
+    tokens = Tokens(steps * recipe.optimizer.batch_tokens)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, total_tokens=tokens, warmup_tokens=Tokens(0)))
+
+    def counted(device: torch.device):
+        capture = graphs.captures_cuda(device)
+        return lambda work: captures.append(capture(work)) or captures[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "capture_on", counted)
+        for wanted in (False, True):
+            run = replace(recipe.run, training_graph=wanted, logging_steps=1)
+            train(replace(recipe, run=run), folder / str(wanted), progress=False)
+            losses.append([x["loss"] for x in read_metrics(folder / str(wanted) / METRICS) if "loss" in x])
+            assert bool(captures) == wanted
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)

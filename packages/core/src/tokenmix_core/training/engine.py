@@ -7,6 +7,7 @@ import platform
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.recipe import OptimizerRecipe
+from tokenmix_core.training.recorded import Losses, RecordedPasses
 
 # dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
 PEAK_FLOPS = (
@@ -42,17 +44,35 @@ class RecipeTrainer(Trainer):
     """The Trainer of a recipe.
 
     What it adds: the recipe's schedule and weight decay; no cache in training; tokens/s, model-FLOPs utilisation and
-    auxiliary losses in the log; whole checkpoints; an error as soon as the loss or a weight is not finite.
+    auxiliary losses in the log; whole checkpoints; an error as soon as the loss or a weight is not finite; passes that
+    are recorded.
+
+    Args:
+        schedule: of the learning rate, and the batch.
+        seq_len: T, tokens of a row.
+        identity: what a checkpoint is of.
+        record: repeat forward and backward passes as CUDA graphs where that can be.
     """
 
-    def __init__(self, *args: Any, schedule: OptimizerRecipe, seq_len: int, identity: dict[str, Any], **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        schedule: OptimizerRecipe,
+        seq_len: int,
+        identity: dict[str, Any],
+        record: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.schedule, self.identity = schedule, identity
+        self.schedule, self.identity, self._record = schedule, identity, record
+        self._recorded: RecordedPasses | None = None
         self.output_dir = Path(str(self.args.output_dir))
         # such a model divides its summed loss terms by num_items_in_batch itself
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # sums of loss terms, and the steps there were before the first of them
+        # of a micro-batch: auxiliary terms of the loss; since the last line of the log: their sums, and the steps
+        # there were before the first of them
+        self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0
         self._logged: tuple[float, int] | None = None
@@ -82,6 +102,40 @@ class RecipeTrainer(Trainer):
         inner.worker_init_fn = partial(_leave_signals_to_trainer, inner.worker_init_fn)
         return loader
 
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward passes of a micro-batch, recorded where that was asked for and can be."""
+
+        def passes(inputs: dict[str, Any], items: Any) -> Losses:
+            self._terms = {}
+            return Losses(step(model, inputs, items), self._terms)
+
+        step = super().training_step
+        if self._record and self._recorded is None:
+            # not before the first step, as callbacks may have changed the model
+            self._recorded = self._recorder(model)
+        if self._recorded is None:
+            losses = passes(inputs, num_items_in_batch)
+        else:
+            losses = self._recorded(passes, self._prepare_inputs(inputs), num_items_in_batch)
+        if not self._auxiliary:
+            self._steps_before = self.state.global_step
+        for name, share in losses.auxiliary.items():
+            self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
+        return losses.loss
+
+    def _recorder(self, model: nn.Module) -> RecordedPasses | None:
+        """What records the passes; None where they cannot be, which is said."""
+        try:
+            if self.args.world_size > 1:
+                raise ValueError("several processes train")
+            return RecordedPasses(model, self.args.device)
+        except ValueError as why:
+            self._record = False
+            warnings.warn(f"training goes on kernel by kernel and records no graph: {why}", stacklevel=2)
+            return None
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -93,12 +147,9 @@ class RecipeTrainer(Trainer):
         inputs = {**inputs, "use_cache": False}
         outputs: Any
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if not self._auxiliary:
-            self._steps_before = self.state.global_step
         for name, values in (outputs.get("auxiliary") or {}).items():
             if name.endswith("_loss"):
-                share = torch.stack([x.detach().float().sum() for x in values]).sum() / num_items_in_batch  # type: ignore[operator]
-                self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
+                self._terms[name] = torch.stack([x.detach().float().sum() for x in values]).sum() / num_items_in_batch  # type: ignore[operator]
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -211,6 +211,7 @@ def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) ->
         schedule=recipe.optimizer,
         seq_len=recipe.data.seq_len,
         identity=identity,
+        record=recipe.run.training_graph,
     )
     # the Trainer's own, which writes dictionaries
     trainer.remove_callback(PrinterCallback)

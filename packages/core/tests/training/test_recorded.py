@@ -1,0 +1,196 @@
+"""Passes that are recorded once and repeated: the training that it was, and what is recorded of it."""
+
+import copy
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import HYBRID, adaptation, curve, penalised_model, recipe, weights
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from tokenmix_core.launch import graphs
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.testing.recording import HostRead, assert_graphs_train_alike, graphs_everywhere, record
+from tokenmix_core.training.recipe import Tokens
+from tokenmix_core.training.recorded import MOST, Losses, RecordedPasses
+from tokenmix_core.training.trainer import train
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What was recorded, work by work; training records on this device."""
+    works = []
+
+    def capture(work):
+        works.append(work)
+        return record(work, eager=True)
+
+    monkeypatch.setattr(graphs, "capture_on", lambda device: capture)
+    return works
+
+
+def same(folder, other) -> bool:
+    a, b = weights(folder), weights(other)
+    return curve(folder) == curve(other) and all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.parametrize("micro", [128, 64, 32])
+def test_a_run_is_the_run_that_it_was(micro, corpus, recorded, tmp_path):
+    # with loss terms whose weights follow what layers observe
+    changes = {"model": penalised_model(), "callbacks": (adaptation,), "documents": "joined", "save_steps": 8}
+    changes["micro_batch_tokens"] = micro
+    train(recipe(corpus, **changes), tmp_path / "plain", progress=False)
+    train(recipe(corpus, training_graph=True, **changes), tmp_path / "recorded", progress=False)
+    assert same(tmp_path / "recorded", tmp_path / "plain")
+    assert len(recorded) == (1 if micro == 128 else 2), "the first micro-batch of an update, and the others"
+
+
+class StopAfter(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_save = control.should_training_stop = state.global_step == 5
+
+
+def test_a_resumed_run_goes_on_as_it_would_have(corpus, recorded, tmp_path):
+    changes = {"documents": "joined", "micro_batch_tokens": 64, "training_graph": True}
+    train(recipe(corpus, **changes), tmp_path / "whole", progress=False)
+    stopped = recipe(corpus, callbacks=(lambda _: StopAfter(),), **changes)
+    assert train(stopped, tmp_path / "cut", progress=False).step == 5
+    assert train(recipe(corpus, **changes), tmp_path / "cut", resume=True, progress=False).step == 8
+    assert same(tmp_path / "cut", tmp_path / "whole")
+    # recorded or not is nothing that a checkpoint is of
+    shutil.rmtree(tmp_path / "cut")
+    train(stopped, tmp_path / "cut", progress=False)
+    train(recipe(corpus, **{**changes, "training_graph": False}), tmp_path / "cut", resume=True, progress=False)
+    assert same(tmp_path / "cut", tmp_path / "whole")
+
+
+class Hooked(TrainerCallback):
+    def __init__(self):
+        self.calls = 0
+
+    def on_train_begin(self, args, state, control, *, model, **_):
+        model.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+
+def test_what_cannot_be_recorded_is_said_once_and_trained(corpus, recorded, tmp_path, monkeypatch):
+    changes = {"documents": "joined", "training_graph": True}
+    hooked = Hooked()
+    with pytest.warns(UserWarning, match="hooks") as caught:
+        train(recipe(corpus, callbacks=(lambda _: hooked,), **changes), tmp_path / "hooked", progress=False)
+    assert sum("records no graph" in str(w.message) for w in caught) == 1
+    assert hooked.calls == 8
+    assert not recorded
+
+    def reads(work):
+        try:
+            return record(work)
+        except HostRead as error:
+            raise RuntimeError(f"operation not permitted: {error}") from error
+
+    # the eager forms of operations read borders
+    monkeypatch.setattr(graphs, "capture_on", lambda device: reads)
+    with pytest.warns(UserWarning, match="operation not permitted") as caught:
+        train(recipe(corpus, training_graph=True), tmp_path / "failed", progress=False)
+    assert sum("kernel by kernel" in str(w.message) for w in caught) == 1
+    train(recipe(corpus), tmp_path / "plain", progress=False)
+    assert same(tmp_path / "failed", tmp_path / "plain")
+
+    monkeypatch.setattr(graphs, "capture_on", lambda device: None)
+    with pytest.warns(UserWarning, match="no graphs on"):
+        train(recipe(corpus, **changes), tmp_path / "none", progress=False)
+    assert same(tmp_path / "none", tmp_path / "hooked")
+
+
+@pytest.mark.parametrize("other", ["torch_compile", "gradient_checkpointing", "fsdp"])
+def test_a_recipe_names_what_does_not_go_with_it(other, corpus):
+    with pytest.raises(ValueError, match=f"training_graph does not go with {other}"):
+        recipe(corpus, training_graph=True, **{other: True})
+
+
+def passes_of(model):
+    def passes(inputs, items):
+        loss = model(**inputs, num_items_in_batch=items).loss
+        loss.backward()
+        return Losses(loss.detach(), {})
+
+    return passes
+
+
+def learners():
+    torch.manual_seed(0)
+    model = HybridForCausalLM(HybridConfig(**HYBRID)).train()
+    return model, copy.deepcopy(model)
+
+
+def given(tokens, seed):
+    ids = torch.randint(0, 264, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def test_what_is_changed_in_a_layer_is_another_kind():
+    model, plain = learners()
+    with graphs_everywhere(eager=True):
+        make = RecordedPasses(model, torch.device("cpu"))
+    # a window is drawn for every step
+    for step, window in enumerate([None, 4, None, 4, None, 4, 4, None]):
+        for learner in (model, plain):
+            learner.zero_grad()
+            learner.model.mixers[1].window = window
+        make(passes_of(model), given(16, step), torch.tensor(30))
+        passes_of(plain)(given(16, step), torch.tensor(30))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
+    assert len(make.kinds) == 2
+
+
+def test_gradients_that_others_made_are_added_to_and_left_to_them():
+    model, plain = learners()
+    with graphs_everywhere(eager=True):
+        make = RecordedPasses(model, torch.device("cpu"))
+    for step in range(6):
+        for learner in (model, plain):
+            learner.zero_grad()
+        # another shape comes first in odd updates, and is no more than seen in the first of them
+        tokens = [12, 16] if step % 2 else [16, 16]
+        for i, n in enumerate(tokens):
+            make(passes_of(model), given(n, 10 * step + i), torch.tensor(30))
+            passes_of(plain)(given(n, 10 * step + i), torch.tensor(30))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
+
+
+def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
+    model, plain = learners()
+    with graphs_everywhere(eager=True):
+        make = RecordedPasses(model, torch.device("cpu"))
+    for tokens in [n for n in range(8, 8 + MOST + 2) for _ in range(3)]:
+        for learner in (model, plain):
+            learner.zero_grad()
+        make(passes_of(model), given(tokens, 0), torch.tensor(30))
+        passes_of(plain)(given(tokens, 0), torch.tensor(30))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
+    assert sum(recorded is not None for recorded in make.kinds.values()) == MOST
+
+
+def test_a_trained_model_is_whole(corpus, recorded, tmp_path):
+    train(recipe(corpus, documents="joined", training_graph=True), tmp_path / "run", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert recorded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro", [2048, 512])
+@pytest.mark.parametrize("documents", ["joined", "separate"])
+@pytest.mark.parametrize("mixers", [["gated_delta_net", "attention"], ["mamba2"]])
+def test_graphs_on_a_gpu_train_alike(mixers, documents, micro, tmp_path):
+    options = {"mamba2": {"head_dim": 64}} if mixers == ["mamba2"] else HYBRID["mixer_options"]
+    small = recipe("mqar", model={**HYBRID, "hidden_size": 128, "mixers": mixers, "mixer_options": options})
+    data = replace(small.data, seq_len=512, mqar_vocab_size=256, documents=documents)
+    optimizer = replace(small.optimizer, batch_tokens=Tokens(2048), micro_batch_tokens=Tokens(micro))
+    assert_graphs_train_alike(
+        replace(small, data=data, optimizer=optimizer, run=replace(small.run, precision="bf16")), tmp_path
+    )
