@@ -1,7 +1,7 @@
 """Attention over kept keys, eager: the specification of the operation and of its gradient, on any device, in float64.
 
-Queries are taken in blocks that see all keys before them through a mask: memory stays linear in the length, work does
-not.
+Queries are taken in blocks, with the keys before them that some of them may see, through a mask: memory is linear in
+the length, and work follows what is kept.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def _over_keys(x: Tensor) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """Consecutive queries, the keys up to the last of them, `mask [B, H, queries, keys]` and `far [queries, keys]`."""
+    """Consecutive queries, the keys that one may see, `mask [B, H, queries, keys]` and `far [queries, keys]`."""
 
     queries: slice
-    keys: slice
+    keys: Tensor
     mask: Tensor
     far: Tensor
 
@@ -128,13 +128,19 @@ def _blocks(
     (batch, tq, heads, _), tk = q.shape, k.shape[1]
     size = max(16, _BLOCK_SCORES // max(1, batch * heads * tk))
     for queries, keys in sequences(tq, tk, cu_seqlens):
-        start, shift = keys.start, (keys.stop - keys.start) - (queries.stop - queries.start)
+        shift = (keys.stop - keys.start) - (queries.stop - queries.start)
+        # the position from which on nobody sees a key that is far, over all heads
+        end = torch.where(kept[:, keys], tk if until is None else until[:, keys], 0).amax((0, 2))
         for first in range(queries.start, queries.stop, size):
             last = min(first + size, queries.stop)
-            stop = max(start, min(keys.stop, last - queries.start + shift + start))
-            o_q = torch.arange(first - queries.start, last - queries.start, device=q.device)[:, None] + shift
-            o_k = torch.arange(stop - start, device=q.device)
+            begin, stop = (x - queries.start + shift for x in (first, last))
+            # keys from here on are near to the first query
+            left = max(0, begin // unit * unit if window is None else begin - window + 1)
+            listed = (end[:left] > begin).nonzero().squeeze(1)
+            o_k = torch.cat((listed, torch.arange(left, max(left, stop), device=q.device)))
+            o_q = torch.arange(begin, stop, device=q.device)[:, None]
             far = o_k < (o_q // unit * unit if window is None else o_q - window + 1)
-            seen = kept[:, start:stop]
-            seen = _over_keys(seen) if until is None else _over_keys(seen) & (o_q < _over_keys(until[:, start:stop]))
-            yield _Block(slice(first, last), slice(start, stop), torch.where(far, seen, o_k <= o_q), far)
+            index = keys.start + o_k
+            seen = _over_keys(kept[:, index])
+            seen = seen if until is None else seen & (o_q < _over_keys(until[:, index]))
+            yield _Block(slice(first, last), index, torch.where(far, seen, o_k <= o_q), far)
