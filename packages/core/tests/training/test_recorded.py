@@ -175,6 +175,17 @@ def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
     assert sum(recorded is not None for recorded in make.kinds.values()) == MOST
 
 
+def test_kinds_that_never_come_again_are_forgotten(monkeypatch):
+    model, _ = learners()
+    monkeypatch.setattr("tokenmix_core.training.recorded.SEEN", 3)
+    with graphs_everywhere(eager=True):
+        make = RecordedPasses(model, torch.device("cpu"))
+    for tokens in [8, *range(8, 16)]:
+        model.zero_grad()
+        make(passes_of(model), given(tokens, 0), torch.tensor(30))
+    assert [recorded is None for recorded in make.kinds.values()] == [False, True, True, True]
+
+
 def test_a_trained_model_is_whole(corpus, recorded, tmp_path):
     train(recipe(corpus, documents="joined", training_graph=True), tmp_path / "run", progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from tokenmix_core.launch import graphs
 from tokenmix_core.nn.mixer import Mixer
 
-# kinds of micro-batches that are recorded; each keeps its gradients in memory
-MOST = 4
+# kinds of micro-batches that are recorded, each of which keeps its gradients in memory; and kinds that are known to
+# have come once
+MOST, SEEN = 4, 64
 
 
 class Losses(NamedTuple):
@@ -89,7 +90,7 @@ class RecordedPasses:
         if recorded is None and kind in self.kinds and self._room():
             recorded = self._record(kind, passes, given, first=there is None)
         if recorded is None:
-            self.kinds.setdefault(kind, None)
+            self._seen(kind)
             return passes(dict(inputs), items)
         for name, place in recorded.inputs.items():
             place.copy_(given[name], non_blocking=True)
@@ -109,6 +110,12 @@ class RecordedPasses:
             if made is not None and all(mine is theirs for mine, theirs in zip(now, made, strict=True)):
                 return kind
         return _OTHERS
+
+    def _seen(self, kind: Hashable) -> None:
+        """Note a kind that was made once; of those that never came again the oldest is forgotten."""
+        self.kinds.setdefault(kind, None)
+        if len(once := [seen for seen, recorded in self.kinds.items() if recorded is None]) > SEEN:
+            del self.kinds[once[0]]
 
     def _room(self) -> bool:
         return sum(recorded is not None for recorded in self.kinds.values()) < MOST
@@ -157,7 +164,8 @@ def _kind(given: Mapping[str, Any]) -> Hashable:
 
 def _settings(module: nn.Module) -> Hashable:
     """The plain attributes of a module, such as a window that is drawn for each step."""
-    return tuple((name, x) for name, x in vars(module).items() if isinstance(x, int | float | str | None))
+    plain = ((name, x) for name, x in vars(module).items() if isinstance(x, int | float | str | tuple | None))
+    return tuple((name, repr(x) if isinstance(x, tuple) else x) for name, x in plain)
 
 
 def _hooks(module: nn.Module) -> list[Callable]:
