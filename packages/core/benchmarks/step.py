@@ -361,13 +361,16 @@ def measure(
     for position, (name, impl, make, form) in enumerate(meant, 1):
         say(f"{position} of {len(meant)}: warming {name}, {impl}")
         config = recipe_named(name).model_config()
-        ids = torch.randint(0, config.vocab_size, (rows, length), device=where)
+        generator = torch.Generator(where).manual_seed(0)
+        ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator, device=where)
         # shapes alone, so that a peer has its floor without our model
         with torch.device("meta"):
             parts = floor(AutoModelForCausalLM.from_config(config), rows, length)
         try:
             training = Training(make, where, form)
             losses = training.warm(ids, warmup)
+            if training.recorded is not None and not any(training.recorded.kinds.values()):
+                raise RuntimeError("no passes were recorded")
             kept = kept_bytes(training.model, ids) if impl == f"{OURS} eager" else None
             one = Measured(name, impl, training, ids, losses, parts, kept)
             say(f"first step after {training.first:.1f} s; a turn alone")

@@ -153,8 +153,9 @@ def test_recorded_passes_drop_other_keys_each_step_and_keep_what_they_would_have
     plain = nano(mixer_options={**options, "lte": {**options["lte"], "dropout": 0.3}})
     recorded = dataclasses.replace(plain, run=dataclasses.replace(plain.run, training_graph=True))
     train(plain, tmp_path / "plain", progress=False)
-    with graphs_everywhere(eager=True):
+    with graphs_everywhere(eager=True) as works:
         train(recorded, tmp_path / "recorded", progress=False)
+    assert len(works) == 1
     assert lines(tmp_path / "recorded") == lines(tmp_path / "plain")
 
 

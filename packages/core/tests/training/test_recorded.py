@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,16 +19,10 @@ from tokenmix_core.training.trainer import train
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded():
     """What was recorded, work by work; training records on this device."""
-    works = []
-
-    def capture(work):
-        works.append(work)
-        return record(work, eager=True)
-
-    monkeypatch.setattr(graphs, "capture_on", lambda device: capture)
-    return works
+    with graphs_everywhere(eager=True) as works:
+        yield works
 
 
 def same(folder, other) -> bool:
@@ -65,6 +60,20 @@ def test_a_resumed_run_goes_on_as_it_would_have(corpus, recorded, tmp_path):
     assert same(tmp_path / "cut", tmp_path / "whole")
 
 
+class Evaluating(TrainerCallback):
+    def on_step_end(self, args, state, control, *, model, **_):
+        model.eval()
+
+
+def test_a_model_that_was_evaluated_is_trained_by_what_was_recorded(corpus, recorded, tmp_path):
+    changes = {"documents": "joined", "micro_batch_tokens": 64}
+    train(recipe(corpus, **changes), tmp_path / "plain", progress=False)
+    changes |= {"callbacks": (lambda _: Evaluating(),), "training_graph": True}
+    train(recipe(corpus, **changes), tmp_path / "evaluated", progress=False)
+    assert len(recorded) == 2
+    assert same(tmp_path / "evaluated", tmp_path / "plain")
+
+
 class Hooked(TrainerCallback):
     def __init__(self):
         self.calls = 0
@@ -82,24 +91,55 @@ def test_what_cannot_be_recorded_is_said_once_and_trained(corpus, recorded, tmp_
     assert hooked.calls == 8
     assert not recorded
 
-    def reads(work):
+    monkeypatch.setattr(graphs, "capture_on", lambda device: None)
+    with pytest.warns(UserWarning, match="no graphs on"):
+        train(recipe(corpus, **changes), tmp_path / "none", progress=False)
+    assert same(tmp_path / "none", tmp_path / "hooked")
+
+
+def test_passes_that_read_from_the_device_end_a_run_with_what_to_do(corpus, tmp_path, monkeypatch):
+    # the eager forms of operations read the borders of documents
+    monkeypatch.setattr(graphs, "capture_on", lambda device: fails)
+
+    def fails(work):
         try:
             return record(work)
         except HostRead as error:
             raise RuntimeError(f"operation not permitted: {error}") from error
 
-    # the eager forms of operations read borders
-    monkeypatch.setattr(graphs, "capture_on", lambda device: reads)
-    with pytest.warns(UserWarning, match="operation not permitted") as caught:
-        train(recipe(corpus, training_graph=True), tmp_path / "failed", progress=False)
-    assert sum("kernel by kernel" in str(w.message) for w in caught) == 1
-    train(recipe(corpus), tmp_path / "plain", progress=False)
-    assert same(tmp_path / "failed", tmp_path / "plain")
+    with pytest.raises(RuntimeError, match=r"cannot be recorded .*not permitted.*train without training_graph"):
+        train(recipe(corpus, training_graph=True), tmp_path / "run", progress=False)
 
-    monkeypatch.setattr(graphs, "capture_on", lambda device: None)
-    with pytest.warns(UserWarning, match="no graphs on"):
-        train(recipe(corpus, **changes), tmp_path / "none", progress=False)
-    assert same(tmp_path / "none", tmp_path / "hooked")
+
+def test_gradients_that_a_first_micro_batch_has_not_are_refused():
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x, *, both):
+            return (self.a(x) + (self.b(x) if both else 0)).sum()
+
+    model = Branches()
+
+    def passes(inputs, items):
+        loss = model(**inputs)
+        loss.backward()
+        return Losses(loss.detach(), {})
+
+    with graphs_everywhere():
+        make = RecordedPasses(model, torch.device("cpu"))
+
+    def update():
+        model.zero_grad()
+        for both in (False, True):
+            make(passes, {"x": torch.randn(2, 4), "both": both}, None)
+
+    update()
+    # only now does the second micro-batch add to gradients that a repeat made
+    update()
+    with pytest.raises(RuntimeError, match="that others give none"):
+        update()
 
 
 @pytest.mark.parametrize("other", ["torch_compile", "gradient_checkpointing", "fsdp"])
@@ -128,6 +168,10 @@ def given(tokens, seed):
     return {"input_ids": ids, "labels": ids}
 
 
+def equal(a, b):
+    return a is b is None or torch.equal(a, b)
+
+
 def gradients(model):
     return [p.grad for p in model.parameters()]
 
@@ -136,15 +180,16 @@ def test_what_is_changed_in_a_layer_is_another_kind():
     model, plain = learners()
     with graphs_everywhere(eager=True):
         make = RecordedPasses(model, torch.device("cpu"))
-    # a window is drawn for every step
-    for step, window in enumerate([None, 4, None, 4, None, 4, 4, None]):
+    # a window is drawn for every step, and at last a weight is kept as it is
+    for step, window in enumerate([None, 4, None, 4, None, 4, 4, None, None, None, None]):
         for learner in (model, plain):
             learner.zero_grad()
             learner.model.mixers[1].window = window
+            learner.lm_head.weight.requires_grad_(step < 8)
         make(passes_of(model), given(16, step), torch.tensor(30))
         passes_of(plain)(given(16, step), torch.tensor(30))
-        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
-    assert len(make.kinds) == 2
+        assert all(equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
+    assert len(make.kinds) == 3
 
 
 def test_gradients_that_others_made_are_added_to_and_left_to_them():
@@ -173,6 +218,24 @@ def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
         passes_of(plain)(given(tokens, 0), torch.tensor(30))
         assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
     assert sum(recorded is not None for recorded in make.kinds.values()) == MOST
+
+
+def test_a_hook_that_comes_later_is_called_and_a_tensor_elsewhere_refused():
+    model, _ = learners()
+    with graphs_everywhere(eager=True):
+        make = RecordedPasses(model, torch.device("cpu"))
+    calls = []
+    for step in range(6):
+        if step == 3:
+            model.register_forward_hook(lambda *_: calls.append(1))
+        model.zero_grad()
+        with pytest.warns(UserWarning, match="hooks") if step == 3 else nullcontext():
+            make(passes_of(model), given(16, step), torch.tensor(30))
+    assert len(calls) == 3
+    make.modules = []
+    model.zero_grad()
+    with pytest.raises(ValueError, match="is on meta, the model on cpu"):
+        make(passes_of(model), given(16, 0), torch.tensor(30, device="meta"))
 
 
 def test_kinds_that_never_come_again_are_forgotten(monkeypatch):

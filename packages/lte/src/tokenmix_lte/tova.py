@@ -35,9 +35,9 @@ class Tova(Attention):
     """Core's attention with its weights, of which at most `held` tokens stay: token omission via attention.
 
     After each token the one that its query gives the least attention, mean over query heads, is dropped for all heads
-    where there is one too many; of equal ones that in the first place. In training it is attention to everything: the
-    method needs none. Evaluation, without a cache, too, is in PyTorch's own operations, and goes token by token as soon
-    as one is dropped.
+    where there is one too many; of equal ones that in the first place, as far as rounding leaves them equal. In
+    training it is attention to everything: the method needs none. Evaluation, without a cache, too, is in PyTorch's own
+    operations, and goes token by token as soon as one is dropped.
 
     Args:
         hidden_size: D.

@@ -33,14 +33,17 @@ def captures_cuda(device: torch.device) -> Capture:
         if not own:
             own.extend((torch.cuda.Stream(device), torch.cuda.graph_pool_handle()))
         (stream, pool), graph = own, torch.cuda.CUDAGraph()
-        # other threads may go on allocating
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            work()
-        # torch sets the random numbers' offset to 0 on that stream: not after the first repeat has set its own
-        torch.cuda.current_stream(device).wait_stream(stream)
+        with torch.cuda.device(device):
+            before = torch.cuda.current_stream(device)
+            try:
+                # other threads may go on allocating
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    work()
+            finally:
+                # before 2.12 torch stays on the stream of a recording that failed
+                torch.cuda.set_stream(before)
+            # torch sets the random numbers' offset to 0 on that stream: not after the first repeat has set its own
+            before.wait_stream(stream)
         return graph.replay
 
     return capture

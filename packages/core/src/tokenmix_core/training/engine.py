@@ -112,6 +112,8 @@ class RecipeTrainer(Trainer):
             return Losses(step(model, inputs, items), self._terms)
 
         step = super().training_step
+        # what a callback has evaluated is no other kind of model
+        model.train()
         if self._record and self._recorded is None:
             # not before the first step, as callbacks may have changed the model
             self._recorded = self._recorder(model)
@@ -124,6 +126,10 @@ class RecipeTrainer(Trainer):
         for name, share in losses.auxiliary.items():
             self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
         return losses.loss
+
+    def forget_recordings(self) -> None:
+        """Give back the memory of recorded passes."""
+        self._recorded = None
 
     def _recorder(self, model: nn.Module) -> RecordedPasses | None:
         """What records the passes; None where they cannot be, which is said."""

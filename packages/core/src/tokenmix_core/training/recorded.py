@@ -4,8 +4,9 @@ A training step launches some thousands of kernels, one by one. Where a GPU is d
 next one it waits: with small models and small batches most of the time, with large ones in gaps between kernels. A CUDA
 graph has neither.
 
-The passes of a kind of micro-batch are made as always the first time, recorded the second, and repeated from then on. A
-repeat leaves gradients where the recorded pass made them, or, of an update's later micro-batches, adds to these.
+The passes of a kind of micro-batch are made as always the first time, recorded the second, and repeated from then on.
+All repeats leave gradients in the same memory: of an update's first micro-batch in place of what was there, of the
+others added to it. That memory, and that of a pass's activations, belongs to the recordings until they are dropped.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.launch import graphs
-from tokenmix_core.nn.mixer import Mixer
 
-# kinds of micro-batches that are recorded, each of which keeps its gradients in memory; and kinds that are known to
-# have come once
-MOST, SEEN = 4, 64
+# kinds of micro-batches that are recorded, and those that are known to have come once
+MOST, SEEN = 8, 64
 
 
 class Losses(NamedTuple):
@@ -37,23 +36,23 @@ Passes = Callable[[dict[str, Any], Any], Losses]
 
 
 class _Recorded(NamedTuple):
-    """One kind of micro-batch: where its inputs go, what repeats its passes, and where their results then are.
-
-    `gradients` are those that its passes make, in the order of the parameters; None where they add to others.
-    """
+    """One kind of micro-batch: where its inputs go, what repeats its passes, and where its losses then are."""
 
     inputs: dict[str, Tensor]
     repeat: Callable[[], object]
     losses: Losses
-    gradients: list[Tensor | None] | None
 
 
 class RecordedPasses:
     """Makes forward and backward passes of a model, recorded where they repeat.
 
+    A kind of micro-batch is told by its tensors' shapes, by what its other inputs say, by the plain attributes of all
+    modules, such as a window that is drawn for each step, and by which parameters learn. Nothing else may differ
+    between two micro-batches, and nothing that passes do in Python is done in a repeat.
+
     Args:
         model: whose gradients they make.
-        device: where it is.
+        device: where it is, with all inputs.
 
     Attributes:
         kinds: of micro-batches, what was recorded of each; None where it was made once.
@@ -66,50 +65,77 @@ class RecordedPasses:
         capture = graphs.capture_on(device)
         if capture is None:
             raise ValueError(f"there are no graphs on {device.type}")
-        if any(not getattr(hook, "on_device", False) for m in model.modules() for hook in _hooks(m)):
+        self.device, self.capture = device, capture
+        self.parameters, self.modules = list(model.parameters()), list(model.modules())
+        if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
-        self.capture: graphs.Capture | None = capture
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.mixers = [module for module in model.modules() if isinstance(module, Mixer)]
         self.kinds: dict[Hashable, _Recorded | None] = {}
+        # where all repeats leave them, in the order of the parameters
+        self.gradients: list[Tensor | None] | None = None
+        self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
+        self._settings: Hashable = ()
+        self._said = False
 
     def __call__(self, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
         """Make the passes of a micro-batch, or repeat them; losses are overwritten by the next call.
 
         Args:
-            passes: what makes them; nothing that it does in Python beside is done in a repeat.
+            passes: what makes them.
             inputs: of the model.
             items: scored tokens of the batch.
+
+        Raises:
+            ValueError: a tensor on another device.
+            RuntimeError: passes that cannot be recorded; what to do is said.
         """
-        there = self._owner()
-        if self.capture is None or there == _OTHERS:
+        now = [p.grad for p in self.parameters]
+        first = all(gradient is None for gradient in now)
+        if first:
+            self._settings = self._look()
+        if self._settings is None or not (first or self._are_ours(now)):
             return passes(dict(inputs), items)
         given = {**inputs, _ITEMS: items}
-        kind = (there, _kind(given), tuple(_settings(mixer) for mixer in self.mixers))
+        if apart := [name for name, x in given.items() if isinstance(x, Tensor) and x.device != self.device]:
+            raise ValueError(f"RecordedPasses: {apart[0]} is on {given[apart[0]].device}, the model on {self.device}")
+        kind = (first, _kind(given), self._settings)
         recorded = self.kinds.get(kind)
         if recorded is None and kind in self.kinds and self._room():
-            recorded = self._record(kind, passes, given, first=there is None)
+            recorded = self.kinds[kind] = self._record(passes, given, first)
         if recorded is None:
             self._seen(kind)
             return passes(dict(inputs), items)
         for name, place in recorded.inputs.items():
             place.copy_(given[name], non_blocking=True)
         recorded.repeat()
-        if recorded.gradients is not None:
-            for parameter, gradient in zip(self.parameters, recorded.gradients, strict=True):
-                parameter.grad = gradient
+        self._give()
         return recorded.losses
 
-    def _owner(self) -> Hashable:
-        """The kind whose repeats made the gradients that are there; None where there are none."""
-        now = [p.grad for p in self.parameters]
-        if all(gradient is None for gradient in now):
+    def _of_learners(self) -> list[Tensor | None]:
+        """The repeats' gradients; None for parameters that do not learn now."""
+        pairs = zip(self.parameters, self.gradients or (), strict=bool(self.gradients))
+        return [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
+
+    def _are_ours(self, now: list[Tensor | None]) -> bool:
+        """Tell whether gradients are those that repeats made."""
+        return self.gradients is not None and all(a is b for a, b in zip(now, self._of_learners(), strict=True))
+
+    def _give(self) -> None:
+        """Let parameters have the repeats' gradients."""
+        for parameter, gradient in zip(self.parameters, self._of_learners(), strict=True):
+            parameter.grad = gradient
+
+    def _hooked(self) -> bool:
+        return any(not getattr(hook, "on_device", False) for module in self.modules for hook in _hooks(module))
+
+    def _look(self) -> Hashable:
+        """What passes depend on beside their inputs; None where they have to be made as always, which is said."""
+        if self._hooked():
+            if not self._said:
+                warnings.warn("the model has got hooks: its passes are made kernel by kernel", stacklevel=4)
+            self._said = True
             return None
-        for kind, recorded in self.kinds.items():
-            made = None if recorded is None else recorded.gradients
-            if made is not None and all(mine is theirs for mine, theirs in zip(now, made, strict=True)):
-                return kind
-        return _OTHERS
+        plain = tuple(tuple(_hashable(values.get(name)) for name in names) for values, names in self._plain)
+        return plain, tuple(p.requires_grad for p in self.parameters)
 
     def _seen(self, kind: Hashable) -> None:
         """Note a kind that was made once; of those that never came again the oldest is forgotten."""
@@ -120,38 +146,47 @@ class RecordedPasses:
     def _room(self) -> bool:
         return sum(recorded is not None for recorded in self.kinds.values()) < MOST
 
-    def _record(self, kind: Hashable, passes: Passes, given: dict[str, Any], *, first: bool) -> _Recorded | None:
-        """Record passes of a kind that was made before; None where that fails, which is said."""
-        assert self.capture is not None
+    def _record(self, passes: Passes, given: dict[str, Any], first: bool) -> _Recorded:
+        """Record passes of a kind that was made before."""
         places = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
-        fixed, found = {**given, **places}, []
+        fixed, found, known = {**given, **places}, [], self.gradients is not None
+        if known:
+            self._give()
 
         def work() -> list[Tensor]:
+            for gradient in self._of_learners() if first else ():
+                if gradient is not None:
+                    gradient.zero_()
             losses = passes({name: x for name, x in fixed.items() if name != _ITEMS}, fixed[_ITEMS])
             found.append(losses)
-            made = [p.grad for p in self.parameters] if first else []
+            made = [] if known else [p.grad for p in self.parameters]
             return [losses.loss, *losses.auxiliary.values(), *(x for x in made if x is not None)]
 
         try:
             repeat = self.capture(work)
-        except (RuntimeError, ValueError) as error:
-            if first:
-                for parameter in self.parameters:
-                    parameter.grad = None
-            self.kinds, self.capture = {}, None
-            why = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else str(error)
-            warnings.warn(
-                f"the passes of this model cannot be recorded ({why}): training goes on kernel by kernel", stacklevel=4
+        # torch tells a host read, or memory that ran out, in several kinds of errors
+        except Exception as error:
+            raise RuntimeError(
+                f"the passes of this model cannot be recorded ({type(error).__name__}: {error}); train without "
+                "training_graph, from the last checkpoint if there is one"
+            ) from error
+        gradients = [p.grad for p in self.parameters]
+        if known and not self._are_ours(gradients):
+            raise RuntimeError(
+                "a micro-batch gives gradients to parameters that others give none; train without training_graph"
             )
-            return None
-        gradients = [p.grad for p in self.parameters] if first else None
-        recorded = self.kinds[kind] = _Recorded(places, repeat, found[0], gradients)
-        return recorded
+        self.gradients = self.gradients or gradients
+        return _Recorded(places, repeat, found[0])
 
 
-# the key of the number of scored tokens beside the model's inputs, and the owner of gradients that no repeat made
+# the key of the number of scored tokens beside the model's inputs
 _ITEMS = "number of scored tokens"
-_OTHERS = "others"
+# attributes that tell kinds apart
+_PLAIN = int | float | str | tuple | None
+
+
+def _hashable(x: Any) -> Hashable:
+    return repr(x) if isinstance(x, tuple) else x
 
 
 def _kind(given: Mapping[str, Any]) -> Hashable:
@@ -160,12 +195,6 @@ def _kind(given: Mapping[str, Any]) -> Hashable:
         (name, x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (name, repr(x))
         for name, x in sorted(given.items())
     )
-
-
-def _settings(module: nn.Module) -> Hashable:
-    """The plain attributes of a module, such as a window that is drawn for each step."""
-    plain = ((name, x) for name, x in vars(module).items() if isinstance(x, int | float | str | tuple | None))
-    return tuple((name, repr(x) if isinstance(x, tuple) else x) for name, x in plain)
 
 
 def _hooks(module: nn.Module) -> list[Callable]:

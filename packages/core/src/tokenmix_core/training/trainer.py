@@ -260,6 +260,7 @@ def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progr
         trainer.train(resume_from_checkpoint=None if source is None else str(source))
     finally:
         signals.restore()
+        trainer.forget_recordings()
     step = trainer.state.global_step
     interrupted = step < recipe.optimizer.steps
     if not interrupted:
