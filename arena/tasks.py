@@ -141,7 +141,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
             seed=seed,
             dataloader_num_workers=size.readers,
             logging_steps=max(1, size.steps // 100),
-            # at the end alone: a piece that has to stop saves itself, and checkpoints of many pieces fill a disk
+            # at the end alone: a piece that has to stop saves itself
             save_steps=size.steps,
             save_total_limit=1,
         ),

@@ -32,14 +32,18 @@ def far_delta_rule(
     A chunk stands twice, in one of twice the length: at first its tokens read, and neither write nor decay the state;
     then they write. The decay up to a token is a factor of what it has read.
     """
-    T, C = tokens.q.shape[1], layer.chunk
-    twice = _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
+    twice, C = _twice(tokens.q.shape[1], layer.chunk, cu_seqlens), layer.chunk
     reading = tokens._replace(g=torch.zeros_like(tokens.g), beta=torch.zeros_like(tokens.beta))
     both = {name: (getattr(reading, name), getattr(tokens, name)) for name in ("q", "k", "v", "g", "beta")}
     doubled = tokens._replace(**{name: twice.join(*pair) for name, pair in both.items()})
     o = twice.readers(layer.delta_rule(doubled, writes, None, twice.borders, write_chunk=2 * C)[0])
     decay = twice.summed(tokens.g).exp().repeat_interleave(layer.group, 2)
     return (o * decay.unsqueeze(-1)).to(o.dtype)
+
+
+def _twice(T: int, C: int, cu_seqlens: Tensor | None) -> _InRows | _Packed:
+    """Where chunks of C among T tokens stand twice."""
+    return _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
 
 
 class _InRows:
@@ -131,8 +135,7 @@ def far_attention(
     layer: NatsL, tokens: Tokens, keep: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
     """Softmax attention to softmax chunks before the own one alone; 0 where there are none."""
-    T, C = tokens.q.shape[1], layer.chunk
-    twice = _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
+    twice = _twice(tokens.q.shape[1], layer.chunk, cu_seqlens)
     return _far_softmax(layer, tokens.softmax_q, tokens.softmax_k, tokens.softmax_v, keep, twice, twice)
 
 

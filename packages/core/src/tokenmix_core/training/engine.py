@@ -112,14 +112,14 @@ class RecipeTrainer(Trainer):
             return Losses(step(model, inputs, items), self._terms)
 
         step = super().training_step
-        # what a callback has evaluated is no other kind of model
-        model.train()
         if self._record and self._recorded is None:
             # not before the first step, as callbacks may have changed the model
             self._recorded = self._recorder(model)
         if self._recorded is None:
             losses = passes(inputs, num_items_in_batch)
         else:
+            # what a callback has evaluated is no other kind of model
+            model.train()
             losses = self._recorded(passes, self._prepare_inputs(inputs), num_items_in_batch)
         if not self._auxiliary:
             self._steps_before = self.state.global_step
