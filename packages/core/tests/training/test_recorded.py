@@ -268,3 +268,20 @@ def test_graphs_on_a_gpu_train_alike(mixers, documents, micro, tmp_path):
     assert_graphs_train_alike(
         replace(small, data=data, optimizer=optimizer, run=replace(small.run, precision="bf16")), tmp_path
     )
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_told_by_its_kind_or_its_number():
+    model = torch.nn.Linear(8, 1, device="cuda")
+
+    def passes(inputs, items):
+        loss = model(inputs["x"]).mean()
+        loss.backward()
+        return Losses(loss.detach(), {})
+
+    for device in ("cuda", "cuda:0"):
+        make = RecordedPasses(model, torch.device(device))
+        for _ in range(3):
+            model.zero_grad()
+            make(passes, {"x": torch.ones(2, 8, device="cuda")}, None)
+        assert any(make.kinds.values()), device

@@ -65,7 +65,8 @@ class RecordedPasses:
         capture = graphs.capture_on(device)
         if capture is None:
             raise ValueError(f"there are no graphs on {device.type}")
-        self.device, self.capture = device, capture
+        # a tensor's device has a number, "cuda" none
+        self.device, self.capture = torch.empty(0, device=device).device, capture
         self.parameters, self.modules = list(model.parameters()), list(model.modules())
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
