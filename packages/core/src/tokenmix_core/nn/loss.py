@@ -15,6 +15,8 @@ from tokenmix_core.ops.common import refuse_graph
 IGNORE = -100
 # tokens a block: with 50,000 words their bfloat16 logits take 200 MB
 BLOCK = 2048
+# rows of logits have a multiple of so many words: where they begin at any byte, products on a GPU are slow
+_WHOLE = 64
 LossImpl = Literal["triton", "torch", "liger"]
 LOSS_IMPLS = (None, *get_args(LossImpl))
 
@@ -91,9 +93,9 @@ def token_losses(
     block_size: int = BLOCK,
 ) -> Float[Tensor, "tokens"]:
     """−log softmax(weight · hidden)[label] of each token, zero where the label is `ignore_index`; without gradients."""
-    weight = weight.to(hidden.dtype)
+    words, weight = len(weight), _whole(weight, hidden.dtype)
     losses = [
-        F.cross_entropy(at_least_float32(h @ weight.T), y, ignore_index=ignore_index, reduction="none")
+        F.cross_entropy(at_least_float32((h @ weight.T)[:, :words]), y, ignore_index=ignore_index, reduction="none")
         for h, y in zip(hidden.split(block_size), labels.split(block_size), strict=True)
     ]
     return torch.cat(losses) if losses else at_least_float32(hidden.new_zeros(0))
@@ -131,20 +133,28 @@ def _blockwise(
     needs_d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    w = weight.to(hidden.dtype)
+    words, w = len(weight), _whole(weight, hidden.dtype)
     loss = hidden.new_zeros((), dtype=wide)
     d_hidden, d_weight = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=True)
     gradient = _fused_gradient if fused else _eager_gradient
     for start in range(0, hidden.shape[0], block_size):
         rows = slice(start, start + block_size)
         h, y = hidden[rows], labels[rows]
-        value, d_logits = gradient(h @ w.T, y, ignore_index, needs_d_hidden or needs_d_weight)
+        logits = h @ w.T
+        value, d_logits = gradient(logits[:, :words], y, ignore_index, needs_d_hidden or needs_d_weight)
         loss += value
         if needs_d_hidden:
-            torch.mm(d_logits, w, out=d_hidden[rows])
+            torch.mm(d_logits, w[:words], out=d_hidden[rows])
         if needs_d_weight:
             _add_product(d_weight, d_logits.T, h)
     return loss, d_hidden, d_weight
+
+
+def _whole(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, with rows of zeros after its own up to a multiple of `_WHOLE`."""
+    spare = -len(weight) % _WHOLE
+    weight = weight.to(dtype)
+    return F.pad(weight, (0, 0, 0, spare)) if spare else weight
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
