@@ -135,19 +135,18 @@ def _blockwise(
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     words, w = len(weight), _whole(weight, hidden.dtype)
     loss = hidden.new_zeros((), dtype=wide)
-    d_hidden, d_weight = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=True)
-    gradient = _fused_gradient if fused else _eager_gradient
+    d_hidden, d_weight = _gradients(hidden, w, weight.dtype, needs_d_hidden, needs_d_weight, zero=True)
+    gradient_ = _fused_gradient_ if fused else _eager_gradient_
     for start in range(0, hidden.shape[0], block_size):
         rows = slice(start, start + block_size)
         h, y = hidden[rows], labels[rows]
         logits = h @ w.T
-        value, d_logits = gradient(logits[:, :words], y, ignore_index, needs_d_hidden or needs_d_weight)
-        loss += value
+        loss += gradient_(logits, words, y, ignore_index, needs_d_hidden or needs_d_weight)
         if needs_d_hidden:
-            torch.mm(d_logits, w[:words], out=d_hidden[rows])
+            torch.mm(logits, w, out=d_hidden[rows])
         if needs_d_weight:
-            _add_product(d_weight, d_logits.T, h)
-    return loss, d_hidden, d_weight
+            _add_product(d_weight, logits.T, h)
+    return loss, d_hidden, d_weight[:words]
 
 
 def _whole(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,41 +164,45 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _eager_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
-    """The summed loss of a block of logits, and its gradient in their dtype if it is wanted."""
-    dtype, logits = logits.dtype, at_least_float32(logits)
+def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
+    """The summed loss of a block of logits; if their gradient is wanted, it takes their place, zero past the words."""
     counts = (labels != ignore_index).unsqueeze(1)
     target = labels.unsqueeze(1).masked_fill(~counts, 0)
-    lse = logits.logsumexp(1, keepdim=True)
-    loss = ((lse - logits.gather(1, target)) * counts).sum()
+    wide = at_least_float32(logits[:, :words])
+    lse = wide.logsumexp(1, keepdim=True)
+    loss = ((lse - wide.gather(1, target)) * counts).sum()
     if wanted:
-        # softmax − onehot, in the buffer of the logits
-        logits = logits.sub_(lse).exp_().mul_(counts)
-        logits.scatter_add_(1, target, -counts.to(logits.dtype))
-    return loss, logits.to(dtype)
+        # softmax − onehot; where the logits are wide already, in their own place
+        wide.sub_(lse).exp_().mul_(counts)
+        wide.scatter_add_(1, target, -counts.to(wide.dtype))
+        logits[:, :words] = wide
+        logits[:, words:] = 0
+    return loss
 
 
-def _fused_gradient(logits: Tensor, labels: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
-    """As `_eager_gradient`, in one kernel."""
+def _fused_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
+    """As `_eager_gradient_`, in one kernel."""
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     # kernels are launched on the current device, which need not be that of the tensors
     with torch.cuda.device_of(logits):
-        softmax_gradient_(logits, labels.contiguous(), losses, ignore_index, gradient=wanted)
-    return losses.sum(), logits
+        softmax_gradient_(logits, words, labels.contiguous(), losses, ignore_index, gradient=wanted)
+    return losses.sum()
 
 
 @_blockwise.register_fake
 def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, needs_d_weight):
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    gradients = _gradients(hidden, weight, needs_d_hidden, needs_d_weight, zero=False)
+    gradients = _gradients(hidden, weight, weight.dtype, needs_d_hidden, needs_d_weight, zero=False)
     return hidden.new_empty((), dtype=wide), *gradients
 
 
-def _gradients(hidden: Tensor, weight: Tensor, needs_d_hidden: bool, needs_d_weight: bool, zero: bool):
-    """Room for both gradients, empty for one that nobody asks for."""
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+def _gradients(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
+):
+    """Room for both gradients, empty for one that nobody asks for; the weight's is wide, `dtype` its parameter's."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)
     shape = weight.shape if needs_d_weight else (0,)
     d_weight = weight.new_zeros(shape, dtype=wide) if zero else weight.new_empty(shape, dtype=wide)

@@ -11,9 +11,9 @@ from tokenmix_core.tile.decay import LOG2_E
 @cached_launch
 @triton.jit
 def softmax_gradient_kernel(
-    logits, labels, losses, stride, V, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
+    logits, labels, losses, stride, V, W, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """A token a program."""
+    """A token a program. Masks are those of W, whose factor is known, as those of V would part the loads."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)
@@ -21,37 +21,42 @@ def softmax_gradient_kernel(
     if label == ignore_index:
         tl.store(losses + i_t, 0.0)
         if GRADIENT:
-            for first in range(0, V, BV):
-                tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < V)
+            for first in range(0, W, BV):
+                tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < W)
         return
     # a label that is none of the words makes the loss NaN
     target = tl.load(p_l + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
     # the largest logit so far, and the sum of exponentials relative to it
     top, total = target, 0.0
-    for first in range(0, V, BV):
-        b_l = tl.load(p_l + first + o_v, mask=first + o_v < V, other=float("-inf")).to(tl.float32)
+    for first in range(0, W, BV):
+        b_l = tl.load(p_l + first + o_v, mask=first + o_v < W, other=float("-inf")).to(tl.float32)
+        b_l = tl.where(first + o_v < V, b_l, float("-inf"))
         above = tl.maximum(top, tl.max(b_l, 0))
         total = total * tl.exp2((top - above) * LOG2_E) + tl.sum(tl.exp2((b_l - above) * LOG2_E), 0)
         top = above
     tl.store(losses + i_t, top + tl.log(total) - target)
     if GRADIENT:
-        for first in range(0, V, BV):
-            b_l = tl.load(p_l + first + o_v, mask=first + o_v < V, other=float("-inf")).to(tl.float32)
+        for first in range(0, W, BV):
+            b_l = tl.load(p_l + first + o_v, mask=first + o_v < W, other=float("-inf")).to(tl.float32)
+            b_l = tl.where(first + o_v < V, b_l, float("-inf"))
             b_d = tl.exp2((b_l - top) * LOG2_E) / total - tl.where(first + o_v == label, 1.0, 0.0)
-            tl.store(p_l + first + o_v, b_d.to(logits.dtype.element_ty), mask=first + o_v < V)
+            tl.store(p_l + first + o_v, b_d.to(logits.dtype.element_ty), mask=first + o_v < W)
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, *, gradient: bool) -> None:
+def softmax_gradient_(
+    logits: Tensor, words: int, labels: Tensor, losses: Tensor, ignore_index: int, *, gradient: bool
+) -> None:
     """losses ← lse(logits) − logits[label], 0 where the label is `ignore_index`; logits ← their gradient if wanted.
 
     Args:
-        logits: `[tokens, V]`, rows of one stride.
+        logits: `[tokens, W]`, rows of one stride; of those past the words only the gradient is written, zeros.
+        words: V ≤ W.
         labels: `[tokens]` int64.
         losses: `[tokens]` float32.
     """
-    tokens, V = logits.shape
+    tokens, W = logits.shape
     if tokens:
         softmax_gradient_kernel[(tokens,)](
-            logits=logits, labels=labels, losses=losses, stride=logits.stride(0), V=V, ignore_index=ignore_index,
-            BV=4096, GRADIENT=gradient, num_warps=8,  # type: ignore
+            logits=logits, labels=labels, losses=losses, stride=logits.stride(0), V=words, W=W,
+            ignore_index=ignore_index, BV=4096, GRADIENT=gradient, num_warps=8,  # type: ignore
         )  # fmt: skip
