@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import ClassVar, get_args
 
 import pytest
@@ -14,6 +14,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_nats_l.ablations import carried
 from tokenmix_nats_l.chunks import Types, chunk_means, learned_types
 from tokenmix_nats_l.mixer import NatsL, Norms
 
@@ -202,6 +203,35 @@ def test_without_decay_softmax_chunks_leave_the_state_as_it_was():
     # every chunk starts from the empty state
     alone = type(tokens)(*(y[:, 128:192] for y in tokens))
     torch.testing.assert_close(linear[:, 128:192], layer.delta_rule(alone, None)[0])
+
+
+@pytest.mark.parametrize("borders", [None, [0, 1, 1, 200, 270, 334, 400]])
+@pytest.mark.parametrize("own_chunk", ["both", "softmax"])
+def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, borders):
+    layer, x = build(decay=False, own_chunk=own_chunk), inputs(B=1 if borders else 2, T=400)
+    cu_seqlens = None if borders is None else torch.tensor(borders)
+    leaf = x.requires_grad_()
+    tokens, _ = layer.project(leaf, None, cu_seqlens, None, step=False)
+    types = layer.types_of(leaf, cu_seqlens)
+    assert 0 < types.linear.mean() < 1
+    linear, _ = layer.mix(tokens, types, cu_seqlens)
+    weights = torch.randn_like(linear)
+
+    expected = []
+    for start, end in pairwise(borders or [0, 400]):
+        state, first = x.new_zeros(len(x), *layer.fit.state_shape(layer.num_heads)), start // 64
+        for i, at in enumerate(range(start, end, 64)):
+            chunk = type(tokens)(*(y[:, at : min(at + 64, end)] for y in tokens))
+            o, after = layer.delta_rule(chunk, None, state)
+            if own_chunk == "softmax":
+                o = carried(layer, chunk, state, state.new_zeros(state.shape[:2]))
+            expected.append(o)
+            slot = i if borders is None else first + borders.index(end) - 1 + i
+            state = state + layer.fit.gates(types.linear[:, slot])[..., None, None] * (after - state)
+    expected = torch.cat(expected, 1)
+    torch.testing.assert_close(linear, expected)
+    got, wanted = (torch.autograd.grad((y * weights).sum(), leaf, retain_graph=True)[0] for y in (linear, expected))
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(("types", "held"), [("softmax", 128), ("linear", 0), ("alternate", 64)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,18 @@ def _twice(T: int, C: int, cu_seqlens: Tensor | None) -> _InRows | _Packed:
     return _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
 
 
-class _InRows:
+class _Chunks:
+    """What rows and packed sequences share."""
+
+    in_chunks: Callable[[Tensor], Tensor]
+    in_order: Callable[[Tensor], Tensor]
+
+    def summed(self, g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """Sums since the beginnings of chunks."""
+        return self.in_order(self.in_chunks(g).cumsum(1))
+
+
+class _InRows(_Chunks):
     """Rows of T tokens in which chunks stand twice; a last partial one is filled up."""
 
     borders = None
@@ -56,26 +68,32 @@ class _InRows:
 
     def join(self, readers: Float[Tensor, "B T ..."], writers: Float[Tensor, "B T ..."]) -> Tensor:
         """Each chunk of readers before that of writers."""
-        return torch.cat((self._in_chunks(readers), self._in_chunks(writers)), 2).flatten(1, 2)
+        both = [self.in_chunks(x).unflatten(0, (-1, self.chunks)) for x in (readers, writers)]
+        return torch.cat(both, 2).flatten(1, 2)
 
     def readers(self, o: Tensor) -> Float[Tensor, "B T ..."]:
         """What readers got."""
         return o.unflatten(1, (self.chunks, -1))[:, :, : self.C].flatten(1, 2)[:, : self.T]
 
-    def summed(self, g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
-        """Sums since the beginnings of chunks."""
-        return self._in_chunks(g).cumsum(2).flatten(1, 2)[:, : self.T]
-
-    def _in_chunks(self, x: Tensor) -> Float[Tensor, "B chunks C ..."]:
+    def in_chunks(self, x: Float[Tensor, "B T ..."]) -> Float[Tensor, "slots C ..."]:
+        """The tokens of each slot's chunk, zeros behind those of a partial one."""
         filled = F.pad(x, [0, 0] * (x.dim() - 2) + [0, self.chunks * self.C - self.T])
-        return filled.unflatten(1, (self.chunks, self.C))
+        return filled.unflatten(1, (self.chunks, self.C)).flatten(0, 1)
+
+    def in_order(self, x: Float[Tensor, "slots C ..."]) -> Float[Tensor, "B T ..."]:
+        """The tokens of chunks in their order."""
+        return x.unflatten(0, (-1, self.chunks)).flatten(1, 2)[:, : self.T]
+
+    def turns(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
+        """The slots of all rows' first chunks, of their second ones, and so on."""
+        return list(torch.arange(slots, device=device).view(-1, self.chunks).unbind(1))
 
 
-class _Packed:
+class _Packed(_Chunks):
     """The same for packed sequences, in which a partial chunk stands twice as it is."""
 
     def __init__(self, T: int, C: int, cu_seqlens: Int[Tensor, "N_plus_1"]):
-        self.T, self.C, self.borders = T, C, 2 * cu_seqlens
+        self.T, self.C, self.cu_seqlens, self.borders = T, C, cu_seqlens, 2 * cu_seqlens
         sequence, position = sequence_ids(cu_seqlens, T), packed_positions(cu_seqlens, T)
         place = position % C
         size = (cu_seqlens.diff()[sequence] - position + place).clamp(max=C)
@@ -93,33 +111,50 @@ class _Packed:
         of_readers = torch.where(self.order < self.T, self.order, -1)
         return moved(o[0], self.places[: self.T], of_readers, holes=True).unsqueeze(0)
 
-    def summed(self, g: Float[Tensor, "1 T H"]) -> Float[Tensor, "1 T H"]:
-        sums = moved(g[0], self.chunks, self.slots, holes=True).cumsum(1)
-        return moved(sums.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
+    def in_chunks(self, x: Float[Tensor, "1 T ..."]) -> Float[Tensor, "slots C ..."]:
+        return moved(x[0], self.chunks, self.slots, holes=True)
+
+    def in_order(self, x: Float[Tensor, "slots C ..."]) -> Float[Tensor, "1 T ..."]:
+        return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
+
+    def turns(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
+        """As in rows, of the longest sequences first, so that those of a turn are the first ones of the turn before."""
+        borders = self.cu_seqlens.tolist()
+        first = [(start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(borders))]
+        first.sort(key=lambda one: -one[1])
+        of_turns = ([slot + i for slot, chunks in first if chunks > i] for i in range(first[0][1] if first else 0))
+        return [torch.tensor(slots, device=device) for slots in of_turns]
 
 
 def chunk_by_chunk(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """The delta rule's outputs where softmax chunks leave the state undecayed."""
+    """The delta rule's outputs where softmax chunks leave the state undecayed: all sequences' first chunks, and so on.
+
+    Which packed sequences have another chunk is asked of the device.
+    """
     _say_once()
-    C, outputs = layer.chunk, []
-    for row, first in _sequences(tokens, cu_seqlens, C):
-        B, T = row.q.shape[:2]
-        state = row.q.new_zeros(
-            B, *layer.fit.state_shape(layer.num_heads), dtype=torch.promote_types(row.q.dtype, torch.float32)
-        )
-        for i, start in enumerate(range(0, T, C)):
-            chunk = type(row)(*(x[:, start : start + C] for x in row))
-            o, after = layer.delta_rule(chunk, None, state)
-            if layer.own_chunk == "softmax":
-                o = carried(layer, chunk, state, torch.zeros_like(state[..., 0, 0]))
-            outputs.append(o)
-            write = layer.fit.gates(writes[:, first + i])[..., None, None]
-            state = state + write * (after - state)
-        # nobody reads the last state, and yet what wrote to it has a gradient, of zeros: replicas wait for it
-        outputs[-1] = outputs[-1] + 0 * state.sum()
-    return torch.cat(outputs, 1)
+    chunks, fit = _twice(tokens.q.shape[1], layer.chunk, cu_seqlens), layer.fit
+    writes = writes.flatten(0, 1)
+    slots = {name: chunks.in_chunks(getattr(tokens, name)) for name in ("q", "k", "v", "g", "beta")}
+    turns = chunks.turns(len(slots["q"]), tokens.q.device)
+    if not turns:
+        return layer.as_softmax_heads(torch.zeros_like(tokens.v))
+    wide, outputs = torch.promote_types(tokens.q.dtype, torch.float32), []
+    state = tokens.q.new_zeros(len(turns[0]), *fit.state_shape(layer.num_heads), dtype=wide)
+    for turn in turns:
+        state, chunk = state[: len(turn)], tokens._replace(**{name: x[turn] for name, x in slots.items()})
+        o, after = layer.delta_rule(chunk, None, state)
+        if layer.own_chunk == "softmax":
+            o = carried(layer, chunk, state, torch.zeros_like(state[..., 0, 0]))
+        outputs.append(o)
+        state = state + fit.gates(writes[turn])[..., None, None] * (after - state)
+    # nobody reads the last state, and yet what wrote to it has a gradient, of zeros: replicas wait for it
+    outputs[-1] = outputs[-1] + 0 * state.sum()
+    of_turns = torch.cat(outputs)
+    return chunks.in_order(
+        of_turns.new_zeros(len(writes), *of_turns.shape[1:]).index_copy(0, torch.cat(turns), of_turns)
+    )
 
 
 def carried(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
@@ -172,16 +207,6 @@ def _far_softmax(
     scale, borders = layer.softmax_dim**-0.5, keys.borders
     o = kept_attention(q, k, v, keep, unit=2 * layer.chunk, scale=scale, cu_seqlens=borders, impl=layer.impl).o
     return queries.readers(o)
-
-
-def _sequences(tokens: Tokens, cu_seqlens: Tensor | None, C: int):
-    """Rows of one length, or packed sequences one by one, each with the slot of its first chunk."""
-    if cu_seqlens is None:
-        yield tokens, 0
-        return
-    for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        if start < end:
-            yield type(tokens)(*(x[:, start:end] for x in tokens)), start // C + n
 
 
 @functools.cache
