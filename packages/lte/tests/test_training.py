@@ -151,7 +151,7 @@ def test_weights_do_not_depend_on_how_a_step_is_computed(how, tmp_path):
 def test_recorded_passes_drop_other_keys_each_step_and_keep_what_they_would_have(tmp_path):
     options = nano().model["mixer_options"]
     plain = nano(mixer_options={**options, "lte": {**options["lte"], "dropout": 0.3}})
-    recorded = dataclasses.replace(plain, run=dataclasses.replace(plain.run, training_graph=True))
+    recorded = dataclasses.replace(plain, run=dataclasses.replace(plain.run, training_graph="always"))
     train(plain, tmp_path / "plain", progress=False)
     with graphs_everywhere(eager=True) as works:
         train(recorded, tmp_path / "recorded", progress=False)

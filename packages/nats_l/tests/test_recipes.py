@@ -174,7 +174,7 @@ def test_a_resumed_run_logs_the_same_shares(small, tmp_path):
 def test_recorded_passes_log_the_same_shares(small, tmp_path):
     joined = dataclasses.replace(small, data=dataclasses.replace(small.data, documents="joined"))
     train(joined, tmp_path / "plain", progress=False)
-    recorded = dataclasses.replace(joined, run=dataclasses.replace(joined.run, training_graph=True))
+    recorded = dataclasses.replace(joined, run=dataclasses.replace(joined.run, training_graph="always"))
     with graphs_everywhere(eager=True) as works:
         train(recorded, tmp_path / "recorded", progress=False)
     assert len(works) == 1

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from tokenmix_core.launch import graphs
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.recording import HostRead, assert_graphs_train_alike, graphs_everywhere, record
+from tokenmix_core.training import engine
 from tokenmix_core.training.recipe import Tokens
 from tokenmix_core.training.recorded import MOST, Losses, RecordedPasses
 from tokenmix_core.training.trainer import train
@@ -35,8 +36,8 @@ def test_a_run_is_the_run_that_it_was(micro, corpus, recorded, tmp_path):
     # with loss terms whose weights follow what layers observe
     changes = {"model": penalised_model(), "callbacks": (adaptation,), "documents": "joined", "save_steps": 8}
     changes["micro_batch_tokens"] = micro
-    train(recipe(corpus, **changes), tmp_path / "plain", progress=False)
-    train(recipe(corpus, training_graph=True, **changes), tmp_path / "recorded", progress=False)
+    train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
+    train(recipe(corpus, training_graph="always", **changes), tmp_path / "recorded", progress=False)
     assert same(tmp_path / "recorded", tmp_path / "plain")
     assert len(recorded) == (1 if micro == 128 else 2), "the first micro-batch of an update, and the others"
 
@@ -47,7 +48,7 @@ class StopAfter(TrainerCallback):
 
 
 def test_a_resumed_run_goes_on_as_it_would_have(corpus, recorded, tmp_path):
-    changes = {"documents": "joined", "micro_batch_tokens": 64, "training_graph": True}
+    changes = {"documents": "joined", "micro_batch_tokens": 64, "training_graph": "always"}
     train(recipe(corpus, **changes), tmp_path / "whole", progress=False)
     stopped = recipe(corpus, callbacks=(lambda _: StopAfter(),), **changes)
     assert train(stopped, tmp_path / "cut", progress=False).step == 5
@@ -56,7 +57,7 @@ def test_a_resumed_run_goes_on_as_it_would_have(corpus, recorded, tmp_path):
     # recorded or not is nothing that a checkpoint is of
     shutil.rmtree(tmp_path / "cut")
     train(stopped, tmp_path / "cut", progress=False)
-    train(recipe(corpus, **{**changes, "training_graph": False}), tmp_path / "cut", resume=True, progress=False)
+    train(recipe(corpus, **{**changes, "training_graph": "never"}), tmp_path / "cut", resume=True, progress=False)
     assert same(tmp_path / "cut", tmp_path / "whole")
 
 
@@ -67,8 +68,8 @@ class Evaluating(TrainerCallback):
 
 def test_a_model_that_was_evaluated_is_trained_by_what_was_recorded(corpus, recorded, tmp_path):
     changes = {"documents": "joined", "micro_batch_tokens": 64}
-    train(recipe(corpus, **changes), tmp_path / "plain", progress=False)
-    changes |= {"callbacks": (lambda _: Evaluating(),), "training_graph": True}
+    train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
+    changes |= {"callbacks": (lambda _: Evaluating(),), "training_graph": "always"}
     train(recipe(corpus, **changes), tmp_path / "evaluated", progress=False)
     assert len(recorded) == 2
     assert same(tmp_path / "evaluated", tmp_path / "plain")
@@ -83,7 +84,7 @@ class Hooked(TrainerCallback):
 
 
 def test_what_cannot_be_recorded_is_said_once_and_trained(corpus, recorded, tmp_path, monkeypatch):
-    changes = {"documents": "joined", "training_graph": True}
+    changes = {"documents": "joined", "training_graph": "always"}
     hooked = Hooked()
     with pytest.warns(UserWarning, match="hooks") as caught:
         train(recipe(corpus, callbacks=(lambda _: hooked,), **changes), tmp_path / "hooked", progress=False)
@@ -107,8 +108,44 @@ def test_passes_that_read_from_the_device_end_a_run_with_what_to_do(corpus, tmp_
         except HostRead as error:
             raise RuntimeError(f"operation not permitted: {error}") from error
 
-    with pytest.raises(RuntimeError, match=r"cannot be recorded .*not permitted.*train without training_graph"):
-        train(recipe(corpus, training_graph=True), tmp_path / "run", progress=False)
+    with pytest.raises(RuntimeError, match=r"cannot be recorded .*not permitted.*train with training_graph='never'"):
+        train(recipe(corpus, training_graph="always"), tmp_path / "run", progress=False)
+
+
+def test_left_to_itself_a_run_records_layers_that_a_host_cannot_keep_up_with(corpus, recorded, tmp_path, monkeypatch):
+    changes = {"documents": "joined", "micro_batch_tokens": 64}
+    train(recipe(corpus, **changes), tmp_path / "small", progress=False)
+    assert len(recorded) == 2
+    for name, owner, attribute, value in (
+        ("large layers", engine, "WAITED_FOR", 1.0),
+        ("little memory", graphs, "at_most_half_used", lambda device: False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            train(recipe(corpus, **changes), tmp_path / name, progress=False)
+        assert same(tmp_path / name, tmp_path / "small"), name
+    checkpointing = recipe(corpus, gradient_checkpointing=True, **changes)
+    foreign = replace(recipe(corpus, **changes), make_model=lambda _: learners()[0])
+    for i, made in enumerate((checkpointing, foreign)):
+        train(made, tmp_path / str(i), progress=False)
+    assert len(recorded) == 2
+
+
+@pytest.mark.parametrize("micro", [128, 64])
+def test_left_to_itself_a_run_goes_on_where_recording_fails(micro, corpus, tmp_path, monkeypatch):
+    changes = {"documents": "joined", "micro_batch_tokens": micro}
+    train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
+
+    def fails(work):
+        # what a failed recording leaves behind are gradients that nobody computed
+        record(work, eager=True)
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "capture_on", lambda device: fails)
+    with pytest.warns(UserWarning, match="kernel by kernel.*out of memory") as caught:
+        train(recipe(corpus, **changes), tmp_path / "run", progress=False)
+    assert sum("kernel by kernel" in str(w.message) for w in caught) == 1
+    assert same(tmp_path / "run", tmp_path / "plain")
 
 
 def test_gradients_that_a_first_micro_batch_has_not_are_refused():
@@ -144,8 +181,8 @@ def test_gradients_that_a_first_micro_batch_has_not_are_refused():
 
 @pytest.mark.parametrize("other", ["torch_compile", "gradient_checkpointing", "fsdp"])
 def test_a_recipe_names_what_does_not_go_with_it(other, corpus):
-    with pytest.raises(ValueError, match=f"training_graph does not go with {other}"):
-        recipe(corpus, training_graph=True, **{other: True})
+    with pytest.raises(ValueError, match=f"training_graph='always' does not go with {other}"):
+        recipe(corpus, training_graph="always", **{other: True})
 
 
 def passes_of(model):
@@ -250,7 +287,7 @@ def test_kinds_that_never_come_again_are_forgotten(monkeypatch):
 
 
 def test_a_trained_model_is_whole(corpus, recorded, tmp_path):
-    train(recipe(corpus, documents="joined", training_graph=True), tmp_path / "run", progress=False)
+    train(recipe(corpus, documents="joined", training_graph="always"), tmp_path / "run", progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert all(p.isfinite().all() for p in model.parameters())
     assert recorded
@@ -285,3 +322,35 @@ def test_a_gpu_is_told_by_its_kind_or_its_number():
             model.zero_grad()
             make(passes, {"x": torch.ones(2, 8, device="cuda")}, None)
         assert any(make.kinds.values()), device
+
+
+@pytest.mark.gpu
+def test_a_gpu_goes_on_where_recording_fails():
+    def learn(make):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
+
+        def passes(inputs, items):
+            loss = model(inputs["x"]).square().mean()
+            # waits for the device
+            assert loss.item() >= 0
+            loss.backward()
+            return Losses(loss.detach(), {})
+
+        call = make(model, passes)
+        found = []
+        for step in range(5):
+            model.zero_grad()
+            torch.manual_seed(step)
+            call({"x": torch.ones(4, 8, device="cuda")})
+            found.append(model[0].weight.grad.clone())
+        return torch.stack(found)
+
+    def recording(model, passes):
+        make = RecordedPasses(model, torch.device("cuda"), needed=False)
+        return lambda inputs: make(passes, inputs, None)
+
+    with pytest.warns(UserWarning, match="kernel by kernel") as caught:
+        found = learn(recording)
+    assert len(caught) == 1
+    assert torch.equal(found, learn(lambda model, passes: lambda inputs: passes(inputs, None)))

@@ -25,6 +25,13 @@ def capture_on(device: torch.device) -> Capture | None:
     return captures_cuda(device) if device.type == "cuda" else None
 
 
+def at_most_half_used(device: torch.device) -> bool:
+    """Tell whether as much memory again as was in use at most would fit."""
+    if device.type != "cuda":
+        return True
+    return 2 * torch.cuda.max_memory_allocated(device) <= torch.cuda.get_device_properties(device).total_memory
+
+
 def captures_cuda(device: torch.device) -> Capture:
     """A recorder of CUDA graphs, which share their memory for what is made and dropped inside of one."""
     own: list[Any] = []

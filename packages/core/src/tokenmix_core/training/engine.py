@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -38,6 +38,10 @@ PEAK_FLOPS = (
     ("L40S", 362e12),
     ("RTX 4090", 165e12),
 )
+# what becomes of passes that could be recorded
+Record = Literal["auto", "always", "never"]
+# operations of a micro-batch and layer, below which a GPU waits for the host that launches them
+WAITED_FOR = 1e12
 
 
 class RecipeTrainer(Trainer):
@@ -51,7 +55,7 @@ class RecipeTrainer(Trainer):
         schedule: of the learning rate, and the batch.
         seq_len: T, tokens of a row.
         identity: what a checkpoint is of.
-        record: repeat forward and backward passes as CUDA graphs where that can be.
+        record: repeat forward and backward passes as CUDA graphs where that can be; "auto", where it gains time, too.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class RecipeTrainer(Trainer):
         schedule: OptimizerRecipe,
         seq_len: int,
         identity: dict[str, Any],
-        record: bool = False,
+        record: Record = "never",
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -112,7 +116,7 @@ class RecipeTrainer(Trainer):
             return Losses(step(model, inputs, items), self._terms)
 
         step = super().training_step
-        if self._record and self._recorded is None:
+        if self._record != "never" and self._recorded is None:
             # not before the first step, as callbacks may have changed the model
             self._recorded = self._recorder(model)
         if self._recorded is None:
@@ -132,15 +136,28 @@ class RecipeTrainer(Trainer):
         self._recorded = None
 
     def _recorder(self, model: nn.Module) -> RecordedPasses | None:
-        """What records the passes; None where they cannot be, which is said."""
+        """What records the passes; None where they cannot be, which is said if they had to, or nothing is gained."""
+        auto = self._record == "auto"
         try:
             if self.args.world_size > 1:
                 raise ValueError("several processes train")
-            return RecordedPasses(model, self.args.device)
+            if auto and not self._waited_for(model):
+                raise ValueError("the GPU would not wait for the host")
+            return RecordedPasses(model, self.args.device, needed=not auto)
         except ValueError as why:
-            self._record = False
+            self._record = "never"
+            if auto:
+                return None
             warnings.warn(f"training goes on kernel by kernel and records no graph: {why}", stacklevel=2)
             return None
+
+    def _waited_for(self, model: nn.Module) -> bool:
+        """Tell whether layers are done sooner than they are launched, by what they compute."""
+        layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+        tokens = self.schedule.batch_tokens / self.args.gradient_accumulation_steps
+        return (
+            bool(layers) and self._flops_per_token is not None and self._flops_per_token * tokens < WAITED_FOR * layers
+        )
 
     def compute_loss(
         self,

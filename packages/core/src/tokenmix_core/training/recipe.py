@@ -199,7 +199,8 @@ class RunRecipe:
         gradient_checkpointing: recompute activations in the backward pass.
         torch_compile: compile the model; on an H200 steps were faster without, in less memory (docs/steps.md).
         training_graph: on one GPU, record forward and backward passes as a CUDA graph and repeat it, as far as
-            micro-batches have one shape (documents that are joined); goes with neither of the two above, nor `fsdp`.
+            micro-batches are of few kinds (docs/steps.md); "auto" does so where layers are so small that the GPU would
+            wait for the host. Goes with neither of the two above, nor `fsdp`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         dataloader_num_workers: processes that read data; 0 reads in the training process.
         logging_steps: steps between two lines of the log.
@@ -216,7 +217,7 @@ class RunRecipe:
     seed: int = 0
     gradient_checkpointing: bool = False
     torch_compile: bool = False
-    training_graph: bool = False
+    training_graph: Literal["auto", "always", "never"] = "auto"
     fsdp: bool = False
     dataloader_num_workers: int = 0
     logging_steps: int = 10
@@ -232,8 +233,8 @@ class RunRecipe:
         _check(self, seed=(0, 2**32 - 1), dataloader_num_workers=(0, 1024), evaluation_limit=(1, math.inf))
         _check(self, logging_steps=(1, math.inf), save_steps=(1, math.inf), save_total_limit=(1, math.inf))
         others = ("gradient_checkpointing", "torch_compile", "fsdp")
-        if self.training_graph and (chosen := [name for name in others if getattr(self, name)]):
-            raise ValueError(f"training_graph does not go with {chosen[0]}; turn one of them off")
+        if self.training_graph == "always" and (chosen := [name for name in others if getattr(self, name)]):
+            raise ValueError(f"training_graph='always' does not go with {chosen[0]}; turn one of them off")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class RecordedPasses:
     Args:
         model: whose gradients they make.
         device: where it is, with all inputs.
+        needed: whether passes that cannot be recorded are an error; else they are made as always from then on, which is
+            said, and nothing is recorded where it might not fit into memory.
 
     Attributes:
         kinds: of micro-batches, what was recorded of each; None where it was made once.
@@ -61,12 +63,12 @@ class RecordedPasses:
         ValueError: the passes cannot be recorded; the text says why.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, needed: bool = True) -> None:
         capture = graphs.capture_on(device)
         if capture is None:
             raise ValueError(f"there are no graphs on {device.type}")
         # a tensor's device has a number, "cuda" none
-        self.device, self.capture = torch.empty(0, device=device).device, capture
+        self.device, self.capture, self.needed = torch.empty(0, device=device).device, capture, needed
         self.parameters, self.modules = list(model.parameters()), list(model.modules())
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
@@ -75,7 +77,7 @@ class RecordedPasses:
         self.gradients: list[Tensor | None] | None = None
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
-        self._said = False
+        self._said, self._failed = False, False
 
     def __call__(self, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
         """Make the passes of a micro-batch, or repeat them; losses are overwritten by the next call.
@@ -101,7 +103,7 @@ class RecordedPasses:
         kind = (first, _kind(given), self._settings)
         recorded = self.kinds.get(kind)
         if recorded is None and kind in self.kinds and self._room():
-            recorded = self.kinds[kind] = self._record(passes, given, first)
+            recorded = self.kinds[kind] = self._recorded(passes, given, first, now)
         if recorded is None:
             self._seen(kind)
             return passes(dict(inputs), items)
@@ -145,10 +147,29 @@ class RecordedPasses:
             del self.kinds[once[0]]
 
     def _room(self) -> bool:
-        return sum(recorded is not None for recorded in self.kinds.values()) < MOST
+        if self._failed or sum(recorded is not None for recorded in self.kinds.values()) >= MOST:
+            return False
+        # what a kind needs beside the passes of others, at most
+        return self.needed or graphs.at_most_half_used(self.device)
+
+    def _recorded(
+        self, passes: Passes, given: dict[str, Any], first: bool, now: list[Tensor | None]
+    ) -> _Recorded | None:
+        """Record passes of a kind that was made before; None where that fails and need not be."""
+        try:
+            return self._record(passes, given, first)
+        except RuntimeError as error:
+            if self.needed:
+                way = "train with training_graph='never', from the last checkpoint if there is one"
+                raise RuntimeError(f"{error}; {way}") from error
+            warnings.warn(f"training goes on kernel by kernel: {error}", stacklevel=4)
+            self._failed = True
+            # nothing was done on the device
+            for parameter, gradient in zip(self.parameters, now, strict=True):
+                parameter.grad = gradient
+            return None
 
     def _record(self, passes: Passes, given: dict[str, Any], first: bool) -> _Recorded:
-        """Record passes of a kind that was made before."""
         places = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
         fixed, found, known = {**given, **places}, [], self.gradients is not None
         if known:
@@ -168,14 +189,11 @@ class RecordedPasses:
         # torch tells a host read, or memory that ran out, in several kinds of errors
         except Exception as error:
             raise RuntimeError(
-                f"the passes of this model cannot be recorded ({type(error).__name__}: {error}); train without "
-                "training_graph, from the last checkpoint if there is one"
+                f"the passes of this model cannot be recorded ({type(error).__name__}: {error})"
             ) from error
         gradients = [p.grad for p in self.parameters]
         if known and not self._are_ours(gradients):
-            raise RuntimeError(
-                "a micro-batch gives gradients to parameters that others give none; train without training_graph"
-            )
+            raise RuntimeError("a micro-batch gives gradients to parameters that others give none")
         self.gradients = self.gradients or gradients
         return _Recorded(places, repeat, found[0])
 

@@ -33,7 +33,7 @@ from tokenmix_core.training.data import (
     collate_joined,
     collate_separate,
 )
-from tokenmix_core.training.engine import RecipeTrainer
+from tokenmix_core.training.engine import RecipeTrainer, Record
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_core.training.record import RUN_RECORD, run_record
 
@@ -211,11 +211,18 @@ def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) ->
         schedule=recipe.optimizer,
         seq_len=recipe.data.seq_len,
         identity=identity,
-        record=recipe.run.training_graph,
+        record=_recording(recipe),
     )
     # the Trainer's own, which writes dictionaries
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _recording(recipe: Recipe) -> Record:
+    """Whether passes are recorded; where it is left to the engine, not those that nobody has recorded yet."""
+    run = recipe.run
+    others = run.gradient_checkpointing or run.torch_compile or run.fsdp or recipe.make_model is not None
+    return "never" if run.training_graph == "auto" and others else run.training_graph
 
 
 def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:
