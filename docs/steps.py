@@ -73,10 +73,14 @@ def _measured(rows: list[dict[str, Any]]) -> str:
     """Steps beside their peers; a sentence where none was measured."""
     if not rows:
         return "None of these steps was measured yet with the kernels between products."
-    lines = ["| model | implementation | step, ms | thousand tokens/s | of the floor | peak, GiB | first step, s |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        "| model | implementation | step, ms | thousand tokens/s | of the floor | as run | peak, GiB | first step, s |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
         numbers = f"{row['step_ms']:.1f} | {row['thousand_tokens_s']:.1f} | {row['share_of_floor']:.0%}"
+        as_run = row.get("share_as_run")
+        numbers += f" | {as_run:.0%}" if as_run else " | –"
         model = row["op"].rpartition(", ")[2]
         lines.append(f"| {model} | {row['impl']} | {numbers} | {row['peak_gib']:.1f} | {row['first_step_s']:.0f} |")
     return "\n".join(lines)

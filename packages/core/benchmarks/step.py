@@ -19,6 +19,9 @@ leaves what it had found: 0 rounds are the turn that a model took alone.
   The residual stream, of 4 bytes, is read and written at each norm, and read twice and written once backward.
 - loss: logits written, read, and written as gradients, which two products read.
 - weights: each read in 4 bytes and written in 2, its gradient read in 2 and written in 4; AdamW and clipping 32 bytes.
+
+A step's **share as run** is that of what its products and operations took in it, by the profile, and of one pass over
+activations, logits and weights: what is lost between kernels that are given.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ KINDS = {
     # before products: FlashAttention-4's names tell of cutlass, too
     "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
+    "scorer": r"scorer|hopper_layer_backward",
     "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
-    r"|entering_|ssd|slot_window|recurrent",
+    r"|entering_|ssd|slot_|recurrent|walk_|border_states|hopper_(forward|backward|window|gradients|step)",
     "convolutions": r"conv",
     "norms": r"norm|rstd",
     "rotation": r"rotate|rotary|rope",
@@ -69,6 +73,8 @@ KINDS = {
     "products by element": r"MulFunctor|mul",
     "activations": r"silu|gelu|sigmoid",
 }
+# kinds that are a mixer's operations
+OPERATIONS = ("attention", "scorer", "delta rule, scans", "convolutions")
 # layers whose inputs are read by no other layer
 OWN_INPUTS = ("o_proj", "out_proj", "down_proj")
 
@@ -111,6 +117,13 @@ def floor(model: Any, rows: int, length: int, chip: Chip = H200) -> dict[str, fl
     }
     found = {part: 1e3 * x for part, x in seconds.items()}
     return found | {"all": sum(found.values())}
+
+
+def as_run(floor: dict[str, float], kinds: dict[str, float]) -> float:
+    """Milliseconds of products and operations as they were measured, and of the floor's passes over everything else."""
+    return sum(kinds.get(x, 0.0) for x in ("products", *OPERATIONS)) + sum(
+        floor[x] for x in ("activations", "loss", "weights")
+    )
 
 
 def kept_bytes(model: Any, ids: Tensor) -> int:
@@ -317,6 +330,7 @@ class Measured:
             "share_of_floor": self.floor["all"] / ms,
             "floor": self.floor,
             "kinds_ms": kinds or {},
+            "share_as_run": as_run(self.floor, kinds) / ms if kinds else None,
             "losses": self.losses,
         }
 
@@ -399,7 +413,7 @@ def say(line: str) -> None:
 
 # the columns that are printed; the JSON has more
 TOLD = ["op", "impl", "rounds", "step_ms", "thousand_tokens_s", "peak_gib", "kept_gib", "first_step_s"]
-TOLD += ["share_of_floor"]
+TOLD += ["share_of_floor", "share_as_run"]
 
 
 def report(found: Sequence[dict]) -> str:

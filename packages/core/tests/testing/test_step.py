@@ -85,6 +85,12 @@ def test_the_floor_counts_products_weights_and_the_loss():
     assert floor["all"] == sum(ms for part, ms in floor.items() if part != "all")
 
 
+def test_a_step_s_products_and_operations_count_as_they_ran():
+    floor = dict.fromkeys(("products", "mixing"), 100.0) | {"activations": 4.0, "loss": 2.0, "weights": 1.0}
+    kinds = {"products": 30.0, "attention": 10.0, "convolutions": 5.0, "norms": 50.0, "others": 50.0}
+    assert SCRIPT["as_run"](floor, kinds) == 30 + 10 + 5 + 4 + 2 + 1
+
+
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
@@ -95,6 +101,10 @@ def test_the_floor_counts_products_weights_and_the_loss():
         ("short_conv_forward_kernel", "convolutions"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp", "sums"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "optimizer"),
+        ("hopper_scorer_kernel", "scorer"),
+        ("hopper_slot_states_kernel", "delta rule, scans"),
+        ("walk_gradients_kernel", "delta rule, scans"),
+        ("_kept_attention_forward", "attention"),
         ("what nobody knows", "others"),
     ],
 )
