@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "packages" / "core" / "benchmarks"
+GPUS = Path(__file__).parent / "results" / "gpus.json"
 ROWS, LENGTH = 8, 4096
 # by title, the recipe of one size of each kind of model
 MODELS = {
@@ -31,7 +33,7 @@ MODELS = {
 def tables() -> dict[str, str]:
     """By mark; floors only where every package is installed, as they are in the session that writes tables."""
     measured = [row for path in sorted((BENCHMARKS / "results" / "step").glob("*.json")) for row in _read(path)]
-    found = {"measured": _measured(measured)}
+    found = {"measured": _measured(measured), "gpus": _gpus(_read(GPUS))}
     packages = {name.partition(".")[0] for name in MODELS.values()}
     if missing := sorted(name for name in packages if importlib.util.find_spec(name) is None):
         print(f"docs/steps.md: floors are left as they are without {', '.join(missing)}", file=sys.stderr)
@@ -83,4 +85,18 @@ def _measured(rows: list[dict[str, Any]]) -> str:
         numbers += f" | {as_run:.0%}" if as_run else " | –"
         model = row["op"].rpartition(", ")[2]
         lines.append(f"| {model} | {row['impl']} | {numbers} | {row['peak_gib']:.1f} | {row['first_step_s']:.0f} |")
+    return "\n".join(lines)
+
+
+def _gpus(rows: list[dict[str, Any]]) -> str:
+    """Runs of one model on one GPU and on several, beside as many times the one."""
+    rates = {row["form"]: statistics.median(row["tokens_per_second"]) for row in rows}
+    one = next(rates[row["form"]] for row in rows if row["gpus"] == 1)
+    lines = ["| model | on | thousand tokens/s, median of steps | slowest, fastest step | of as many GPUs alone |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        least, most = (f"{1e-3 * f(row['tokens_per_second']):.1f}" for f in (min, max))
+        rate = rates[row["form"]]
+        share = f"{rate / (row['gpus'] * one):.0%}"
+        lines.append(f"| {row['model']} | {row['form']} | {1e-3 * rate:.1f} | {least}, {most} | {share} |")
     return "\n".join(lines)
