@@ -8,7 +8,8 @@ step, milliseconds of device time by kind of kernel, and the share of the floor.
 
 Each model takes a turn as soon as it is warm, ours first; then all, still in memory, take turns in rounds, of which the
 median counts. A row is printed and kept after each turn, with the rounds behind it, so that a run that is cut off
-leaves what it had found: 0 rounds are the turn that a model took alone.
+leaves what it had found: 0 rounds are the turn that a model took alone. With `--rounds 0` each model is dropped after
+its turn, so that a GPU need hold one alone.
 
 **The floor** is a model, not a measurement: what a step cannot take less than, part by part, on one chip.
 
@@ -380,21 +381,24 @@ def measure(
         # shapes alone, so that a peer has its floor without our model
         with torch.device("meta"):
             parts = floor(AutoModelForCausalLM.from_config(config), rows, length)
+        one = None
         try:
-            training = Training(make, where, form)
-            losses = training.warm(ids, warmup)
-            if training.recorded is not None and not any(training.recorded.kinds.values()):
-                raise RuntimeError("no passes were recorded")
-            kept = kept_bytes(training.model, ids) if impl == f"{OURS} eager" else None
-            one = Measured(name, impl, training, ids, losses, parts, kept)
-            say(f"first step after {training.first:.1f} s; a turn alone")
-            one.times = [training.time(ids, steps)]
+            one = _warmed(Training(make, where, form), name, impl, ids, parts, warmup, keep=rounds > 0)
+            one.times = [one.training.time(ids, steps)]
+            row = one.row(0, None if rounds else one.training.profile(ids))
         # peers and compilers fail in errors of their own
         except Exception as error:
             print(f"{impl} does not run {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            continue
-        warm.append(one)
-        yield one.row(0)
+            one = None
+        if one is not None:
+            yield row
+        if one is not None and rounds:
+            warm.append(one)
+        # a model that failed, or whose only turn is over
+        one = None
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
     for done in range(rounds):
         say(f"round {done + 1} of {rounds}")
         for one in warm:
@@ -404,6 +408,18 @@ def measure(
     for one in warm if where.type == "cuda" else ():
         say(f"kernels of {one.name}, {one.impl}")
         yield one.row(rounds, one.training.profile(one.ids))
+
+
+def _warmed(
+    training: Training, name: str, impl: str, ids: Tensor, parts: dict[str, float], warmup: int, *, keep: bool
+) -> Measured:
+    """A model after its first steps; what it keeps is counted where that much more memory is to be had (`keep`)."""
+    losses = training.warm(ids, warmup)
+    if training.recorded is not None and not any(training.recorded.kinds.values()):
+        raise RuntimeError("no passes were recorded")
+    kept = kept_bytes(training.model, ids) if keep and impl == f"{OURS} eager" else None
+    say(f"first step after {training.first:.1f} s; a turn alone")
+    return Measured(name, impl, training, ids, losses, parts, kept)
 
 
 def say(line: str) -> None:

@@ -324,33 +324,56 @@ def test_a_gpu_is_told_by_its_kind_or_its_number():
         assert any(make.kinds.values()), device
 
 
+def learn(make, waits):
+    """Five gradients of a layer with dropout by what `make` makes of its passes."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
+
+    def passes(inputs, items):
+        loss = model(inputs["x"]).square().mean()
+        waits(loss)
+        loss.backward()
+        return Losses(loss.detach(), {})
+
+    call, found = make(model, passes), []
+    for step in range(5):
+        model.zero_grad()
+        torch.manual_seed(step)
+        call({"x": torch.ones(4, 8, device="cuda")})
+        found.append(model[0].weight.grad.clone())
+    return torch.stack(found)
+
+
+def recording(model, passes):
+    make = RecordedPasses(model, torch.device("cuda"), needed=False)
+    return lambda inputs: make(passes, inputs, None)
+
+
+def fails_in_a_recording(loss):
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("out of memory")
+
+
 @pytest.mark.gpu
-def test_a_gpu_goes_on_where_recording_fails():
-    def learn(make):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
+@pytest.mark.parametrize(
+    ("waits", "why"), [(torch.Tensor.item, "waits for the device"), (fails_in_a_recording, "out of memory")]
+)
+def test_a_gpu_goes_on_where_nothing_can_be_recorded(waits, why):
+    with pytest.warns(UserWarning, match=f"kernel by kernel: .*{why}") as caught:
+        found = learn(recording, waits)
+    assert sum("kernel by kernel" in str(w.message) for w in caught) == 1
+    assert torch.equal(found, learn(lambda model, passes: lambda inputs: passes(inputs, None), waits))
 
-        def passes(inputs, items):
-            loss = model(inputs["x"]).square().mean()
-            # waits for the device
-            assert loss.item() >= 0
-            loss.backward()
-            return Losses(loss.detach(), {})
 
-        call = make(model, passes)
-        found = []
-        for step in range(5):
-            model.zero_grad()
-            torch.manual_seed(step)
-            call({"x": torch.ones(4, 8, device="cuda")})
-            found.append(model[0].weight.grad.clone())
-        return torch.stack(found)
+@pytest.mark.gpu
+def test_a_gpu_records_the_third_of_passes_that_need_not_be(monkeypatch):
+    captures = []
 
-    def recording(model, passes):
-        make = RecordedPasses(model, torch.device("cuda"), needed=False)
-        return lambda inputs: make(passes, inputs, None)
+    def counted(device):
+        capture = graphs.captures_cuda(device)
+        return lambda work: captures.append(capture(work)) or captures[-1]
 
-    with pytest.warns(UserWarning, match="kernel by kernel") as caught:
-        found = learn(recording)
-    assert len(caught) == 1
-    assert torch.equal(found, learn(lambda model, passes: lambda inputs: passes(inputs, None)))
+    monkeypatch.setattr(graphs, "capture_on", counted)
+    found = learn(recording, lambda loss: None)
+    assert len(captures) == 1
+    assert torch.equal(found, learn(lambda model, passes: lambda inputs: passes(inputs, None), lambda loss: None))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +34,29 @@ def at_most_half_used(device: torch.device) -> bool:
     return 2 * torch.cuda.max_memory_allocated(device) <= torch.cuda.get_device_properties(device).total_memory
 
 
+@contextmanager
+def noting_waits(device: torch.device) -> Iterator[list[str]]:
+    """Note what makes the host wait for the device, as far as torch tells: no recording could hold it."""
+    waits: list[str] = []
+    if device.type != "cuda":
+        yield waits
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        text = str(warning.message)
+        if "synchronizing CUDA operation" in text:
+            waits.append(f"{warning.filename}:{warning.lineno} waits for the device")
+        elif "Synchronization debug mode" not in text:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
 def captures_cuda(device: torch.device) -> Capture:
     """A recorder of CUDA graphs, which share their memory for what is made and dropped inside of one."""
     own: list[Any] = []
@@ -42,15 +67,33 @@ def captures_cuda(device: torch.device) -> Capture:
         (stream, pool), graph = own, torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             before = torch.cuda.current_stream(device)
+            drawn = torch.cuda.get_rng_state(device)
             try:
                 # other threads may go on allocating
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
-            finally:
+            except BaseException:
                 # before 2.12 torch stays on the stream of a recording that failed
                 torch.cuda.set_stream(before)
+                _draw_again(device, drawn)
+                raise
+            torch.cuda.set_stream(before)
             # torch sets the random numbers' offset to 0 on that stream: not after the first repeat has set its own
             before.wait_stream(stream)
         return graph.replay
 
     return capture
+
+
+def _draw_again(device: torch.device, drawn: torch.Tensor) -> None:
+    """Give the device's generator the state from before a recording that failed.
+
+    torch before 2.12 leaves it as one that is being recorded, which refuses to draw. A generator in its place has
+    nothing to do with what was recorded before, which is not to be repeated any more.
+    """
+    generator = torch.cuda.default_generators[torch.empty(0, device=device).device.index]
+    try:
+        torch.rand(1, device=device)
+    except RuntimeError:
+        generator.graphsafe_set_state(torch.Generator(device))
+    generator.set_state(drawn)

@@ -54,7 +54,8 @@ class RecordedPasses:
         model: whose gradients they make.
         device: where it is, with all inputs.
         needed: whether passes that cannot be recorded are an error; else they are made as always from then on, which is
-            said, and nothing is recorded where it might not fit into memory.
+            said. The second pass of a kind then tells whether it ever waits for the device, and only the third is
+            recorded; and nothing is where it might not fit into memory.
 
     Attributes:
         kinds: of micro-batches, what was recorded of each; None where it was made once.
@@ -78,6 +79,8 @@ class RecordedPasses:
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
         self._said, self._failed = False, False
+        # kinds whose passes do not wait for the device
+        self._quiet: set[Hashable] = set()
 
     def __call__(self, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
         """Make the passes of a micro-batch, or repeat them; losses are overwritten by the next call.
@@ -103,6 +106,8 @@ class RecordedPasses:
         kind = (first, _kind(given), self._settings)
         recorded = self.kinds.get(kind)
         if recorded is None and kind in self.kinds and self._room():
+            if not self.needed and kind not in self._quiet:
+                return self._heard(kind, passes, inputs, items)
             recorded = self.kinds[kind] = self._recorded(passes, given, first, now)
         if recorded is None:
             self._seen(kind)
@@ -162,12 +167,27 @@ class RecordedPasses:
             if self.needed:
                 way = "train with training_graph='never', from the last checkpoint if there is one"
                 raise RuntimeError(f"{error}; {way}") from error
-            warnings.warn(f"training goes on kernel by kernel: {error}", stacklevel=4)
-            self._failed = True
             # nothing was done on the device
             for parameter, gradient in zip(self.parameters, now, strict=True):
                 parameter.grad = gradient
+            self._give_up(str(error))
             return None
+
+    def _heard(self, kind: Hashable, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
+        """Make passes of a kind that was made before, and note whether they wait for the device."""
+        with graphs.noting_waits(self.device) as waits:
+            losses = passes(dict(inputs), items)
+        if waits:
+            self._give_up(waits[0])
+        else:
+            self._quiet.add(kind)
+        return losses
+
+    def _give_up(self, why: str) -> None:
+        """Record nothing any more, and repeat nothing, as random numbers may come from elsewhere now."""
+        warnings.warn(f"training goes on kernel by kernel: {why}", stacklevel=5)
+        self._failed = True
+        self.kinds.clear()
 
     def _record(self, passes: Passes, given: dict[str, Any], first: bool) -> _Recorded:
         places = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
