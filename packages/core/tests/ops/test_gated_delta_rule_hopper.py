@@ -14,7 +14,7 @@ from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent
 from tokenmix_core.testing import gluon
-from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
+from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
@@ -61,7 +61,7 @@ def check(x, half=False, **options):
     form = partial(chunk_gated_delta_rule, **options)
     function, reference = partial(form, impl="gluon"), partial(form, impl="reference")
     if x["q"].shape[-1] == x["v"].shape[-1] == 64 and not half:
-        assert_agrees(function, reference, x)
+        assert_agrees(function, reference, x, floor=granted_to_sums("dg", "dwrites"))
         return
     # other heads take k̂ · dk̂ as a difference of two sums: nothing to 16 bits, while float32 loses two of its own
     x = x | {name: x[name].half() for name in "qkv"}
