@@ -72,19 +72,34 @@ def _floors(benchmark: ModuleType) -> str:
 
 
 def _measured(rows: list[dict[str, Any]]) -> str:
-    """Steps beside their peers; a sentence where none was measured."""
+    """Steps beside their peers, a table for each GPU; a sentence where none was measured."""
     if not rows:
         return "None of these steps was measured yet with the kernels between products."
-    lines = [
-        "| model | implementation | step, ms | thousand tokens/s | of the floor | as run | peak, GiB | first step, s |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    devices = list(dict.fromkeys(row["environment"]["device"] for row in rows))
+    return "\n\n".join(
+        _on(device, [row for row in rows if row["environment"]["device"] == device]) for device in devices
+    )
+
+
+def _on(device: str, rows: list[dict[str, Any]]) -> str:
+    columns = ["model", "implementation", "step, ms", "thousand tokens/s", "of the floor", "as run", "peak, GiB"]
+    columns += ["first step, s", "Triton, commit"]
+    lines = [f"One {device}:", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        numbers = f"{row['step_ms']:.1f} | {row['thousand_tokens_s']:.1f} | {row['share_of_floor']:.0%}"
-        as_run = row.get("share_as_run")
-        numbers += f" | {as_run:.0%}" if as_run else " | –"
+        where, as_run = row["environment"], row.get("share_as_run")
         model = row["op"].rpartition(", ")[2]
-        lines.append(f"| {model} | {row['impl']} | {numbers} | {row['peak_gib']:.1f} | {row['first_step_s']:.0f} |")
+        cells = [
+            model if row["shape"] == f"B{ROWS} T{LENGTH}" else f"{model}, {row['shape']}",
+            row["impl"],
+            f"{row['step_ms']:.1f}",
+            f"{row['thousand_tokens_s']:.1f}",
+            f"{row['share_of_floor']:.0%}",
+            f"{as_run:.0%}" if as_run else "–",
+            f"{row['peak_gib']:.1f}",
+            f"{row['first_step_s']:.0f}",
+            f"{where['triton']}, {where['commit']}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -56,11 +56,13 @@ KINDS = {
     # by torch's compiler, which names a kernel after the operations that it is made of
     "compiled": r"^triton_(poi|red|per|tem|for)_",
     # before products: FlashAttention-4's names tell of cutlass, too
-    "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$",
+    "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$"
+    r"|^_(list|merge|count|find|join|share|sum|meet|own|rank|attend|choose)_",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "scorer": r"scorer|hopper_layer_backward",
     "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
-    r"|entering_|ssd|slot_|recurrent|walk_|border_states|hopper_(forward|backward|window|gradients|step)",
+    r"|entering_|ssd|slot_|recurrent|walk_|border_states|hopper_(forward|backward|window|gradients|step)"
+    r"|(group|head)_gradients|scan_segments|(sum|repeat)_(gates|groups)|longest_first",
     "convolutions": r"conv",
     "norms": r"norm|rstd",
     "rotation": r"rotate|rotary|rope",
@@ -90,10 +92,17 @@ class Chip(NamedTuple):
     bytes: float
 
 
-H200 = Chip(790e12, 4.27e12)
+# by a part of the GPU's name
+CHIPS = {"H200": Chip(790e12, 4.27e12), "H100": Chip(790e12, 3.0e12)}
 
 
-def floor(model: Any, rows: int, length: int, chip: Chip = H200) -> dict[str, float]:
+def chip_of(device: torch.device) -> Chip:
+    """What a GPU was seen to reach; an H200 for one that is not known, and for a CPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((chip for part, chip in CHIPS.items() if part in name), CHIPS["H200"])
+
+
+def floor(model: Any, rows: int, length: int, chip: Chip = CHIPS["H200"]) -> dict[str, float]:
     """Milliseconds of a step's parts that no kernel can undercut, by the module's table; and their sum, "all"."""
     tokens = rows * length
     backbone, head = model.model, model.lm_head.weight
@@ -380,7 +389,7 @@ def measure(
         ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator, device=where)
         # shapes alone, so that a peer has its floor without our model
         with torch.device("meta"):
-            parts = floor(AutoModelForCausalLM.from_config(config), rows, length)
+            parts = floor(AutoModelForCausalLM.from_config(config), rows, length, chip_of(where))
         one = None
         try:
             one = _warmed(Training(make, where, form), name, impl, ids, parts, warmup, keep=rounds > 0)

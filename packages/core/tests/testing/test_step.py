@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -89,6 +90,17 @@ def test_a_step_s_products_and_operations_count_as_they_ran():
     floor = dict.fromkeys(("products", "mixing"), 100.0) | {"activations": 4.0, "loss": 2.0, "weights": 1.0}
     kinds = {"products": 30.0, "attention": 10.0, "convolutions": 5.0, "norms": 50.0, "others": 50.0}
     assert SCRIPT["as_run"](floor, kinds) == 30 + 10 + 5 + 4 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    "operation", ["ssd", "gated_delta_rule", "convolution", "softmax_attention", "sparse_attention"]
+)
+def test_every_kernel_of_an_operation_counts_for_it(operation):
+    launched = r"@cached_launch\n@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+)\("
+    sources = (Path(__file__).parents[2] / "src" / "tokenmix_core" / "ops" / operation).rglob("*.py")
+    names = {name for source in sources for name in re.findall(launched, source.read_text())}
+    assert names
+    assert {SCRIPT["kind_of"](name) for name in names} <= set(SCRIPT["OPERATIONS"])
 
 
 @pytest.mark.parametrize(
