@@ -25,7 +25,11 @@ def tables() -> dict[str, dict[str, str]]:
             "recall by sequences": _recall(oryx["demo-tm-sequence"], oryx["demo-tg-sequence"]),
             "switches": _switches(oryx),
         },
-        "speed.md": {"tokens": _tokens(_read("tokens"))},
+        "speed.md": {
+            "tokens": _tokens(_read("tokens")),
+            "prompts": _prompts([row for path in sorted((RESULTS / "prompts").glob("*.json")) for row in _rows(path)]),
+            "flashinfer": _forwards(_read("flashinfer")),
+        },
         "nha.md": {
             "small": _accuracy(_read("recall-nha-small")),
             "search": _search(search["rows"]),
@@ -35,6 +39,10 @@ def tables() -> dict[str, dict[str, str]]:
 
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -115,3 +123,29 @@ def _tokens(found: Any) -> str:
     ]
     columns = ["model", "sequences", "after tokens", "a token, ms", "tokens/s", "its bytes, ms", "state, MiB", "commit"]
     return _table(columns, rows)
+
+
+def _prompts(found: Sequence[dict[str, Any]]) -> str:
+    """What a prompt takes to be read, beside peers."""
+    rows = [
+        [
+            row["op"].rpartition(", ")[2],
+            row["shape"],
+            row["impl"],
+            f"{row['ms']:.1f}",
+            f"{row['thousand_tokens_s']:.0f}",
+            f"{row['peak_gib']:.2f}",
+            *(row["environment"][name] for name in ("device", "triton", "commit")),
+        ]
+        for row in found
+    ]
+    columns = ["model", "prompt", "implementation", "ms", "thousand tokens/s", "peak beside weights, GiB", "GPU"]
+    return _table([*columns, "Triton", "commit"], rows)
+
+
+def _forwards(found: Sequence[dict[str, Any]]) -> str:
+    """The gated delta rule's forward pass alone by implementation, a column for each shape."""
+    shapes = list(dict.fromkeys(row["shape"] for row in found))
+    times = {(row["impl"], row["shape"]): f"{row['median_ms']:.3f}" for row in found}
+    impls = dict.fromkeys(row["impl"] for row in found)
+    return _table(["implementation", *shapes], [[impl, *(times.get((impl, x), "–") for x in shapes)] for impl in impls])

@@ -28,7 +28,7 @@ from tokenmix_core.testing.results import save
 sys.path.insert(0, str(Path(__file__).parent))
 import step
 
-RESULTS = Path(__file__).parent / "results" / "prompts"
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "prompts"
 DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 TOLD = ("op", "shape", "impl", "ms", "thousand_tokens_s", "peak_gib")
 
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="models whose name has this")
     parser.add_argument("--length", type=int, action="append", default=[], help="tokens; may be given again")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder of the JSON; for a GPU results/prompts beside this file")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; for a GPU that of the documents")
     given = parser.parse_args(arguments)
     folder = given.out or (RESULTS if given.device != "cpu" else None)
     lengths, found = given.length or [4096, 2**17], []
