@@ -138,12 +138,15 @@ class RecordedPasses:
     def _look(self) -> Hashable:
         """What passes depend on beside their inputs; None where they have to be made as always, which is said."""
         if self._hooked():
-            if not self._said:
-                warnings.warn("the model has got hooks: its passes are made kernel by kernel", stacklevel=4)
-            self._said = True
+            self._say("the model has got hooks: its passes are made kernel by kernel")
             return None
         plain = tuple(tuple(_hashable(values.get(name)) for name in names) for values, names in self._plain)
         return plain, tuple(p.requires_grad for p in self.parameters)
+
+    def _say(self, what: str) -> None:
+        if not self._said:
+            warnings.warn(what, stacklevel=5)
+        self._said = True
 
     def _seen(self, kind: Hashable) -> None:
         """Note a kind that was made once; of those that never came again the oldest is forgotten."""
@@ -155,7 +158,10 @@ class RecordedPasses:
         if self._failed or sum(recorded is not None for recorded in self.kinds.values()) >= MOST:
             return False
         # what a kind needs beside the passes of others, at most
-        return self.needed or graphs.at_most_half_used(self.device)
+        if self.needed or graphs.at_most_half_used(self.device):
+            return True
+        self._say("passes are made kernel by kernel: repeating them might take more memory than there is")
+        return False
 
     def _recorded(
         self, passes: Passes, given: dict[str, Any], first: bool, now: list[Tensor | None]
