@@ -390,7 +390,6 @@ def measure(
         # shapes alone, so that a peer has its floor without our model
         with torch.device("meta"):
             parts = floor(AutoModelForCausalLM.from_config(config), rows, length, chip_of(where))
-        one = None
         try:
             one = _warmed(Training(make, where, form), name, impl, ids, parts, warmup, keep=rounds > 0)
             one.times = [one.training.time(ids, steps)]
@@ -398,12 +397,11 @@ def measure(
         # peers and compilers fail in errors of their own
         except Exception as error:
             print(f"{impl} does not run {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            one = None
-        if one is not None:
+            one = row = None
+        if row is not None:
             yield row
-        if one is not None and rounds:
-            warm.append(one)
-        # a model that failed, or whose only turn is over
+            warm += [one] if rounds else []
+        # the memory of a model that failed, or whose only turn is over
         one = None
         gc.collect()
         if where.type == "cuda":
