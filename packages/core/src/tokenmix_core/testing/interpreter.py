@@ -1,4 +1,4 @@
-"""Triton's interpreter, made quick enough for tests."""
+"""Triton's interpreter, made quick enough for tests, and alike on all processors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 def hurry(interpreter: ModuleType | None = None) -> None:
@@ -19,10 +21,8 @@ def hurry(interpreter: ModuleType | None = None) -> None:
     Args:
         interpreter: Triton's module; another for tests.
     """
-    if interpreter is None:
-        if importlib.util.find_spec("triton") is None:
-            return
-        from triton.runtime import interpreter
+    if interpreter is None and (interpreter := _interpreter()) is None:
+        return
     replace = getattr(interpreter, "_patch_lang", None)
     if replace is None or hasattr(replace, "__wrapped__"):
         return
@@ -41,6 +41,39 @@ def hurry(interpreter: ModuleType | None = None) -> None:
         return scope
 
     interpreter._patch_lang = once  # type: ignore[attr-defined]
+
+
+def steady(interpreter: ModuleType | None = None) -> None:
+    """Let the interpreter make products in float64 and round them: a row's is then the same wherever the row stands.
+
+    On some processors numpy adds up float32 products of a matrix's last rows in another order than those of the others.
+
+    Args:
+        interpreter: Triton's module; another for tests.
+    """
+    if interpreter is None and (interpreter := _interpreter()) is None:
+        return
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    multiply = getattr(builder, "create_dot", None)
+    if multiply is None or hasattr(multiply, "__wrapped__"):
+        return
+
+    @functools.wraps(multiply)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if any(x.data.dtype.kind != "f" for x in (a, b)):
+            return multiply(self, a, b, d, *options)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return type(d)(product + d.data, d.dtype.scalar)
+
+    builder.create_dot = create_dot  # type: ignore[union-attr]
+
+
+def _interpreter() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from triton.runtime import interpreter
+
+    return interpreter
 
 
 @functools.cache
