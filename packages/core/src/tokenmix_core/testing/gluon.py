@@ -200,12 +200,17 @@ def _where(condition: Tensor, x, y):
 
 
 def _product(a, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    product = (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
+    product = _rounded_once(a.data if isinstance(a, Shared) else a, b.data)
     return acc + product if use_acc else product
 
 
 def _registers_product(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
-    return acc + a.float() @ b.float()
+    return acc + _rounded_once(a, b)
+
+
+def _rounded_once(a: Tensor, b: Tensor) -> Tensor:
+    """The product in float64, rounded: the same on all processors."""
+    return (a.double() @ b.double()).float()
 
 
 def _cumulative_sum(x: Tensor, axis: int, combine: Callable, reverse: bool = False) -> Tensor:
