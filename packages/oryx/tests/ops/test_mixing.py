@@ -37,8 +37,8 @@ def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4, seed=0):
     return {name: t.to(device, torch.float32 if name == "heads" else dtype) for name, t in x.items()}
 
 
-# a number a head
-least = granted_to_sums("dheads")
+# a number a head: 3.8e-6 was seen on a processor (AVX2 alone) where the reference's own errs by 1.5e-6
+least = granted_to_sums("dheads", times=5)
 
 
 def modes(kind, B, T, device="cpu"):
