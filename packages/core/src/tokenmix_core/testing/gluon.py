@@ -61,6 +61,8 @@ class Pointer:
 class Shared:
     """A tile of shared memory, NaN, or −1 for integers, until it is written."""
 
+    layout = None
+
     def __init__(self, data: Tensor):
         self.data, self.shape, self.dtype = data, list(data.shape), data.dtype
 

@@ -54,7 +54,7 @@ def tiles_of(shape, part):
 
 
 @gluon.jit
-def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i: gl.constexpr = 0):
+def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i=0):
     """The i-th tile of this shape in the shared memory of another tile, whose elements are as wide."""
     # Triton 3.8 takes all of it, or nothing
     room: gl.constexpr = tiles_of(s_x.shape, shape)
@@ -95,6 +95,18 @@ def await_copies(NEWER: gl.constexpr):
 def anew(o_x):
     """The same indices, unknown to the compiler: it keeps no offsets made of them before a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [o_x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def placed_anew(s_x):
+    """The same tile, at a place unknown to the compiler: it keeps no descriptors made of it for later products.
+
+    Made for one product they take uniform registers alone. Kept they take a thread's registers, which are spilled, and
+    are brought from there to uniform ones before each product that they serve.
+    """
+    shape: gl.constexpr = s_x.shape
+    layout: gl.constexpr = s_x.layout
+    return reinterpret(s_x, s_x.dtype, shape, layout, anew(0))
 
 
 @gluon.jit

@@ -2,19 +2,20 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window.hopper.backward_groups import entries_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
+    accumulate_anew,
     as_left,
     enter_weight,
     fetch,
     inner_products,
     load_gates,
     locate_tokens,
-    multiply,
+    multiply_anew,
     rounded,
     store_gates,
     sums_of_rows,
@@ -85,19 +86,19 @@ def hopper_backward_gates_kernel(
             length, HQ, GROUP,
         )  # fmt: skip
         await_copies(0)
-        b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+        b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
         b_last = warpgroup_mma_wait(0, deps=[b_last])
     else:
-        b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
         b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
         m_p = (
             gl.arange(0, BT, gl.SliceLayout(1, square))[:, None] <= gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
         )
         b_a = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
         b_dp = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
-        b_e = warpgroup_mma(b_dp, s_p, multiply(b_a, s_dz, M), is_async=True)
+        b_e = accumulate_anew(b_dp, s_p, multiply_anew(b_a, s_dz, M))
         await_copies(0)
-        b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+        b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
         b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
     barrier()
     # the slots before the chunk take places that are free by now

@@ -5,10 +5,10 @@ Tiles are transposed, `[token, query]`. Each head's tiles take the places of tho
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.tile.hopper import await_copies, barrier, product_layout
-from tokenmix_nha.ops.slot_window.hopper.gates import as_left, fetch, multiply, rounded
+from tokenmix_nha.ops.slot_window.hopper.gates import accumulate_anew, as_left, fetch, multiply_anew, rounded
 from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, softmax
 
 
@@ -28,11 +28,11 @@ def entries_of_heads(s_k, s_q, s_v, s_do, s_p, s_dz, q, do, p, dz, o_q, length, 
     M: gl.constexpr = s_p.shape[1]
     b_e = gl.zeros([64, M], gl.float32, product_layout(M, 4))
     for i_g in range(GROUP):
-        b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), 64), multiply(s_v, s_do.permute((1, 0)), 64)
+        b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), 64), multiply_anew(s_v, s_do.permute((1, 0)), 64)
         b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
         b_a, b_dp = as_left(_arrived(b_a, s_p.dtype), M), as_left(_arrived(b_dp, s_p.dtype), M)
-        b_e = warpgroup_mma(b_a, s_dz, b_e, is_async=True)
-        b_e = warpgroup_mma(b_dp, s_p, b_e, is_async=True)
+        b_e = accumulate_anew(b_a, s_dz, b_e)
+        b_e = accumulate_anew(b_dp, s_p, b_e)
         b_e, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_a, b_dp])
         if i_g < GROUP - 1:
             barrier()
@@ -52,15 +52,15 @@ def add_slots_of_heads(b_dk, b_dv, b_col, s_q, s_do, s_p, s_dz, q, do, p, dz, o_
     V: gl.constexpr = s_do.shape[1]
     M: gl.constexpr = s_p.shape[1]
     for i_g in range(GROUP):
-        b_p, b_dz = multiply(b_col, s_p.permute((1, 0)), 64), multiply(b_col, s_dz.permute((1, 0)), 64)
+        b_p, b_dz = multiply_anew(b_col, s_p.permute((1, 0)), 64), multiply_anew(b_col, s_dz.permute((1, 0)), 64)
         b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_col])
         b_p, b_dz = as_left(_arrived(b_p, s_p.dtype), V), as_left(_arrived(b_dz, s_p.dtype), K)
         barrier()
         if i_g < GROUP - 1:
             fetch(s_p, p + (i_g + 1) * M, o_q, 0, length, HQ * M, True)
             fetch(s_dz, dz + (i_g + 1) * M, o_q, 0, length, HQ * M, True)
-        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
-        b_dk = warpgroup_mma(b_dz, s_q, b_dk, is_async=True)
+        b_dv = accumulate_anew(b_p, s_do, b_dv)
+        b_dk = accumulate_anew(b_dz, s_q, b_dk)
         b_dv, b_dk, b_p, b_dz = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz])
         if i_g < GROUP - 1:
             barrier()
@@ -91,14 +91,14 @@ def add_window_of_heads(
         lse_t = gl.load(lse + i_g + o_l.to(gl.int64) * HQ, mask=m_l, other=float("inf"))
         delta_t = gl.load(delta + i_g + o_l.to(gl.int64) * HQ, mask=m_l, other=0.0)
         await_copies(1)
-        b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), 64), multiply(s_v, s_do.permute((1, 0)), 64)
+        b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), 64), multiply_anew(s_v, s_do.permute((1, 0)), 64)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         o_i = gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
         m_w = (o_i > o_j[None, :]) & (o_i <= o_j[None, :] + window) & (first + o_i >= oldest)
         b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
         b_p, b_dz = as_left(b_s.to(s_q.dtype), V), as_left(b_ds.to(s_q.dtype), K)
-        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
-        b_dk = warpgroup_mma(b_dz, s_q, b_dk, is_async=True)
+        b_dv = accumulate_anew(b_p, s_do, b_dv)
+        b_dk = accumulate_anew(b_dz, s_q, b_dk)
         b_dv, b_dk, b_p, b_dz = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz])
         p_q, p_do = q + i_g * K, do + i_g * V
         b_dk, b_dv = add_window(

@@ -2,18 +2,19 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window.hopper.backward_groups import add_slots_of_heads, add_window_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
+    accumulate_anew,
     as_left,
     enter_weight,
     fetch,
     load_gates,
     locate_tokens,
-    multiply,
+    multiply_anew,
     rounded,
     store,
     sums_of_rows,
@@ -89,7 +90,7 @@ def hopper_backward_keys_kernel(
     # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
     await_copies(1)
     if GROUP == 1:
-        b_p, b_dz = multiply(b_col, s_p.permute((1, 0)), BT), multiply(b_col, s_dz.permute((1, 0)), BT)
+        b_p, b_dz = multiply_anew(b_col, s_p.permute((1, 0)), BT), multiply_anew(b_col, s_dz.permute((1, 0)), BT)
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
@@ -99,7 +100,7 @@ def hopper_backward_keys_kernel(
     if GROUP > 1:
         await_copies(0)
         b_wv, b_wk = as_left(b_weight, V), as_left(b_weight, K)
-        b_dv, b_dk = multiply(b_wv, s_dsv.permute((1, 0)), V), multiply(b_wk, s_dsk.permute((1, 0)), K)
+        b_dv, b_dk = multiply_anew(b_wv, s_dsv.permute((1, 0)), V), multiply_anew(b_wk, s_dsk.permute((1, 0)), K)
         b_dv, b_dk, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_wv, b_wk])
         b_dk, b_dv = add_slots_of_heads(
             b_dk, b_dv, b_col, s_q, s_do, s_p, s_dz, p_qs, p_do, p + begin_q * M, dz + begin_q * M, o_q, length, HQ,
@@ -132,8 +133,8 @@ def hopper_backward_keys_kernel(
         async_copy.commit_group()
         await_copies(1)
         b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-        b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
-        b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
+        b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
+        b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
         b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
         barrier()
         s_q.store(b_dk.to(dtype))
@@ -142,15 +143,15 @@ def hopper_backward_keys_kernel(
         async_copy.commit_group()
         await_copies(1)
         store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
-        b_s, b_ds = multiply(s_k, s_qw.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds = multiply_anew(s_k, s_qw.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
         b_p, b_dz = as_left(b_s.to(dtype), V), as_left(b_ds.to(dtype), K)
-        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
-        b_dk = multiply(b_dz, s_qw, K)
+        b_dv = accumulate_anew(b_p, s_do, b_dv)
+        b_dk = multiply_anew(b_dz, s_qw, K)
         b_dv, b_dk, b_p, b_dz = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz])
     else:
-        b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
         b_s, b_ds, b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_s, b_ds, b_p, b_dz, b_col])
         b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
         b_p, b_dz = rounded(gl.where(m_p, b_p, b_s), dtype), rounded(gl.where(m_p, b_dz, b_ds), dtype)
@@ -161,8 +162,8 @@ def hopper_backward_keys_kernel(
         async_copy.commit_group()
         await_copies(1)
         b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-        b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
-        b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+        b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
+        b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
         b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     if GROUP == 1:
         b_dk, b_dv = add_window(

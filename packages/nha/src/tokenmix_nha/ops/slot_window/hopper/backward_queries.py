@@ -2,19 +2,20 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret, row_layout
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import (
+    accumulate_anew,
     as_left,
     enter_weight,
     fetch,
     first_entry,
     load_gates,
     locate_chunk,
-    multiply,
+    multiply_anew,
     rounded,
     store,
     sums_of_rows,
@@ -29,7 +30,7 @@ def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, sc
     layout: gl.constexpr = product_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
-    b_s, b_d = multiply(s_q, s_kn.permute((1, 0)), BN), multiply(s_do, s_vn.permute((1, 0)), BN)
+    b_s, b_d = multiply_anew(s_q, s_kn.permute((1, 0)), BN), multiply_anew(s_do, s_vn.permute((1, 0)), BN)
     b_s, b_d = warpgroup_mma_wait(0, deps=[b_s, b_d])
     m_s = (o_n > o_i) & (o_n <= o_i + window) & (first + o_n >= oldest) & (first + o_n < keys)
     b_s = b_s * scale_2 - gl.convert_layout(lse_i, gl.SliceLayout(1, layout))[:, None]
@@ -85,7 +86,7 @@ def _add_window(
         b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
         b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
         b_ds = as_left(b_ds.to(s_kn.dtype), K)
-        b_dq = warpgroup_mma(b_ds, s_kn, b_dq, is_async=True)
+        b_dq = accumulate_anew(b_ds, s_kn, b_dq)
         b_dq, b_ds = warpgroup_mma_wait(0, deps=[b_dq, b_ds])
         if shift + BN < shift_1:
             barrier()
@@ -178,7 +179,7 @@ def hopper_backward_queries_kernel(
 
     # of pairs of a query and a key: in the slots at or below the diagonal, in the window above it
     await_copies(1)
-    b_a, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
+    b_a, b_dp = multiply_anew(s_q, s_k.permute((1, 0)), BT), multiply_anew(s_do, s_v.permute((1, 0)), BT)
     b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
     barrier()
     fetch(s_kn, p_k, first + shift_0, oldest, keys, H * K)
@@ -192,9 +193,9 @@ def hopper_backward_queries_kernel(
     if not OWN_SLOT_KEYS:
         b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
     await_copies(1)
-    b_z, b_d = multiply(s_q, s_sk, M), multiply(s_do, s_sv, M)
-    b_z = warpgroup_mma(b_left, s_col, b_z, is_async=True)
-    b_d = warpgroup_mma(b_right, s_col, b_d, is_async=True)
+    b_z, b_d = multiply_anew(s_q, s_sk, M), multiply_anew(s_do, s_sv, M)
+    b_z = accumulate_anew(b_left, s_col, b_z)
+    b_d = accumulate_anew(b_right, s_col, b_d)
     b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
     if OWN_SLOT_KEYS:
         # the window's queries and keys take the places of the slots' queries and values
@@ -204,7 +205,7 @@ def hopper_backward_queries_kernel(
         fetch(s_kw, p_k, first, oldest, keys, H * K)
         async_copy.commit_group()
         await_copies(0)
-        b_w = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kw.permute((1, 0)), BT)])
+        b_w = warpgroup_mma_wait(0, deps=[multiply_anew(s_q, s_kw.permute((1, 0)), BT)])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:
         delta_i = gl.sum(b_w * b_dp, 1)
@@ -229,10 +230,10 @@ def hopper_backward_queries_kernel(
     gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
     if OWN_SLOT_KEYS:
         b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-        b_c, b_dq = multiply(b_left, s_col.permute((1, 0)), BT), multiply(b_right, s_sk.permute((1, 0)), K)
+        b_c, b_dq = multiply_anew(b_left, s_col.permute((1, 0)), BT), multiply_anew(b_right, s_sk.permute((1, 0)), K)
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
         b_right = as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
-        b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+        b_dq = accumulate_anew(b_right, s_k, b_dq)
         barrier()
         s_dz = reinterpret(s_sk, dtype, [BT, M], shared)
         s_col.store(b_y)
@@ -242,28 +243,28 @@ def hopper_backward_queries_kernel(
         s_k.store(b_dq.to(dtype))
         store(s_col, p + begin_q * M, o_q, 0, length, HQ * M)
         store(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
-        b_w = multiply(s_q, s_kw.permute((1, 0)), BT)
+        b_w = multiply_anew(s_q, s_kw.permute((1, 0)), BT)
         barrier()
         store(s_k, dq_slots + begin_q * K, o_q, 0, length, HQ * K)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
         b_right = as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
-        b_dq = multiply(b_right, s_kw, K)
+        b_dq = multiply_anew(b_right, s_kw, K)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     else:
         barrier()
         s_y.index(0).store(b_y)
         s_y.index(1).store(b_dz)
         b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-        b_c = multiply(b_left, s_col.permute((1, 0)), BT)
-        b_dq = multiply(b_right, s_sk.permute((1, 0)), K)
+        b_c = multiply_anew(b_left, s_col.permute((1, 0)), BT)
+        b_dq = multiply_anew(b_right, s_sk.permute((1, 0)), K)
         barrier()
         store(s_y.index(0), p + begin_q * M, o_q, 0, length, HQ * M)
         store(s_y.index(1), dz + begin_q * M, o_q, 0, length, HQ * M)
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
         b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
         b_right = as_left(b_w, K)
-        b_dq = warpgroup_mma(b_right, s_k, b_dq, is_async=True)
+        b_dq = accumulate_anew(b_right, s_k, b_dq)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     b_dq = _add_window(
         b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,

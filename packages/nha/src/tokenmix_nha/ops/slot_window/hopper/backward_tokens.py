@@ -5,18 +5,19 @@ Tiles are transposed, `[token, query]`.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, anew, await_copies, barrier, fetch_rows, product_layout, reinterpret
 from tokenmix_nha.ops.slot_window.hopper.gates import (
+    accumulate_anew,
     as_left,
     enter_weight,
     fetch,
     inner_products,
     load_gates,
     locate_tokens,
-    multiply,
+    multiply_anew,
     rounded,
     store,
     store_gates,
@@ -95,14 +96,14 @@ def hopper_backward_tokens_kernel(
 
     # what tokens from j on ask of all before j, less what token j itself would lose
     await_copies(1)
-    b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
-    b_last = warpgroup_mma(s_v, s_dsv, multiply(s_k, s_dsk, M), is_async=True)
+    b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
+    b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
     b_a, b_dp, b_last = warpgroup_mma_wait(0, deps=[b_a, b_dp, b_last])
     o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, square)), gl.arange(0, BT, col)
     m_p = o_i[:, None] <= o_j[None, :]
     b_left = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
     b_right = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
-    b_e = warpgroup_mma(b_right, s_p, multiply(b_left, s_dz, M), is_async=True)
+    b_e = accumulate_anew(b_right, s_p, multiply_anew(b_left, s_dz, M))
     b_e, b_left, b_right = warpgroup_mma_wait(0, deps=[b_e, b_left, b_right])
     b_last *= b_end
     # bounded gates have no gradient, which infinity stands for until the end
@@ -120,9 +121,9 @@ def hopper_backward_tokens_kernel(
 
     # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
     b_left = as_left(b_round, BT)
-    b_p, b_dz = multiply(b_left, s_p.permute((1, 0)), BT), multiply(b_left, s_dz.permute((1, 0)), BT)
+    b_p, b_dz = multiply_anew(b_left, s_p.permute((1, 0)), BT), multiply_anew(b_left, s_dz.permute((1, 0)), BT)
     # once more, since registers are short
-    b_a, b_dp = multiply(s_k, s_q.permute((1, 0)), BT), multiply(s_v, s_do.permute((1, 0)), BT)
+    b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
     o_i, o_j = anew(o_i), anew(o_j)
     m_p = o_i[:, None] <= o_j[None, :]
@@ -139,8 +140,8 @@ def hopper_backward_tokens_kernel(
     fetch(s_don, p_do, o_w + shift_0, 0, length, H * V)
     async_copy.commit_group()
     b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-    b_dv = warpgroup_mma(b_p, s_do, multiply(b_wv, s_dsv.permute((1, 0)), V), is_async=True)
-    b_dk = warpgroup_mma(b_dz, s_q, multiply(b_wk, s_dsk.permute((1, 0)), K), is_async=True)
+    b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
+    b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
     b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     b_dk, b_dv = add_window(
         b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,

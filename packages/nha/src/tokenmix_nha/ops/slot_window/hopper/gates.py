@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, anew, async_load, barrier, product_layout, row_layout
+from tokenmix_core.tile.hopper import LOG2_E, anew, async_load, barrier, placed_anew, product_layout, row_layout
 
 
 @gluon.jit
@@ -12,6 +12,23 @@ def multiply(a, b, N: gl.constexpr):
     """Begin A B, of 64 rows and N columns."""
     zero = gl.zeros([64, N], gl.float32, product_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def accumulate_anew(a, b, b_sum):
+    """Begin A B + b_sum, for which alone tiles' places are found. Where a product in a loop is not made so, ptxas keeps
+    the places of all products."""
+    if isinstance(a, gl.shared_memory_descriptor):
+        a = placed_anew(a)
+    return warpgroup_mma(a, placed_anew(b), b_sum, is_async=True)
+
+
+@gluon.jit
+def multiply_anew(a, b, N: gl.constexpr):
+    """Begin A B, of 64 rows and N columns, as `accumulate_anew` does."""
+    if isinstance(a, gl.shared_memory_descriptor):
+        a = placed_anew(a)
+    return multiply(a, placed_anew(b), N)
 
 
 @gluon.jit

@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout
-from tokenmix_nha.ops.slot_window.hopper.gates import as_left, fetch, multiply
+from tokenmix_nha.ops.slot_window.hopper.gates import accumulate_anew, as_left, fetch, multiply_anew
 
 
 @gluon.jit
@@ -45,14 +45,14 @@ def add_window(
         b_lse = gl.load(lse + o_q.to(gl.int64) * HQ, mask=m_q, other=float("inf"))
         b_delta = gl.load(delta + o_q.to(gl.int64) * HQ, mask=m_q, other=0.0)
         await_copies(0)
-        b_s, b_ds = multiply(s_k, s_q.permute((1, 0)), BN), multiply(s_v, s_do.permute((1, 0)), BN)
+        b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), BN), multiply_anew(s_v, s_do.permute((1, 0)), BN)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         o_s = (shift + o_n)[None, :] - o_i
         m_s = (o_s >= 0) & (o_s < window) & (first + o_i >= oldest)
         b_s, b_ds = softmax(b_s, b_ds, b_lse, b_delta, m_s, scale)
         b_ds, b_p = as_left(b_ds.to(dtype), K), as_left(b_s.to(dtype), V)
-        b_dv = warpgroup_mma(b_p, s_do, b_dv, is_async=True)
-        b_dk = warpgroup_mma(b_ds, s_q, b_dk, is_async=True)
+        b_dv = accumulate_anew(b_p, s_do, b_dv)
+        b_dk = accumulate_anew(b_ds, s_q, b_dk)
         b_dv, b_dk, b_p, b_ds = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_ds])
         if shift + BN < shift_1:
             barrier()
