@@ -117,11 +117,14 @@ def _tokens(found: Any) -> str:
             f"{1e3 * row['batch'] / row['step_ms']:,.0f}",
             f"{row['floor_ms']:.2f}",
             f"{row['held_mib']:,.0f}",
+            f"{row['prompt_s']:.3g}" if "prompt_s" in row else "–",
+            row["environment"]["device"].split()[1],
             row["environment"]["commit"],
         ]
         for row in found
     ]
-    columns = ["model", "sequences", "after tokens", "a token, ms", "tokens/s", "its bytes, ms", "state, MiB", "commit"]
+    columns = ["model", "sequences", "after tokens", "a token, ms", "tokens/s", "its bytes, ms", "state, MiB"]
+    columns += ["prompt, s", "GPU", "commit"]
     return _table(columns, rows)
 
 

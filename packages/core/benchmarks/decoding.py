@@ -2,7 +2,8 @@
 
 Models of recipes, and a Llama of 8B converted to NHA, with random weights in bfloat16, read a prompt; then each takes
 turns of recorded steps (`model.decoding`), of which the best counts. Rows go into the JSON of the documents' table as
-they come, in the place of older rows of the same model, sequences and tokens. The packages of all papers must be there.
+they come, in the place of older ones of the same device, model, sequences and tokens. All papers' packages must be
+there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from tokenmix_core.files import write_atomically
 from tokenmix_core.testing.benchmarking import table
 from tokenmix_core.testing.results import environment
 
+sys.path.insert(0, str(Path(__file__).parent))
+import step
+
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "tokens.json"
-# bytes a second that one H200 was seen to read
-BANDWIDTH = 4.27e12
 # tokens of a prompt that are read at once
 PIECE = 2**17
 # a row of the table stands for these
@@ -180,7 +182,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
     return {
         **{name: getattr(job, name) for name in KEY},
         "step_ms": 1e3 * seconds,
-        "floor_ms": 1e3 * (weight_bytes(model) + held) / BANDWIDTH,
+        "floor_ms": 1e3 * (weight_bytes(model) + held) / step.chip_of(device).bytes,
         "held_mib": held / 2**20,
         "prompt_s": prompt_seconds,
     }
@@ -214,15 +216,19 @@ def rows(chosen: Sequence[Job], device: torch.device) -> Iterator[dict]:
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
-    """Write a row into the JSON, in the place of one that it repeats."""
+    """Write a row into the JSON, in the place of one that it repeats on the same device."""
     found = json.loads(path.read_text()) if path.exists() else []
     row = {**row, "environment": environment()}
-    same = [i for i, other in enumerate(found) if all(other[name] == row[name] for name in KEY)]
+    same = [i for i, other in enumerate(found) if _identity(other) == _identity(row)]
     if same:
         found[same[0]] = row
     else:
         found.append(row)
     write_atomically(path, json.dumps(found, indent=1) + "\n")
+
+
+def _identity(row: dict[str, Any]) -> list[Any]:
+    return [row["environment"]["device"], *(row[name] for name in KEY)]
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:

@@ -257,6 +257,51 @@ def test_reference_takes_queries_in_pieces(monkeypatch):
     torch.testing.assert_close(run(kept_attention, tensors, options | {"window": 9}), whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        (dict(TQ=70, B=2, **HEADS, kept=0.8), 9),
+        (dict(TQ=40, TK=97, HQ=4, H=4, HM=2), 20),
+        (dict(TQ=70, TK=33), 9),
+        (dict(TQ=40, TK=200, unit=64, HQ=2, H=2, HM=1, kept=0.8), 30),
+        (dict(TQ=150, unit=64, kept=0.8), None),
+    ],
+    ids=["tokens", "fewer queries", "fewer keys", "chunks and a window", "chunks"],
+)
+def test_stretches_of_queries_list_no_keys_that_ended_before_them(sizes, window, device, small_tiles, monkeypatch):
+    from tokenmix_core.ops.sparse_attention import stretches
+
+    tensors, options = inputs(**sizes, until=True, dtype=torch.float32, device=device)
+    tensors, options = [x.detach() for x in tensors], options | {"window": window}
+    want = kept_attention(*tensors, **options, impl="reference")
+    listed, call = [], stretches.autograd.kept_attention
+    monkeypatch.setattr(stretches, "STRETCH", 16)
+    monkeypatch.setattr(stretches.autograd, "kept_attention", lambda *x: listed.append(x[3]) or call(*x))
+    got = kept_attention(*tensors, **options, impl="triton")
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+    assert len(listed) == -(-sizes["TQ"] // 16)
+    ends = options["until"]
+    for first, keep in zip(range(0, sizes["TQ"], 16), listed, strict=True):
+        position = first + ends.shape[1] - sizes["TQ"]
+        for b, u, m in keep.nonzero().tolist():
+            heads = slice(m * ends.shape[2] // keep.shape[2], (m + 1) * ends.shape[2] // keep.shape[2])
+            assert (ends[b, u * options["unit"] : (u + 1) * options["unit"], heads] > position).any()
+
+
+def test_stretches_are_for_long_calls_without_gradients(monkeypatch):
+    from tokenmix_core.ops.sparse_attention import autograd, stretches
+
+    monkeypatch.setattr(stretches, "STRETCH", 16)
+    (q, k, v, keep), options = inputs(TQ=20, until=True)
+    x = autograd.Inputs(q, k, v, keep, options["until"], None, 1, 5, 1.0, "triton")
+    assert not stretches.takes_stretches(x)
+    with torch.no_grad():
+        assert stretches.takes_stretches(x)
+        assert not stretches.takes_stretches(x._replace(q=q[:, :16]))
+        assert not stretches.takes_stretches(x._replace(until=None))
+        assert not stretches.takes_stretches(x._replace(cu_seqlens=torch.tensor([0, 20])))
+
+
 def test_a_bool_keep_is_the_same_choice():
     (*x, keep), options = inputs(TQ=30, **HEADS)
     want, got = (kept_attention(*x, t, window=5, **options) for t in (keep, keep.detach() > 0.5))

@@ -20,6 +20,7 @@ from tokenmix_core.ops.common import (
 )
 from tokenmix_core.ops.softmax_attention.backends import Call, Mask, limit
 from tokenmix_core.ops.sparse_attention import autograd, plan
+from tokenmix_core.ops.sparse_attention.stretches import kept_attention_by_stretches, takes_stretches
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -44,7 +45,8 @@ def kept_attention(
 
         j with left(i) ≤ j ≤ i, and j < left(i) where keep[unit of j] and i < until[j].
 
-    Outputs are those of `attention` over these keys. Time and memory follow the number of pairs that are seen.
+    Outputs are those of `attention` over these keys. Time and memory follow the number of pairs that are seen; where
+    keys end (`until`) and gradients are wanted, or sequences are packed, that of pairs with kept keys.
     Differentiable in q, k and v through both outputs, and in a float `keep`: a kept unit's gradient is that of a factor
     of one before the exponentials of its far pairs; that of other units is 0.
 
@@ -72,7 +74,7 @@ def kept_attention(
     x = autograd.Inputs(
         q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale, impl=impl
     )
-    o, lse = autograd.kept_attention(*x)
+    o, lse = kept_attention_by_stretches(x) if takes_stretches(x) else autograd.kept_attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 

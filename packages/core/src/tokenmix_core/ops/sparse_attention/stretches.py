@@ -1,0 +1,57 @@
+"""Keys that end: lists made anew for every stretch of queries, of the keys that are left there."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.sparse_attention import autograd
+from tokenmix_core.ops.sparse_attention.reference import is_kept
+
+# queries that share a list: it holds what is left at the first of them, and all that they leave behind
+STRETCH = 2048
+
+
+def takes_stretches(x: autograd.Inputs) -> bool:
+    """Tell whether a call's lists shorten by it: keys end, and queries are more than one stretch.
+
+    Gradients want the lists of the whole call, packed sequences have their own, and a compiled graph has one length.
+    """
+    differentiated = torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v, x.keep))
+    whole = x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling()
+    return not whole and not differentiated and x.q.shape[1] > STRETCH
+
+
+def kept_attention_by_stretches(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
+    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]` of a call that `takes_stretches`, without gradients.
+
+    A stretch is a call of its own, to the keys up to its last query: those that ended before it are not listed.
+    """
+    TQ, TK = x.q.shape[1], x.k.shape[1]
+    ends = _ends_of_units(x)
+    outputs = []
+    for first in range(0, TQ, STRETCH):
+        stop = min(first + STRETCH, TQ)
+        # positions count keys, and the last query stands at the last key
+        keys = max(0, TK - TQ + stop)
+        units = cdiv(keys, x.unit)
+        keep = is_kept(x.keep[:, :units]) & (ends[:, :units] > TK - TQ + first)
+        part = x._replace(
+            q=x.q[:, first:stop], k=x.k[:, :keys], v=x.v[:, :keys], keep=keep, until=x.until[:, :keys]
+        )  # fmt: skip
+        outputs.append(autograd.kept_attention(*part))
+    o, lse = zip(*outputs, strict=True)
+    return torch.cat(o, 1), torch.cat(lse, 2)
+
+
+def _ends_of_units(x: autograd.Inputs) -> Int[Tensor, "B U HM"]:
+    """The first query that sees no key of a unit as a far one any more, in no head that shares the mark."""
+    assert x.until is not None
+    ends = x.until.unflatten(2, (x.keep.shape[2], -1)).amax(3)
+    if x.unit == 1:
+        return ends
+    ends = F.pad(ends, (0, 0, 0, x.keep.shape[1] * x.unit - ends.shape[1]))
+    return ends.unflatten(1, (-1, x.unit)).amax(2)
