@@ -95,6 +95,19 @@ def test_kernels_answer_to_float64(K, V, dtype, sizes, mask):
     answers_to_float64(sizes, mask, dtype, K, V)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("TQ", [5000, 3001])
+def test_stretches_of_queries_answer_to_float64(TQ, dtype):
+    tensors, options = inputs(**HEADS, B=1, TQ=TQ, TK=5000, kept=0.8, until=True, dtype=dtype)
+    tensors = [x.detach() for x in tensors]
+    options["window"] = 300
+    got = kept_attention(*tensors, **options)
+    baseline = kept_attention_reference(*tensors, **options)
+    exact = kept_attention_reference(*(x.double() for x in tensors), **options)
+    for name, x, e, b in zip(NAMES, got, exact, baseline, strict=False):
+        assert_within(name, x, e, b, floor=torch.finfo(x.dtype).eps)
+
+
 needs_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and GLUON.limit(torch.device("cuda", 0), torch.bfloat16) is not None,
     reason="kernels in Gluon run on Hopper",
