@@ -11,7 +11,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.sparse_attention import autograd
 from tokenmix_core.ops.sparse_attention.reference import is_kept
 
-# queries that share a list: it holds what is left at the first of them, and all that they leave behind
+# queries that share a list: it holds what is left at the first of them, and all that comes before the last
 STRETCH = 2048
 
 
@@ -30,8 +30,9 @@ def kept_attention_by_stretches(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
     A stretch is a call of its own, to the keys up to its last query: those that ended before it are not listed.
     """
+    assert x.until is not None
     TQ, TK = x.q.shape[1], x.k.shape[1]
-    ends = _ends_of_units(x)
+    ends = _ends_of_units(x.until, x.unit, *x.keep.shape[1:])
     outputs = []
     for first in range(0, TQ, STRETCH):
         stop = min(first + STRETCH, TQ)
@@ -47,11 +48,9 @@ def kept_attention_by_stretches(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
     return torch.cat(o, 1), torch.cat(lse, 2)
 
 
-def _ends_of_units(x: autograd.Inputs) -> Int[Tensor, "B U HM"]:
+def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
     """The first query that sees no key of a unit as a far one any more, in no head that shares the mark."""
-    assert x.until is not None
-    ends = x.until.unflatten(2, (x.keep.shape[2], -1)).amax(3)
-    if x.unit == 1:
+    ends = until.unflatten(2, (heads, -1)).amax(3)
+    if unit == 1:
         return ends
-    ends = F.pad(ends, (0, 0, 0, x.keep.shape[1] * x.unit - ends.shape[1]))
-    return ends.unflatten(1, (-1, x.unit)).amax(2)
+    return F.pad(ends, (0, 0, 0, units * unit - ends.shape[1])).unflatten(1, (units, unit)).amax(2)
