@@ -1,0 +1,153 @@
+"""Whether a change of the sources leaves training as it was: `python curves.py RECIPE --before CHECKOUT [options]`.
+
+A recipe's model, with weights from one seed, reads the same rows of the built-in text in three processes: with the
+sources of another checkout of this workspace, with these, and with these while the rows of each batch stand the other
+way round. The last two differ by nothing but the order of sums, so their distance is what rounding does to a curve of
+this length; a change that rounds otherwise, and nothing else, moves the curve by no more than about that.
+
+A step is as recipes train: bfloat16 autocast on a GPU, clipping, AdamW, float32 weights. What is told of two curves is
+the greatest distance between them, each a mean over a tenth of the run, and between the means of their last tenths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[3]
+BEFORE, AFTER, TURNED = "before", "after", "after, rows turned"
+WARMUP = 20
+
+
+def rows_of_text(steps: int, rows: int, length: int, vocab: int) -> torch.Tensor:
+    """Bytes of Python's own sources, `[steps, rows, length]`, by their names' order; those beyond `vocab` are 0."""
+    wanted, found = steps * rows * length, bytearray()
+    for path in sorted(Path(json.__file__).parents[1].rglob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= wanted:
+            break
+    text = torch.frombuffer(found, dtype=torch.uint8)
+    text = text.repeat(-(-wanted // len(text)))[:wanted].long()
+    return torch.where(text < vocab, text, 0).view(steps, rows, length)
+
+
+def prepare(recipe: str, folder: Path, *, steps: int, rows: int, length: int) -> None:
+    """Write what all processes begin with: the model and the rows."""
+    from transformers import AutoModelForCausalLM
+
+    sys.path.insert(0, str(HERE.parent))
+    import step
+
+    config = step.recipe_named(recipe).model_config()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    torch.save(rows_of_text(steps, rows, length, config.vocab_size), folder / "rows.pt")
+
+
+def train(folder: Path, package: str, rate: float, turned: bool, device: torch.device) -> list[float]:
+    """The losses of a run over the folder's rows; of the sources it asks a model that transformers loads, no more."""
+    from transformers import AutoModelForCausalLM
+
+    importlib.import_module(package)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).to(device).train()
+    data = torch.load(folder / "rows.pt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), fused=device.type == "cuda")
+    losses = []
+    for i, ids in enumerate(data):
+        ids = (ids.flip(0) if turned else ids).to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (i + 1) / WARMUP)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def distances(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """How far the curve before lies from the one after, and rounding from that: a row each."""
+    told = []
+    for one, other in ((BEFORE, AFTER), (TURNED, AFTER)):
+        a, b = (torch.tensor(curves[name], dtype=torch.float64) for name in (one, other))
+        width = max(1, len(a) // 10)
+        smooth = (a - b).unfold(0, width, 1).mean(1)
+        told.append(
+            {
+                "curve": one,
+                "beside": other,
+                "steps": len(a),
+                "first loss": a[0].item(),
+                "last loss": a[-width:].mean().item(),
+                "greatest distance": f"{smooth.abs().max().item():.2g}",
+                "distance at the end": f"{smooth[-1].item():.2g}",
+            }
+        )
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Train thrice, print the distances, and keep them with the curves where `--out` says."""
+    parser = argparse.ArgumentParser(description="compare training by these sources with training by others")
+    parser.add_argument("recipe", help="of core, or module:name")
+    parser.add_argument("--before", type=Path, required=True, help="another checkout of this workspace")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    given = parser.parse_args(arguments)
+    if not (given.before / "packages" / "core" / "src").is_dir():
+        parser.error(f"{given.before} is no checkout of this workspace")
+    from tokenmix_core.files import write_atomically
+    from tokenmix_core.testing.benchmarking import table
+    from tokenmix_core.testing.results import environment
+
+    package = (given.recipe.rpartition(":")[0] or "tokenmix_core.recipes").partition(".")[0]
+    curves: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        prepare(given.recipe, folder, steps=given.steps, rows=given.rows, length=given.length)
+        for name, checkout in ((BEFORE, given.before), (AFTER, ROOT), (TURNED, ROOT)):
+            print(f"training {name}", file=sys.stderr, flush=True)
+            sources = [str(path.resolve()) for path in sorted(checkout.glob("packages/*/src"))]
+            run = [str(checkout.resolve()), str(folder), package, str(given.rate), name, given.device]
+            # before what is installed
+            path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
+            code = f"import runpy; runpy.run_path({str(HERE)!r})['child']()"
+            subprocess.run([sys.executable, "-c", code, *run], check=True, env={**os.environ, "PYTHONPATH": path})
+            curves[name] = json.loads((folder / "losses.json").read_text())
+    told = distances(curves)
+    print(table(told))
+    if given.out is not None:
+        kept = {"recipe": given.recipe, "curves": curves, "distances": told, "environment": environment()}
+        write_atomically(given.out, json.dumps(kept) + "\n")
+    return told
+
+
+def child() -> None:
+    """A run in a process of its own, its arguments those of the command."""
+    checkout, folder, package, rate, name, device = sys.argv[1:]
+    where = importlib.import_module(package).__file__ or ""
+    if not Path(where).resolve().is_relative_to(checkout):
+        raise RuntimeError(f"curves.py: {package} was to be of {checkout}, and is {where}")
+    losses = train(Path(folder), package, float(rate), name == TURNED, torch.device(device))
+    (Path(folder) / "losses.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()
