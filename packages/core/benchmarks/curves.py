@@ -31,13 +31,11 @@ WARMUP = 20
 
 
 def rows_of_text(steps: int, rows: int, length: int, vocab: int) -> torch.Tensor:
-    """Bytes of Python's own sources, `[steps, rows, length]`, by their names' order; those beyond `vocab` are 0."""
-    wanted, found = steps * rows * length, bytearray()
-    for path in sorted(Path(json.__file__).parents[1].rglob("*.py")):
-        found += path.read_bytes()
-        if len(found) >= wanted:
-            break
-    text = torch.frombuffer(found, dtype=torch.uint8)
+    """Bytes of the built-in text, `[steps, rows, length]`, repeated where it ends; those beyond `vocab` are 0."""
+    from tokenmix_core.corpora.sources import stdlib_source
+
+    text = torch.frombuffer(bytearray("".join(stdlib_source().documents()), "utf-8"), dtype=torch.uint8)
+    wanted = steps * rows * length
     text = text.repeat(-(-wanted // len(text)))[:wanted].long()
     return torch.where(text < vocab, text, 0).view(steps, rows, length)
 

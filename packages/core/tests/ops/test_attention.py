@@ -175,8 +175,8 @@ class TestAttention(OpContract):
         return by_definition(q, k, v, **options)
 
     def floor(self, name, eps):
-        # on a processor with AVX-512 gradients of one query erred by 3 units in float32, the reference's by 1.4
-        return (4 if eps < 1e-5 else 2) * eps
+        # of one query dk is a product: 2.9 units were seen in float32 (AVX2, AVX-512), 1.4 in the reference's order
+        return (3 if eps < 1e-5 else 2) * eps
 
     def operators(self, device):
         q, k, v = (x.to(device).requires_grad_() for x in drawn(torch.float64, device, TQ=5).values())

@@ -20,9 +20,10 @@ def takes_stretches(x: autograd.Inputs) -> bool:
 
     Gradients want the lists of the whole call, packed sequences have their own, and a compiled graph has one length.
     """
+    if x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling():
+        return False
     differentiated = torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v, x.keep))
-    whole = x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling()
-    return not whole and not differentiated and x.q.shape[1] > STRETCH
+    return not differentiated and x.q.shape[1] > STRETCH
 
 
 def kept_attention_by_stretches(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
