@@ -396,9 +396,23 @@ def test_merging_parts_that_saw_nothing_sees_nothing():
 def test_choice_follows_its_rule(monkeypatch):
     monkeypatch.setattr(backends, "cudnn_heads", lambda: 0)
 
-    def choice(device="cuda", dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, heads=None, **mask):
+    def call(
+        device="cuda",
+        dtype=torch.bfloat16,
+        tq=4096,
+        tk=4096,
+        k=128,
+        v=128,
+        packed=False,
+        heads=None,
+        gluon=False,
+        **mask,
+    ):
         mask = Mask(**{**Mask(True, None, 0)._asdict(), **mask})
-        return choose_impl(Choice(device, dtype, tq, tk, k, v, mask, packed, heads))
+        return Choice(device, dtype, tq, tk, k, v, mask, packed, heads, 0, gluon)
+
+    def choice(*args, **options):
+        return choose_impl(call(*args, **options))
 
     assert choice() == "sdpa"
     assert choice(causal=False, tq=512) == "sdpa"
@@ -411,6 +425,14 @@ def test_choice_follows_its_rule(monkeypatch):
     monkeypatch.setattr(backends, "cudnn_heads", lambda: 128)
     assert choice(k=64) == choice(v=64) == "sdpa"
     assert choice(v=256) == choice(k=60) == choice(k=64, window=64) == choice(k=64, dtype=torch.float32) == "triton"
+    # kernels in Gluon lead forward, cuDNN's going back in large calls whose log-sum-exp has no gradient
+    cudnns = call(gluon=True), call(gluon=True, causal=False), call(gluon=True, k=64, v=64, tq=32768, tk=32768)
+    ours = call(gluon=True, k=64, v=64), call(gluon=True, window=64), call(gluon=True, tq=512, tk=512, heads=16)
+    assert {choose_impl(x) for x in (*cudnns, *ours)} == {"triton"}
+    assert {backends.backward_impl(None, x, False) for x in cudnns} == {"sdpa"}
+    assert {backends.backward_impl(None, x, True) for x in cudnns} == {None}
+    assert {backends.backward_impl(None, x, False) for x in (*ours, call())} == {None}
+    assert {backends.backward_impl("gluon", x, False) for x in cudnns} == {"gluon"}
     assert choice("cpu") == choice("cpu", dtype=torch.float64) == choice("cpu", packed=True) == "sdpa"
     assert choice("cpu", tq=1) == choice("cpu", tq=64, window=64) == "sdpa"
     assert choice("cpu", tq=4097, window=64) == choice("cpu", tq=8192) == choice("cpu", k=64) == "reference"

@@ -94,6 +94,29 @@ def test_outputs_answer_to_the_reference(hopper, case):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+# scores far above those of a query's own tile, which alone decides what is subtracted from all
+FAR_ABOVE = {"causal": CAUSAL, "bidirectional": Mask(False, None, 0), "window and sinks": Mask(True, 40, 5)}
+
+
+def far_above(mask: Mask, T: int, D: int):
+    """Queries, keys and values, outputs to be written, and what they should be; first keys give scores of hundreds."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, T, 2, D, generator=generator) for _ in range(3))
+    k[:, :5] *= 50
+    # what is no number stays so, and in its row alone
+    q[:, T // 2, 0, 0] = float("nan")
+    exact = attention_reference(q, k, v, scale=0.25, **mask._asdict())
+    assert not torch.allclose(exact.lse[:, :6], exact.lse[:, -6:], atol=88)
+    return (q, k, v), (torch.zeros_like(q), torch.zeros(1, 2, T)), (exact.o, exact.lse.transpose(1, 2))
+
+
+@pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)
+def test_scores_far_above_those_of_the_own_tile_are_met_once_more(hopper, mask):
+    inputs, outputs, exact = far_above(mask, 70, 64)
+    hopper[1].forward(*inputs, *outputs, None, mask, 0.25)
+    torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 # what programs of 128 rows by groups of warps need
 LONG = {
     "causal": dict(TQ=300, mask=CAUSAL),
@@ -114,6 +137,13 @@ def groups():
     """The modules of the kernels by groups of warps on the stand-in."""
     place = "ops.softmax_attention.hopper"
     return gluon.load("tokenmix_core", "tile.hopper", f"{place}.forward_groups", f"{place}.backward_groups")[1:]
+
+
+@pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)
+def test_groups_of_warps_meet_scores_far_above_those_of_the_own_tile_once_more(groups, mask):
+    inputs, outputs, exact = far_above(mask, 400, 128)
+    groups[0].forward(*inputs, *outputs, None, mask, 0.25)
+    torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", LONG)

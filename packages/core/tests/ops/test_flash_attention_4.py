@@ -12,7 +12,7 @@ import torch
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops.softmax_attention import attention_reference, backends, flash4
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, backward_impl, choose_impl, limit
 from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
 
 # fmt: off
@@ -178,17 +178,23 @@ def hopper(monkeypatch):
         monkeypatch.setattr(backends, name, lambda answer=answer: answer)
 
 
-def call(dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, heads=128, own=True, **mask):
+def call(dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, heads=128, own=True, gluon=True, **mask):
     mask = Mask(**{**Mask(True, None, 0)._asdict(), **mask})
-    return Call("cuda", dtype, tq, tk, k, v, mask, packed, heads if own else None, heads)
+    return Call("cuda", dtype, tq, tk, k, v, mask, packed, heads if own else None, heads, gluon)
 
 
 def test_it_is_chosen_where_it_was_seen_to_lead(hopper):
-    leads = (call(), call(causal=False), call(k=64, v=64, own=False), call(window=1024), call(window=512, packed=True))
-    assert {choose_impl(x) for x in leads} == {"flash_attn"}
-    assert choose_impl(call(heads=16)) == choose_impl(call(k=96, v=96)) == "sdpa"
-    ours = (call(window=256), call(window=1024, sinks=4), call(dtype=torch.float32), call(window=1024, tq=128))
+    leads = (call(), call(causal=False), call(window=1024), call(packed=True))
+    assert {choose_impl(x) for x in leads} == {backward_impl(None, x, True) for x in leads} == {"flash_attn"}
+    # gradients alone
+    half = (call(k=64, v=64, own=False), call(window=512, packed=True))
+    assert {choose_impl(x) for x in half} == {"triton"}
+    assert {backward_impl(None, x, False) for x in half} == {"flash_attn"}
+    assert choose_impl(call(heads=16, gluon=False)) == choose_impl(call(k=96, v=96, gluon=False)) == "sdpa"
+    ours = (call(window=256), call(window=1024, sinks=4), call(window=1024, tq=128), call(window=768, k=64, v=64))
+    ours += (call(dtype=torch.float32, gluon=False),)
     assert {choose_impl(x) for x in ours} == {"triton"}
+    assert {backward_impl(None, x, False) for x in ours} == {None}
 
 
 def test_what_it_cannot_do_is_said(hopper, monkeypatch):
@@ -207,10 +213,9 @@ def test_what_it_cannot_do_is_said(hopper, monkeypatch):
 
 
 def test_its_own_gradients_carry_those_of_the_log_sum_exp(monkeypatch):
-    x = types.SimpleNamespace(is_cuda=True)
     for version, through_lse, whose in ((4, True, "flash_attn"), (2, True, None), (2, False, "flash_attn")):
         monkeypatch.setattr(backends, "flash_attention", lambda version=version: version)
-        assert backends.backward_impl("flash_attn", x, through_lse) == whose  # pyright: ignore[reportArgumentType]
+        assert backward_impl("flash_attn", call(), through_lse) == whose
         assert backends.load("flash_attn").forward.__module__.endswith("flash4" if version == 4 else "flash")
 
 

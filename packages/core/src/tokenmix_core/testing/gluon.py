@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 _GLUON = "triton.experimental.gluon"
+# torch compares no unsigned numbers
+_UINT32 = "uint32"
 
 
 class Pointer:
@@ -215,6 +217,10 @@ def _rounded_once(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() @ b.double()).float()
 
 
+def _cast(x: Tensor, dtype: torch.dtype | str) -> Tensor:
+    return x.long() & 0xFFFFFFFF if dtype == _UINT32 else x.to(dtype)
+
+
 def _cumulative_sum(x: Tensor, axis: int, combine: Callable, reverse: bool = False) -> Tensor:
     return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
 
@@ -239,6 +245,8 @@ def _language() -> ModuleType:
         "shared_memory_descriptor": Shared,
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "uint32": _UINT32,
         "int32": torch.int32,
         "int64": torch.int64,
         "arange": lambda start, end, layout: torch.arange(start, end),
@@ -264,6 +272,7 @@ def _language() -> ModuleType:
         "associative_scan": _cumulative_sum,
         "reduce": _sums,
         "expand_dims": torch.unsqueeze,
+        "cast": _cast,
         "join": lambda x, y: torch.stack((x, y), -1),
         "split": lambda x: x.unbind(-1),
         "reshape": torch.reshape,

@@ -76,6 +76,16 @@ def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr):
 
 
 @gluon.jit
+def copy_whole(s_x, p_x, first, wanted, stride: gl.constexpr):
+    """As `begin_copy` for rows that all exist, where they are `wanted`; else the tile becomes 0."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+    p_x += first.to(gl.int64) * stride
+    async_load(s_x, p_x + o_t[:, None] * stride + o_d[None, :], mask=((o_t >= 0) & wanted)[:, None])
+
+
+@gluon.jit
 def begin_vector_copy(s_x, p_x, first, rows):
     """Begin to copy elements `first` … of a float32 vector; those from `rows` on become 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

@@ -24,7 +24,7 @@ from tokenmix_core.ops.common import (
 )
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
-from tokenmix_core.ops.softmax_attention.plan import GLUON
+from tokenmix_core.ops.softmax_attention.plan import GLUON, call_of
 from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -177,9 +177,7 @@ def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed:
     Raises:
         ValueError: an unknown name, or one that cannot do what is asked.
     """
-    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
-    call = Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ)
-    impl = _resolve(op, impl, call)
+    impl = _resolve(op, impl, call_of(q, k, v, mask, packed))
     if impl == "gluon" and not torch.compiler.is_compiling():
         GLUON.require(op, q.device, q.dtype, limit_of_gluon(q, k, v))
     return impl

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
-from tokenmix_core.ops.softmax_attention import backends
+from tokenmix_core.ops.softmax_attention import backends, plan
 
 
 class Inputs(NamedTuple):
@@ -86,10 +86,12 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0:
         return _zeros(x.q), _zeros(x.k), _zeros(x.v)
-    backend = backends.load(backends.backward_impl(x.impl, x.q, dlse is not None))
+    mask = backends.Mask(x.causal, x.window, x.sinks)
+    call = plan.call_of(x.q, x.k, x.v, mask, x.cu_seqlens is not None)
+    backend = backends.load(backends.backward_impl(x.impl, call, dlse is not None))
     dq, dk, dv = backend.backward(
         q=x.q, k=x.k, v=x.v, o=o, lse=lse, do=torch.zeros_like(o) if do is None else do, dlse=dlse,
-        cu_seqlens=x.cu_seqlens, mask=backends.Mask(x.causal, x.window, x.sinks), scale=x.scale,
+        cu_seqlens=x.cu_seqlens, mask=mask, scale=x.scale,
     )  # fmt: skip
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

@@ -26,6 +26,8 @@ _FEW_BLOCKS = 128
 # FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
 _MANY_BLOCKS = 8192
 _WIDE = 512
+# up to as many keys our gradients of heads of 64 are as fast as cuDNN's, or faster
+_OWN_GRADIENTS = 16384
 # a window as a mask on a CPU: up to 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
@@ -63,6 +65,8 @@ class Call(NamedTuple):
     heads: int | None = None
     # B · HQ in any case; 0 where it does not matter
     query_heads: int = 0
+    # kernels in Gluon run here and take such tensors
+    gluon: bool = False
 
 
 @functools.cache
@@ -115,36 +119,54 @@ def choose_impl(call: Call) -> str:
     """The fastest implementation that covers the call, by rule.
 
     On CUDA: "flash_attn" on Hopper where FlashAttention-4 is installed, for large calls without sinks whose heads are
-    of 64 or 128 and whose window, if any, is wide; "sdpa" for plain attention (16-bit, unpacked, no window, at least
-    128 queries aligned with the keys), where cuDNN leads but for calls too small to fill the GPU; K and V that differ
-    are cuDNN's up to its largest head; "triton", our kernels, for everything else they take, those in Gluon where they
-    run; "reference" for what is left (heads beyond 256, float64).
+    of 128 and whose window, if any, is wide and not of packed sequences; "triton", our kernels, where those in Gluon
+    run; without them "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the
+    keys), where cuDNN leads but for calls too small to fill the GPU; K and V that differ are cuDNN's up to its largest
+    head; "triton" for everything else our kernels take; "reference" for what is left (heads beyond 256, float64).
+    Gradients may be another's: `backward_impl` says whose.
     On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
     FlashAttention-2's own package runs only when asked for: no call is known on which it is the fastest.
     """
-    plain = call.mask.window is None and not call.packed and call.tq >= _LONG
-    plain = plain and (call.tq == call.tk or not call.mask.causal)
-    small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
     if call.device == "cuda":
-        order = ("sdpa", "triton") if plain and not small else ("triton",)
-        if _leads(call) and on_hopper() and flash_attention() == 4:
+        order = ("sdpa", "triton") if _is_for_cudnn(call) and not call.gluon else ("triton",)
+        if _is_for_flash_attention_4(call) and call.head_k == 128 and not (call.packed and call.mask.window):
             order = ("flash_attn", *order)
     else:
         order = ("sdpa",) if call.mask.window is None or call.tq * call.tk <= _MASK_ELEMENTS else ()
     return next((impl for impl in order if limit(impl, call) is None), "reference")
 
 
-def _leads(call: Call) -> bool:
-    """Tell whether FlashAttention-4 is the fastest for a call like those that it was timed in, on Hopper."""
+def _is_for_cudnn(call: Call) -> bool:
+    """Tell whether plain attention is large enough for cuDNN to be the fastest of libraries and portable kernels."""
+    plain = call.mask.window is None and not call.packed and call.tq >= _LONG
+    plain = plain and (call.tq == call.tk or not call.mask.causal)
+    small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
+    return plain and not small
+
+
+def _is_for_flash_attention_4(call: Call) -> bool:
+    """Tell whether FlashAttention-4 is here, and a call like those on Hopper in which it leads in one direction."""
     wide = call.mask.window is None or call.mask.window >= _WIDE
     many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
-    return wide and many and call.head_k == call.head_v and call.head_k in (64, 128)
+    heads = call.head_k == call.head_v and call.head_k in (64, 128)
+    return wide and many and heads and limit("flash_attn", call) is None and on_hopper() and flash_attention() == 4
 
 
-def backward_impl(impl: str | None, x: Tensor, through_lse: bool) -> str | None:
-    """Whose backward follows a forward by `impl`: its own, unless a gradient of the log-sum-exp has to be carried."""
+def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None:
+    """Whose backward follows a forward by `impl`; None is our kernels.
+
+    Its own, unless a gradient of the log-sum-exp has to be carried. Behind our kernels, where nobody asked for them by
+    name, the fastest: FlashAttention-4's for large calls but windows of heads of 64, cuDNN's for plain attention with
+    heads of 128, and of 64 beyond 16,384 keys.
+    """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
-        return None if x.is_cuda else "reference"
+        return None if call.device == "cuda" else "reference"
+    if impl is None:
+        if _is_for_flash_attention_4(call) and (call.head_k == 128 or call.mask.window is None):
+            return "flash_attn"
+        large = (call.head_k > 64 or call.tk > _OWN_GRADIENTS) and _is_for_cudnn(call)
+        if call.gluon and large and not through_lse and takes_cudnn(*call[2:8]):
+            return "sdpa"
     return impl
 
 

@@ -42,7 +42,8 @@ def meet_keys(
     b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
     if MASKED:
         o_k = i_k * BN + tl.arange(0, BN)
-        b_p = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
+        distance = o_q[:, None] - o_k[None, :]
+        b_p = tl.where(visible(distance, o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[:, None])
     return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
@@ -129,7 +130,8 @@ def meet_queries(
     b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
     b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
     if MASKED:
-        m_s = visible(o_q[None, :] + shift, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
+        distance = o_q[None, :] + shift - o_k[:, None]
+        m_s = visible(distance, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
         b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
     b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
     b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)

@@ -63,7 +63,8 @@ def _attention_decode(
         b_k = load_tile(k + i_b * s_kb + i_hk * s_kh, i_k * BN, keys, s_kt, K, BN, BK, True)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         o_k = i_k * BN + tl.arange(0, BN)
-        m_s = visible(o_q[:, None], o_k[None, :], keys, window, sinks, True, WINDOW)
+        distance = o_q[:, None] - o_k[None, :]
+        m_s = visible(distance, o_k[None, :], keys, window, sinks, True, WINDOW)
         b_p, b_shrink, b_m, b_l = online_softmax(tl.where(m_s, b_s, float("-inf")), b_m, b_l, scale, True)
         b_v = load_tile(v + i_b * s_vb + i_hk * s_vh, i_k * BN, keys, s_vt, V, BN, BV, True)
         b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)

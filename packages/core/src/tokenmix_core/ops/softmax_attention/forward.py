@@ -38,7 +38,8 @@ def meet_keys(
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if MASKED:
         o_k = i_k * BN + tl.arange(0, BN)
-        b_s = tl.where(visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_s, float("-inf"))
+        distance = o_q[:, None] - o_k[None, :]
+        b_s = tl.where(visible(distance, o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_s, float("-inf"))
     b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
     b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
     b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
@@ -148,11 +149,11 @@ def strides(**tensors: torch.Tensor | None) -> dict[str, int]:
     return {f"s_{name}{axis}": step for name in steps for axis, step in zip("bth", steps[name], strict=True)}
 
 
-def sizes(q, k, cu_seqlens, mask: Mask) -> dict[str, int]:
+def sizes(q, k, cu_seqlens, mask: Mask) -> dict[str, int | None]:
     """What kernels are told of a call's sizes and of its mask."""
     (_, TQ, HQ, _), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    return {"TQ": TQ, "TK": TK, "HQ": HQ, "H": H, "N": N, "window": mask.window or 0, "sinks": mask.sinks}
+    return {"TQ": TQ, "TK": TK, "HQ": HQ, "H": H, "N": N, "window": mask.window or 0, "sinks": mask.sinks or None}
 
 
 def constants(q, v, cu_seqlens, mask: Mask, tile: AttentionTile) -> dict:

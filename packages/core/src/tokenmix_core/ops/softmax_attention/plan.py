@@ -5,23 +5,20 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.ops.choice import GluonForm
-from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.choice import HALF, GluonForm
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 times slower")
 
-# blocks of queries a multiprocessor; with few each has more of it to itself in the portable kernel
-_BLOCKS = 12
-
-
 # Groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so many:
-# forward they lose 4 % with 1,024, and win 10 with 2,048 and 14 without
-_LONG, _WINDOW_FORWARD, _WINDOW_BACKWARD = 1024, 2048, 512
+# forward they win 2 % with 1,024, 8 with 2,048 and 14 without
+_LONG, _WINDOW_FORWARD, _WINDOW_BACKWARD = 1024, 1024, 512
 
 
 class Form(Enum):
@@ -81,17 +78,24 @@ def plan(
 
     if by_groups(B * HQ * cdiv(TQ, ROWS), _WINDOW_FORWARD):
         forward = Form.GROUPS
-    elif (
-        mask.window is not None
-        and not chosen
-        and (impl == "gluon" or B * HQ * cdiv(TQ, TILE) >= _BLOCKS * multiprocessors)
-    ):
+    elif not chosen:
         forward = Form.ONE
     keys = Form.GROUPS if by_groups(B * H * cdiv(TK, ROWS), _WINDOW_BACKWARD) else Form.ONE
     # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
     timed = mask.window is not None and dense and tuning.crowded(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or timed else queries, keys)
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> Call:
+    """A call with these tensors, as the choice of an implementation sees it."""
+    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
+    if torch.compiler.is_compiling():
+        # where tensors begin is not known yet
+        gluon = on_hopper() and q.dtype in HALF and K == V and K in (64, 128)
+    else:
+        gluon = GLUON.runs(None, q.device, q.dtype, limit(q, k, v))
+    return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:

@@ -40,7 +40,8 @@ def key_tiles(first, last, keys, window, sinks, BN: tl.constexpr, CAUSAL: tl.con
     if WINDOW:
         near = tl.minimum(tl.maximum(first - window + 1, 0) // BN, stop)
         full = tl.cdiv(tl.maximum(last - window + 1, 0), BN)
-        far_sinks = tl.minimum(tl.cdiv(tl.minimum(sinks, keys), BN), near)
+        if sinks is not None:
+            far_sinks = tl.minimum(tl.cdiv(tl.minimum(sinks, keys), BN), near)
     full = tl.minimum(tl.maximum(full, near), stop)
     end = tl.minimum(tl.maximum(end, full), stop)
     return far_sinks, near, full, end, stop
@@ -64,6 +65,8 @@ def query_tiles(
         full = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
         # a sink is seen by every query behind it
+        if sinks is None:
+            sinks = 0
         if first >= sinks:
             stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + window - shift, 0), BM))
         if last >= sinks:
@@ -79,6 +82,13 @@ def masked_tile(i, far_sinks, near, full, end):
     """The i-th of the tiles that need a mask: the sinks', then [near, full), then from `end` on."""
     i_near = near + i - far_sinks
     return tl.where(i < far_sinks, i, tl.where(i_near < full, i_near, end + i_near - full))
+
+
+@triton.jit
+def tile_from_last(i, count, far_sinks, hidden):
+    """The i-th tile of keys from the last one on: the window's, then, `hidden` tiles before, the sinks'."""
+    i_k = tl.maximum(count - 1 - i, 0)
+    return i_k + tl.where(i_k < far_sinks, 0, hidden)
 
 
 @triton.jit

@@ -124,8 +124,9 @@ def _backward_queries(
             b_s = warpgroup_mma_wait(1, [b_s])
             b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
             if (i_k < full) | (i_k >= end):
-                o_k = i_k * BT + gl.arange(0, BT, gl.SliceLayout(0, scores))
-                m_s = visible(first + o_m[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW)
+                o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
+                distance = o_m[:, None] - (o_k - (first - i_k * BT))
+                m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
                 b_p = gl.where(m_s, b_p, 0.0)
             b_dp = warpgroup_mma_wait(0, [b_dp])
             b_ds = (b_p * (b_dp - b_delta[:, None])).to(q.dtype.element_ty)
@@ -241,9 +242,10 @@ def _backward_keys(
             b_st = warpgroup_mma_wait(1, [b_st])
             b_pt = gl.exp2(b_st * (scale * LOG2_E) - b_lse[None, :])
             if (i_q < full) | (i_q >= end):
-                o_q = t_q * BT + o_m
-                m_s = visible(o_q[None, :] + shift, first + o_n[:, None], keys, window, sinks, CAUSAL, WINDOW)
-                b_pt = gl.where(m_s & (o_q < queries)[None, :], b_pt, 0.0)
+                # what there is no query for has a gradient of 0
+                distance = (o_m + (t_q * BT + shift - first))[None, :] - o_n[:, None]
+                m_s = visible(distance, first + o_n[:, None], keys, window, sinks, CAUSAL, WINDOW)
+                b_pt = gl.where(m_s, b_pt, 0.0)
             b_left = gl.convert_layout(b_pt.to(q.dtype.element_ty), gl.DotOperandLayout(0, sums, 2))
             b_dv = warpgroup_mma(b_left, sh_doi, b_dv, is_async=True)
             b_delta = sh_delta.index(i % 2).load(gl.SliceLayout(0, scores))

@@ -1,8 +1,7 @@
-"""The forward kernel of windows for Hopper, in Gluon: 16-bit heads of 64 or 128.
+"""The forward kernel for Hopper, in Gluon: 16-bit heads of 64 or 128.
 
-The arithmetic is that of `forward.py`. Keys and values have one buffer each: the next keys are copied while the softmax
-and the values' product run, the next values beside the next scores. Three blocks then share a multiprocessor, and one's
-exponentials run beside another's products.
+The next keys and values are copied beside a tile's products and its softmax, which is relative to the greatest scores
+of the first tile (`tile/hopper_softmax.py`): tiles come the last one first.
 """
 
 from __future__ import annotations
@@ -17,12 +16,28 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
-from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_of_queries
-from tokenmix_core.tile.hopper import await_copies, barrier, begin_copy, locate_chunk, product_layout, store_rows
+from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_from_last, tile_of_queries
+from tokenmix_core.tile.hopper import (
+    await_copies,
+    barrier,
+    begin_copy,
+    copy_whole,
+    locate_chunk,
+    product_layout,
+    store_rows,
+)
+from tokenmix_core.tile.hopper_softmax import (
+    bounded,
+    finish,
+    for_threads,
+    raise_greatest,
+    takes_all_maxima,
+    thread_sums,
+)
 from tokenmix_core.tile.masks import visible
 
-# by head size: as many as four and three blocks a multiprocessor leave a thread
-REGISTERS = {64: 128, 128: 168}
+# by head size: as many as four and two blocks a multiprocessor leave a thread
+REGISTERS = {64: 128, 128: 255}
 
 
 @cached_launch
@@ -44,7 +59,9 @@ def _forward(
     if i_t * BT < queries:
         scores: gl.constexpr = product_layout(BT, gl.num_warps())
         sums: gl.constexpr = product_layout(D, gl.num_warps())
-        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        row: gl.constexpr = gl.SliceLayout(1, scores)
+        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+        dtype: gl.constexpr = q.dtype.element_ty
         p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
         p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
         first = i_t * BT + keys - queries
@@ -53,64 +70,65 @@ def _forward(
         # between the sinks' tiles and the window's
         hidden = near - far_sinks
         count = far_sinks + stop - near
-        sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
-        sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
-        sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
-        i_k = gl.where(far_sinks > 0, 0, hidden)
+        sh_q = gl.allocate_shared_memory(dtype, [BT, D], shared)
+        sh_k = gl.allocate_shared_memory(dtype, [2, BT, D], shared)
+        sh_v = gl.allocate_shared_memory(dtype, [2, BT, D], shared)
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
-        begin_copy(sh_k, p_k, i_k * BT, keys, s_kt)
-        async_copy.commit_group()
-        begin_copy(sh_v, p_v, i_k * BT, keys, s_vt)
-        async_copy.commit_group()
 
-        o_m = gl.arange(0, BT, gl.SliceLayout(1, scores))
-        b_o = gl.zeros([BT, D], gl.float32, sums)
-        b_m = gl.full([BT], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-        b_l = gl.zeros([BT], gl.float32, gl.SliceLayout(1, scores))
+        o_m = gl.arange(0, BT, row)
         zeros = gl.zeros([BT, BT], gl.float32, scores)
-        for i in range(count):
-            await_copies(1)
-            b_s = warpgroup_mma(sh_q, sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            b_s = warpgroup_mma_wait(0, [b_s])
-            i_next = i + 1 + gl.where(i + 1 < far_sinks, 0, hidden)
-            # nothing comes after the last tile
-            left = gl.where(i + 1 < count, keys, 0)
-            # a buffer is written again when every warp's product has read it
-            barrier()
-            begin_copy(sh_k, p_k, i_next * BT, left, s_kt)
+        b_o = gl.zeros([BT, D], gl.float32, sums)
+        b_l = gl.zeros([BT], gl.float32, row)
+        b_shift = gl.zeros([BT], gl.float32, row)
+        # whether maxima of all tiles are taken, and another round is
+        rounds = count * 0 + 1
+        all_maxima = count * 0
+        if takes_all_maxima(dtype):
+            all_maxima += 1
+        while rounds == 1:
+            i_k = tile_from_last(0, count, far_sinks, hidden)
+            begin_copy(sh_k.index(0), p_k, i_k * BT, keys, s_kt)
+            begin_copy(sh_v.index(0), p_v, i_k * BT, keys, s_vt)
             async_copy.commit_group()
-            if (i_k < full) | (i_k >= end):
-                o_k = i_k * BT + gl.arange(0, BT, gl.SliceLayout(0, scores))
-                m_s = visible(first + o_m[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW)
-                b_s = gl.where(m_s, b_s, float("-inf"))
-            b_top = gl.maximum(b_m, gl.max(b_s, 1))
-            # −∞ while nothing was seen
-            b_max = gl.where(b_top == float("-inf"), 0.0, b_top)
-            b_p = gl.exp2(b_s * scale - (b_max * scale)[:, None])
-            # the difference first: exactly 1 where the maximum stays
-            b_shrink = gl.exp2((b_m - b_max) * scale)
-            b_l = b_l * b_shrink + gl.sum(b_p, 1)
-            b_m = b_top
-            b_o = b_o * gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
-            b_left = gl.convert_layout(b_p.to(q.dtype.element_ty), gl.DotOperandLayout(0, sums, 2))
-            await_copies(1)
-            b_o = warpgroup_mma(b_left, sh_v, b_o, is_async=True)
-            # what stands among the waited for is not overwritten before
-            b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
-            barrier()
-            begin_copy(sh_v, p_v, i_next * BT, left, s_vt)
-            async_copy.commit_group()
-            i_k = i_next
+            b_o = gl.zeros([BT, D], gl.float32, sums)
+            b_shift = gl.zeros([BT], gl.float32, row)
+            b_m = gl.full([BT], float("-inf"), gl.float32, row)
+            b_sums = thread_sums(zeros)
+            for i in range(count):
+                await_copies(0)
+                b_s = warpgroup_mma(sh_q, sh_k.index(i % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                i_next = tile_from_last(i + 1, count, far_sinks, hidden)
+                copy_whole(sh_k.index((i + 1) % 2), p_k, i_next * BT, i + 1 < count, s_kt)
+                copy_whole(sh_v.index((i + 1) % 2), p_v, i_next * BT, i + 1 < count, s_vt)
+                async_copy.commit_group()
+                b_s = warpgroup_mma_wait(0, [b_s])
+                if (i_k < full) | (i_k >= end):
+                    o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
+                    distance = (first - i_k * BT + o_m)[:, None] - o_k
+                    m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
+                    b_s = gl.where(m_s, b_s, float("-inf"))
+                if (i == 0) | (all_maxima == 1):
+                    b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
+                    b_sums *= for_threads(b_shrink, zeros)
+                    b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
+                b_p = gl.exp2(b_s * scale - b_shift[:, None])
+                b_sums += thread_sums(b_p)
+                b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+                b_o = warpgroup_mma(b_left, sh_v.index(i % 2), b_o, is_async=True)
+                # what stands among the waited for is not overwritten before
+                b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
+                i_k = i_next
+            b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
+            rounds = gl.where(bounded(b_l) | (all_maxima == 1), 0, 1)
+            all_maxima = rounds
+            # tiles are written again when every warp's products have read them
+            await_copies(0)
 
-        blind = b_l == 0.0
-        b_l = gl.where(blind, 1.0, b_l)
-        b_lse = gl.where(blind, float("-inf"), (b_m * scale + gl.log2(b_l)) * 0.6931471805599453)
+        b_norm, b_lse = finish(b_shift, b_l)
         o_row = (i_b * HQ + i_h) * TQ + start + i_t * BT
         gl.store(lse + o_row + o_m, b_lse, mask=i_t * BT + o_m < queries)
-        b_norm = gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, sums))
         # through shared memory, so that a thread stores 16 bytes at once
-        await_copies(0)
-        sh_q.store((b_o * b_norm[:, None]).to(o.dtype.element_ty))
+        sh_q.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
         barrier()
         p_o = o + (i_b * TQ + start + i_t * BT) * HQ * D + i_h * D
         store_rows(p_o, sh_q, HQ * D, queries - i_t * BT, gl.num_warps())

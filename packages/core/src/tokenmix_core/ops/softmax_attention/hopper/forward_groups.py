@@ -1,7 +1,8 @@
 """The forward kernel for Hopper by groups of warps: two take 64 queries each, one brings the keys that they share.
 
-The arithmetic is that of `forward.py`. A group's softmax runs beside its own product of the values before, and beside
-the other group's products; copies wait for nobody but the readers of a place. Heads of 128.
+The arithmetic is that of `hopper/forward.py`. A group's softmax runs beside its own product of the values before, and
+beside the other group's products; copies wait for nobody but the readers of a place. Where a group has to begin again
+the others do, too. Heads of 128.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, constants
-from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_of_queries
+from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_from_last, tile_of_queries
 from tokenmix_core.tile.hopper import (
     allocate_barriers,
     await_tile,
@@ -30,6 +31,14 @@ from tokenmix_core.tile.hopper import (
     locate_chunk,
     product_layout,
     store_rows,
+)
+from tokenmix_core.tile.hopper_softmax import (
+    bounded,
+    finish,
+    for_threads,
+    raise_greatest,
+    takes_all_maxima,
+    thread_sums,
 )
 from tokenmix_core.tile.masks import visible
 
@@ -40,21 +49,24 @@ KEYS = 128
 
 
 @gluon.jit
-def copy_keys(pointers, tiles, barriers, span, s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr):
-    """Bring the queries, then each tile of keys and of values as soon as the one that was there has been read."""
-    p_q, p_k, p_v = pointers
-    sh_q, k_s, v_s = tiles
-    asked, keys_full, keys_empty, values_full, values_empty = barriers
-    queries, keys, far_sinks, hidden, count = span
+def one_more_round(verdict, told):
+    """Tell whether a group asks for a second round, as soon as each has said so."""
+    mbarrier.wait(told.index(0), 0)
+    return gl.max(verdict.load(gl.BlockedLayout([1], [32], [4], [0])), 0) > 0
+
+
+@gluon.jit
+def bring_keys(n, pointers, tiles, barriers, span, s_kt: gl.constexpr, s_vt: gl.constexpr):
+    """Bring each tile of keys and of values, behind n others, as soon as what was in its place has been read."""
+    _, p_k, p_v = pointers
+    _, k_s, v_s, _ = tiles
+    _, keys_full, keys_empty, values_full, values_empty, _ = barriers
+    _, keys, far_sinks, hidden, count = span
     BN: gl.constexpr = k_s.shape[1]
-    groups: gl.constexpr = sh_q.shape[0]
-    for i in gl.static_range(groups):
-        fetch_rows(sh_q.index(i), p_q + i * 64 * s_qt, s_qt, queries - i * 64, 4)
-    async_copy.mbarrier_arrive(asked.index(0), increment_count=False)
-    for i in range(count):
+    for i in range(n, n + count):
         here = i % PLACES
         before = (i // PLACES + 1) & 1
-        first = (i + gl.where(i < far_sinks, 0, hidden)) * BN
+        first = tile_from_last(i - n, count, far_sinks, hidden) * BN
         mbarrier.wait(keys_empty.index(here), before)
         fetch_rows(k_s.index(here), p_k + first.to(gl.int64) * s_kt, s_kt, keys - first, 4)
         async_copy.mbarrier_arrive(keys_full.index(here), increment_count=False)
@@ -64,60 +76,68 @@ def copy_keys(pointers, tiles, barriers, span, s_qt: gl.constexpr, s_kt: gl.cons
 
 
 @gluon.jit
-def soften(b_s, b_m, b_l, i_k, o_q, bounds, scale, dtype: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Weights of a tile's keys, unnormalised, by what the sums so far shrink, and greatest scores and sums with it."""
-    keys, full, end, window, sinks = bounds
-    BN: gl.constexpr = b_s.shape[1]
-    if (i_k < full) | (i_k >= end):
-        o_k = i_k * BN + gl.arange(0, BN, gl.SliceLayout(0, product_layout(BN, 4)))
-        m_s = visible(o_q[:, None], o_k[None, :], keys, window, sinks, CAUSAL, WINDOW)
-        b_s = gl.where(m_s, b_s, float("-inf"))
-    b_top = gl.maximum(b_m, gl.max(b_s, 1))
-    # −∞ while nothing was seen
-    b_max = gl.where(b_top == float("-inf"), 0.0, b_top)
-    b_p = gl.exp2(b_s * scale - (b_max * scale)[:, None])
-    # the difference first: exactly 1 where the maximum stays
-    b_shrink = gl.exp2((b_m - b_max) * scale)
-    return b_p.to(dtype), b_shrink, b_top, b_l * b_shrink + gl.sum(b_p, 1)
+def copy_keys(pointers, tiles, barriers, span, s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr):
+    """Bring the queries, and what they meet, once or twice."""
+    sh_q, _, _, verdict = tiles
+    asked, _, _, _, _, told = barriers
+    queries, _, _, _, count = span
+    groups: gl.constexpr = sh_q.shape[0]
+    for group in gl.static_range(groups):
+        fetch_rows(sh_q.index(group), pointers[0] + group * 64 * s_qt, s_qt, queries - group * 64, 4)
+    async_copy.mbarrier_arrive(asked.index(0), increment_count=False)
+    bring_keys(0, pointers, tiles, barriers, span, s_kt, s_vt)
+    if not takes_all_maxima(sh_q.dtype):  # noqa: SIM102
+        if one_more_round(verdict, told):
+            bring_keys(count, pointers, tiles, barriers, span, s_kt, s_vt)
 
 
 @gluon.jit
-def attend(
-    pointers, tiles, barriers, span, bounds, position, scale, GROUP: gl.constexpr, s_ot: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Outputs and log-sum-exps of 64 queries, those of a group of the program's tile."""
-    p_o, p_lse = pointers
-    sh_q, k_s, v_s = tiles
-    asked, keys_full, keys_empty, values_full, values_empty = barriers
-    queries, _, far_sinks, hidden, count = span
+def mask_tile(b_s, i_k, o_q, bounds, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Scores of a tile, −∞ where a query does not see a key."""
+    keys, full, end, window, sinks = bounds
+    BN: gl.constexpr = b_s.shape[1]
+    if (i_k < full) | (i_k >= end):
+        o_k = gl.arange(0, BN, gl.SliceLayout(0, product_layout(BN, 4)))[None, :]
+        distance = (o_q - i_k * BN)[:, None] - o_k
+        m_s = visible(distance, i_k * BN + o_k, keys, window, sinks, CAUSAL, WINDOW)
+        b_s = gl.where(m_s, b_s, float("-inf"))
+    return b_s
+
+
+@gluon.jit
+def meet_keys(
+    n, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, EXACT: gl.constexpr
+):
+    """Sums of 64 queries over the tiles behind n others, relative to greatest scores, where `EXACT` of all tiles.
+
+    Returns:
+        outputs and, for each row, what was subtracted and the sum of weights.
+    """
+    _, k_s, v_s, _ = tiles
+    _, keys_full, keys_empty, values_full, values_empty, _ = barriers
+    _, _, far_sinks, hidden, count = span
     dtype: gl.constexpr = k_s.dtype
     BN: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
     scores: gl.constexpr = product_layout(BN, 4)
     sums: gl.constexpr = product_layout(D, 4)
     row: gl.constexpr = gl.SliceLayout(1, scores)
-    row_o: gl.constexpr = gl.SliceLayout(1, sums)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    s_q = sh_q.index(GROUP)
-    FIRST: gl.constexpr = GROUP * 64
-    o_m = FIRST + gl.arange(0, 64, row)
-    o_q = position + o_m
-    b_o = gl.zeros([64, D], gl.float32, sums)
-    b_m = gl.full([64], float("-inf"), gl.float32, row)
-    b_l = gl.zeros([64], gl.float32, row)
+    last = n + count - 1
     zeros = gl.zeros([64, BN], gl.float32, scores)
-    mbarrier.wait(asked.index(0), 0)
-    mbarrier.wait(keys_full.index(0), 0)
+    b_o = gl.zeros([64, D], gl.float32, sums)
+    await_tile(keys_full, n, last + 1, PLACES)
     fence_async_shared()
-    b_s = warpgroup_mma(s_q, k_s.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_s = warpgroup_mma(s_q, k_s.index(n % PLACES).permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, [b_s])
-    mbarrier.arrive(keys_empty.index(0))
-    i_k = gl.where(far_sinks > 0, 0, hidden)
-    b_p, _, b_m, b_l = soften(b_s, b_m, b_l, i_k, o_q, bounds, scale, dtype, CAUSAL, WINDOW)
-    b_left = gl.convert_layout(b_p, left)
-    await_tile(keys_full, 1, count, PLACES)
-    for i in range(1, count):
+    mbarrier.arrive(keys_empty.index(n % PLACES))
+    b_s = mask_tile(b_s, tile_from_last(0, count, far_sinks, hidden), o_q, bounds, CAUSAL, WINDOW)
+    b_m, b_shift, b_shrink = raise_greatest(b_s, gl.full([64], float("-inf"), gl.float32, row), scale)
+    b_p = gl.exp2(b_s * scale - b_shift[:, None])
+    b_sums = thread_sums(b_p)
+    b_left = gl.convert_layout(b_p.to(dtype), left)
+    await_tile(keys_full, n + 1, last + 1, PLACES)
+    for i in range(n + 1, last + 1):
         here, before = i % PLACES, (i - 1) % PLACES
         fence_async_shared()
         b_s = warpgroup_mma(s_q, k_s.index(here).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -127,27 +147,63 @@ def attend(
         b_sum = warpgroup_mma(b_left, v_s.index(before), b_o, is_async=True)
         b_s = warpgroup_mma_wait(1, [b_s])
         mbarrier.arrive(keys_empty.index(here))
-        i_k = i + gl.where(i < far_sinks, 0, hidden)
-        b_p, b_shrink, b_m, b_l = soften(b_s, b_m, b_l, i_k, o_q, bounds, scale, dtype, CAUSAL, WINDOW)
+        b_s = mask_tile(b_s, tile_from_last(i - n, count, far_sinks, hidden), o_q, bounds, CAUSAL, WINDOW)
+        if EXACT:
+            b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
+            b_sums *= for_threads(b_shrink, zeros)
+        b_p = gl.exp2(b_s * scale - b_shift[:, None])
+        b_sums += thread_sums(b_p)
+        b_weights = b_p.to(dtype)
         # this wait keeps the assembler from putting the next one before the softmax
-        await_tile(keys_full, i + 1, count, PLACES)
+        await_tile(keys_full, i + 1, last + 1, PLACES)
         b_o, b_left = warpgroup_mma_wait(0, [b_sum, b_left])
         mbarrier.arrive(values_empty.index(before))
-        b_o = b_o * gl.convert_layout(b_shrink, row_o)[:, None]
-        b_left = gl.convert_layout(b_p, left)
-    before = (count - 1) % PLACES
-    mbarrier.wait(values_full.index(before), ((count - 1) // PLACES) & 1)
+        if EXACT:
+            b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
+        b_left = gl.convert_layout(b_weights, left)
+    mbarrier.wait(values_full.index(last % PLACES), (last // PLACES) & 1)
     fence_async_shared()
-    b_sum = warpgroup_mma(b_left, v_s.index(before), b_o, is_async=True)
+    b_sum = warpgroup_mma(b_left, v_s.index(last % PLACES), b_o, is_async=True)
     b_o, b_left = warpgroup_mma_wait(0, [b_sum, b_left])
+    mbarrier.arrive(values_empty.index(last % PLACES))
+    return b_o, b_shift, gl.convert_layout(gl.sum(b_sums, 1), row)
 
-    blind = b_l == 0.0
-    b_l = gl.where(blind, 1.0, b_l)
-    b_lse = gl.where(blind, float("-inf"), (b_m * scale + gl.log2(b_l)) * 0.6931471805599453)
+
+@gluon.jit
+def attend(
+    pointers, tiles, barriers, span, bounds, position, scale, GROUP: gl.constexpr, s_ot: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Outputs and log-sum-exps of 64 queries, those of a group of the program's tile."""
+    p_o, p_lse = pointers
+    sh_q, k_s, _, verdict = tiles
+    asked, _, _, _, _, told = barriers
+    queries, _, _, _, count = span
+    dtype: gl.constexpr = k_s.dtype
+    D: gl.constexpr = k_s.shape[2]
+    sums: gl.constexpr = product_layout(D, 4)
+    row: gl.constexpr = gl.SliceLayout(1, product_layout(k_s.shape[1], 4))
+    s_q = sh_q.index(GROUP)
+    FIRST: gl.constexpr = GROUP * 64
+    o_m = FIRST + gl.arange(0, 64, row)
+    o_q = position + o_m
+    mbarrier.wait(asked.index(0), 0)
+    b_o, b_shift, b_l = meet_keys(
+        0, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=takes_all_maxima(dtype)
+    )
+    if not takes_all_maxima(dtype):
+        asks = gl.where(bounded(b_l), 0, 1)
+        verdict.slice(GROUP * 32, 32).store(gl.full([32], asks, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        mbarrier.arrive(told.index(0))
+        if one_more_round(verdict, told):
+            b_o, b_shift, b_l = meet_keys(
+                count, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=True
+            )
+
+    b_norm, b_lse = finish(b_shift, b_l)
     gl.store(p_lse + o_m, b_lse, mask=o_m < queries)
-    b_norm = gl.convert_layout(1.0 / b_l, row_o)
     # through shared memory, in the place of this group's queries, so that a thread stores 16 bytes at once
-    s_q.store((b_o * b_norm[:, None]).to(dtype))
+    s_q.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
     store_rows(p_o + FIRST * s_ot, s_q, s_ot, queries - FIRST, 4)
 
 
@@ -191,6 +247,7 @@ def _forward(
         allocate_barriers(places, groups),
         allocate_barriers(places, 128),
         allocate_barriers(places, groups),
+        allocate_barriers(1, groups),
     )
     o_first = i_b * TQ + start + i_t * BM
     inputs = (
@@ -199,7 +256,8 @@ def _forward(
         v + i_b * s_vb + start * s_vt + i_hk * s_vh,
     )
     outputs = (o + (o_first * HQ + i_h) * D, lse + (i_b * HQ + i_h) * TQ + start + i_t * BM)
-    memory = (sh_q, k_s, v_s)
+    verdict = gl.allocate_shared_memory(gl.int32, [groups * 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    memory = (sh_q, k_s, v_s, verdict)
     span = (queries - i_t * BM, keys, far_sinks, hidden, count)
     bounds = (keys, full, end, window, sinks)
     s_ot: gl.constexpr = HQ * D

@@ -1,8 +1,8 @@
 """The forward kernel for Hopper, in Gluon: 16-bit heads of 64 or 128.
 
-The arithmetic is that of `forward.py`, the order that of attention's: keys and values have one buffer each, and the
-next keys, listed or local, are copied while the softmax and the values' product run. Where the listed ones lie is read
-a tile before that.
+The order is that of attention's: tiles come the last one first, local before listed ones, the next keys and values are
+copied beside a tile's products, and the softmax is relative to the greatest scores of the first tile
+(`tile/hopper_softmax.py`). Where listed keys lie is read a tile before that.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ from tokenmix_core.tile.hopper import (
     row_layout,
     store_rows,
 )
+from tokenmix_core.tile.hopper_softmax import (
+    bounded,
+    finish,
+    for_threads,
+    raise_greatest,
+    takes_all_maxima,
+    thread_sums,
+)
 
 
 @cached_launch
@@ -53,9 +61,11 @@ def _kept_attention_forward(
     if i_t * BM < queries:
         scores: gl.constexpr = product_layout(BN, gl.num_warps())
         sums: gl.constexpr = product_layout(V, gl.num_warps())
-        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        row: gl.constexpr = gl.SliceLayout(1, scores)
+        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
         rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
         rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(V, gl.num_warps()))
+        dtype: gl.constexpr = q.dtype.element_ty
         p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
         p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
         first = i_t * BM + keys - queries
@@ -66,70 +76,73 @@ def _kept_attention_forward(
         )
         far = gl.cdiv(count, BN)
         total = far + stop - near
-        sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BM, K], shared)
-        sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BN, K], shared)
-        sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BN, V], shared)
+        sh_q = gl.allocate_shared_memory(dtype, [BM, K], shared)
+        sh_k = gl.allocate_shared_memory(dtype, [2, BN, K], shared)
+        sh_v = gl.allocate_shared_memory(dtype, [2, BN, V], shared)
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt)
-        begin_gather(sh_k, p_k, columns(p_list, begin, 0, far, count, near, BN, UNIT, rows_k), keys, s_kt)
-        async_copy.commit_group()
-        begin_gather(sh_v, p_v, columns(p_list, begin, 0, far, count, near, BN, UNIT, rows_v), keys, s_vt)
-        async_copy.commit_group()
 
-        o_m = gl.arange(0, BM, gl.SliceLayout(1, scores))
-        b_o = gl.zeros([BM, V], gl.float32, sums)
-        b_m = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-        b_l = gl.zeros([BM], gl.float32, gl.SliceLayout(1, scores))
+        o_m = gl.arange(0, BM, row)
         zeros = gl.zeros([BM, BN], gl.float32, scores)
-        o_next = columns(p_list, begin, 1, far, count, near, BN, UNIT, rows_k)
-        for i in range(total):
-            await_copies(1)
-            b_s = warpgroup_mma(sh_q, sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            b_s = warpgroup_mma_wait(0, [b_s])
-            # nothing comes after the last tile
-            left = gl.where(i + 1 < total, keys, 0)
-            # a buffer is written again when every warp's product has read it
-            barrier()
-            begin_gather(sh_k, p_k, o_next, left, s_kt)
+        b_o = gl.zeros([BM, V], gl.float32, sums)
+        b_l = gl.zeros([BM], gl.float32, row)
+        b_shift = gl.zeros([BM], gl.float32, row)
+        # whether maxima of all tiles are taken, and another round is
+        rounds = total * 0 + 1
+        all_maxima = total * 0
+        if takes_all_maxima(dtype):
+            all_maxima += 1
+        while rounds == 1:
+            i = gl.maximum(total - 1, 0)
+            begin_gather(sh_k.index(0), p_k, columns(p_list, begin, i, far, count, near, BN, UNIT, rows_k), keys, s_kt)
+            begin_gather(sh_v.index(0), p_v, columns(p_list, begin, i, far, count, near, BN, UNIT, rows_v), keys, s_vt)
             async_copy.commit_group()
-            o_rows = o_next
-            if K != V:
-                o_rows = columns(p_list, begin, i + 1, far, count, near, BN, UNIT, rows_v)
-            # of the tile after the next
-            o_next = columns(p_list, begin, i + 2, far, count, near, BN, UNIT, rows_k)
-            i_near = near + i - far
-            if gl.where(i < far, i >= whole // BN, (i_near < full) | (i_near >= end)):
-                o_k = columns(p_list, begin, i, far, count, near, BN, UNIT, gl.SliceLayout(0, scores))
-                b_s = gl.where(seen(first + o_m, o_k, i < far, window, UNIT, WINDOW), b_s, float("-inf"))
-            b_top = gl.maximum(b_m, gl.max(b_s, 1))
-            # −∞ while nothing was seen
-            b_max = gl.where(b_top == float("-inf"), 0.0, b_top)
-            b_p = gl.exp2(b_s * scale - (b_max * scale)[:, None])
-            # the difference first: exactly 1 where the maximum stays
-            b_shrink = gl.exp2((b_m - b_max) * scale)
-            b_l = b_l * b_shrink + gl.sum(b_p, 1)
-            b_m = b_top
-            b_o = b_o * gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
-            b_left = gl.convert_layout(b_p.to(q.dtype.element_ty), gl.DotOperandLayout(0, sums, 2))
-            await_copies(1)
-            b_o = warpgroup_mma(b_left, sh_v, b_o, is_async=True)
-            # what stands among the waited for is not overwritten before
-            b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
-            barrier()
-            begin_gather(sh_v, p_v, o_rows, left, s_vt)
-            async_copy.commit_group()
+            o_next = columns(p_list, begin, gl.maximum(i - 1, 0), far, count, near, BN, UNIT, rows_k)
+            b_o = gl.zeros([BM, V], gl.float32, sums)
+            b_shift = gl.zeros([BM], gl.float32, row)
+            b_m = gl.full([BM], float("-inf"), gl.float32, row)
+            b_sums = thread_sums(zeros)
+            for n in range(total):
+                await_copies(0)
+                b_s = warpgroup_mma(sh_q, sh_k.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                # nothing comes after the last tile
+                left = gl.where(i > 0, keys, 0)
+                begin_gather(sh_k.index((n + 1) % 2), p_k, o_next, left, s_kt)
+                o_rows = o_next
+                if K != V:
+                    o_rows = columns(p_list, begin, gl.maximum(i - 1, 0), far, count, near, BN, UNIT, rows_v)
+                begin_gather(sh_v.index((n + 1) % 2), p_v, o_rows, left, s_vt)
+                async_copy.commit_group()
+                # of the tile after the next
+                o_next = columns(p_list, begin, gl.maximum(i - 2, 0), far, count, near, BN, UNIT, rows_k)
+                b_s = warpgroup_mma_wait(0, [b_s])
+                i_near = near + i - far
+                if gl.where(i < far, i >= whole // BN, (i_near < full) | (i_near >= end)):
+                    o_k = columns(p_list, begin, i, far, count, near, BN, UNIT, gl.SliceLayout(0, scores))
+                    b_s = gl.where(seen(first + o_m, o_k, i < far, window, UNIT, WINDOW), b_s, float("-inf"))
+                if (n == 0) | (all_maxima == 1):
+                    b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
+                    b_sums *= for_threads(b_shrink, zeros)
+                    b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
+                b_p = gl.exp2(b_s * scale - b_shift[:, None])
+                b_sums += thread_sums(b_p)
+                b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+                b_o = warpgroup_mma(b_left, sh_v.index(n % 2), b_o, is_async=True)
+                # what stands among the waited for is not overwritten before
+                b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
+                i -= 1
+            b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
+            rounds = gl.where(bounded(b_l) | (all_maxima == 1), 0, 1)
+            all_maxima = rounds
+            # tiles are written again when every warp's products have read them
+            await_copies(0)
 
-        blind = b_l == 0.0
-        b_l = gl.where(blind, 1.0, b_l)
-        b_lse = gl.where(blind, float("-inf"), (b_m * scale + gl.log2(b_l)) * 0.6931471805599453)
+        b_norm, b_lse = finish(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
-        b_norm = gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, sums))
-        # through shared memory, so that a thread stores 16 bytes at once
-        await_copies(0)
-        # BM = BN where K and V differ
-        sh_o = sh_v
+        # through shared memory, so that a thread stores 16 bytes at once; BM is BN where K and V differ
+        sh_o = sh_v.index(0)
         if K == V:
             sh_o = sh_q
-        sh_o.store((b_o * b_norm[:, None]).to(o.dtype.element_ty))
+        sh_o.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
         barrier()
         p_o = o + (i_b * TQ + start + i_t * BM) * HQ * V + i_h * V
         store_rows(p_o, sh_o, HQ * V, queries - i_t * BM, gl.num_warps())

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.tile.hopper import async_load, row_layout
+from tokenmix_core.tile.masks import within
 
 # as in `sparse_attention.tiles`
 NOWHERE = gl.constexpr(1 << 30)
@@ -45,6 +46,7 @@ def begin_gather(s_x, p_x, o_t, rows, stride: gl.constexpr):
 @gluon.jit
 def seen(o_q, o_k, far, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
     """Tell which queries at `o_q` see the columns at `o_k` of a tile, `far` or not."""
-    b_left = left_of(o_q, window, UNIT, WINDOW)[:, None]
-    m_far = o_k[None, :] < b_left
-    return (m_far & far) | ((o_k[None, :] <= o_q[:, None]) & (o_k[None, :] >= b_left) & (not far))
+    b_left = left_of(o_q, window, UNIT, WINDOW)
+    b_first = gl.where(far, 0, b_left)
+    b_end = gl.where(far, b_left, o_q + 1)
+    return within(o_k[None, :] - b_first[:, None], gl.maximum(b_end - b_first, 0)[:, None])
