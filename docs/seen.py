@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+MEASURED = RESULTS.parents[1] / "packages" / "core" / "benchmarks" / "results"
 PAIRS = ("linear → linear", "attention → linear", "linear → attention", "attention → attention")
 SWITCHES = ("attention → linear", "linear → attention")
 AFTER = ("0-16", "16-64", "64-128")
@@ -29,6 +30,8 @@ def tables() -> dict[str, dict[str, str]]:
             "tokens": _tokens(_read("tokens")),
             "prompts": _prompts([row for path in sorted((RESULTS / "prompts").glob("*.json")) for row in _rows(path)]),
             "flashinfer": _forwards(_read("flashinfer")),
+            "passes": _passes(_measured("passes")),
+            "decode": _decode(_measured("decode")),
         },
         "nha.md": {
             "small": _accuracy(_read("recall-nha-small")),
@@ -43,6 +46,11 @@ def _read(name: str) -> Any:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())
+
+
+def _measured(folder: str) -> list[dict[str, Any]]:
+    """Core's rows of all GPUs, kept beside its benchmarks."""
+    return [row for path in sorted((MEASURED / folder).glob("*.json")) for row in _rows(path)]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -144,6 +152,41 @@ def _prompts(found: Sequence[dict[str, Any]]) -> str:
     ]
     columns = ["model", "prompt", "implementation", "ms", "thousand tokens/s", "peak beside weights, GiB", "GPU"]
     return _table([*columns, "Triton", "commit"], rows)
+
+
+def _passes(found: Sequence[dict[str, Any]]) -> str:
+    """Attention's forward pass and gradients by whose they are, a row for each shape."""
+    impls = dict.fromkeys(row["impl"] for row in found)
+    times = {(row["op"], row["shape"], row["impl"]): row for row in found}
+
+    def cells(call: tuple[str, str]) -> list[str]:
+        rows = [times.get((*call, impl)) for impl in impls]
+        return ["–" if row is None else f"{row[key]:.3f}" for key in ("fwd_ms", "bwd_ms") for row in rows]
+
+    columns = [f"{name}, {impl}" for name in ("forward", "gradients") for impl in impls]
+    calls = dict.fromkeys((row["op"], row["shape"]) for row in found)
+    return _table(
+        ["call", "shape", *columns],
+        [[op.removeprefix("attention, "), shape, *cells((op, shape))] for op, shape in calls],
+    )
+
+
+def _decode(found: Sequence[dict[str, Any]]) -> str:
+    """A token of the Transformer++ beside transformers' Llama of its sizes, where both ran in a process of one GPU."""
+    models: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for row in found:
+        if row["op"].startswith("decoding"):
+            name = row["op"].removeprefix("decoding, ")
+            models.setdefault((name, row["shape"], row["environment"]["device"]), {})[row["impl"]] = row
+    rows = []
+    for call, impls in models.items():
+        peer = impls.get("transformers Llama, static cache, compiled")
+        if peer is not None and "tokenmix" in impls:
+            ours = impls["tokenmix"]
+            times = [f"{row[key]:.2f}" for key in ("fwd_ms", "first_ms") for row in (ours, peer)]
+            rows.append([*call, *times, f"{ours['floor_ms']:.2f}", ours["environment"]["commit"]])
+    columns = ["a token, ms", "of Llama", "prompt and first token, ms", "of Llama", "its bytes, ms", "commit"]
+    return _table(["model", "shape", "GPU", *columns], rows)
 
 
 def _forwards(found: Sequence[dict[str, Any]]) -> str:

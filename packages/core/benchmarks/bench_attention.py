@@ -14,10 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.extras import is_installed
 from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.ops.softmax_attention.backends import flash_attention
+from tokenmix_core.ops.softmax_attention.backends import Mask, flash_attention, load
 from tokenmix_core.testing.benchmarking import (
     document_borders,
     first_call_seconds,
+    interleaved_medians,
     measure,
     measure_forms,
     measure_step,
@@ -71,6 +72,24 @@ OWN = [
     (1, 152_497, 16, 16, 128, None, True),
     (1, 152_497, 16, 16, 128, 512, True),
 ]
+# the same for forward and backward apart
+PASSES = [
+    (8, 4096, 32, 8, 64, None, False),
+    (8, 4096, 32, 8, 64, 768, False),
+    (1, 65536, 32, 4, 64, 256, False),
+    (8, 4096, 16, 16, 64, None, False),
+    (1, 32768, 32, 8, 64, None, False),
+    (4, 1024, 16, 16, 64, None, False),
+    (1, 152_497, 32, 8, 64, None, True),
+    (8, 4096, 16, 16, 128, None, False),
+    (1, 32768, 16, 16, 128, None, False),
+    (2, 2048, 16, 16, 128, None, False),
+    (8, 4096, 16, 16, 128, 512, False),
+    (8, 4096, 16, 16, 128, 1024, False),
+    (1, 32768, 16, 16, 128, 1024, False),
+    (1, 152_497, 16, 16, 128, None, True),
+    (1, 152_497, 16, 16, 128, 512, True),
+]
 # batch, places in the cache, query heads, key heads, head size
 DECODE_SHAPES = [(1, 32768, 32, 8, 128), (32, 4096, 32, 8, 128), (32, 4096, 16, 16, 128), (128, 2048, 32, 8, 128)]
 
@@ -121,6 +140,35 @@ def _own_rows(
     mask = "causal" if window is None else f"window {window}"
     name = _name(B, T, HQ, H, K) + (f", {len(lengths)} documents" if lengths is not None else "")
     return measure(f"attention, {mask}, own kernels", name, device, forwards, (q, k, v), alike=True)
+
+
+def passes(device: str) -> Iterator[dict]:
+    """Forward and backward apart, by ours and by libraries: one's gradients may follow another's outputs."""
+    shapes = PASSES if device != "cpu" else [(1, 128, 2, 2, 16, None, False), (1, 300, 2, 1, 16, 32, True)]
+    for shape in shapes:
+        yield from _passes_rows(*shape, device=device)
+
+
+def _passes_rows(
+    B: int, T: int, HQ: int, H: int, K: int, window: int | None, packed: bool, *, device: str
+) -> list[dict]:  # fmt: skip
+    q, k, v, do = (_random(B, T, heads, K, device=device) for heads in (HQ, H, H, HQ))
+    borders = document_borders(device, min(100, T // 64), T) if packed else None
+    impls = {"tokenmix": None, "cuDNN": "sdpa"} if device != "cpu" else {"tokenmix": "reference", "torch": "sdpa"}
+    if device != "cpu" and (window is not None or packed):
+        del impls["cuDNN"]
+    if device != "cpu" and flash_attention() == 4:
+        impls["FlashAttention-4"] = "flash_attn"
+    call = dict(q=q, k=k, v=v, cu_seqlens=borders, mask=Mask(True, window, 0), scale=K**-0.5)
+    backends = {name: load(impl) for name, impl in impls.items()}
+    o, lse = (x.contiguous() for x in backends["tokenmix"].forward(**call))
+    forwards = {name: functools.partial(backend.forward, **call) for name, backend in backends.items()}
+    given = dict(o=o, lse=lse, do=do, dlse=None)
+    backwards = {name: functools.partial(backend.backward, **call, **given) for name, backend in backends.items()}
+    forward, backward = (interleaved_medians(runs, device) for runs in (forwards, backwards))
+    op = "attention, causal" if window is None else f"attention, window {window}"
+    name = _name(B, T, HQ, H, K) + (f", {len(borders) - 1} documents" if borders is not None else "")
+    return [{"op": op, "shape": name, "impl": x, "fwd_ms": forward[x], "bwd_ms": backward[x]} for x in impls]
 
 
 def versions(device: str) -> list[dict]:

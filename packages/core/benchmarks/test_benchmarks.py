@@ -38,6 +38,12 @@ def test_own(path, benchmark, capsys):
     run_benchmark(path, benchmark, capsys, function="own")
 
 
+@pytest.mark.parametrize("path", having("passes"), ids=lambda path: path.stem)
+@pytest.mark.timeout(1800)
+def test_passes(path, benchmark, capsys):
+    run_benchmark(path, benchmark, capsys, function="passes")
+
+
 @pytest.mark.parametrize("path", having("versions"), ids=lambda path: path.stem)
 @pytest.mark.timeout(1800)
 def test_versions(path, benchmark, capsys):

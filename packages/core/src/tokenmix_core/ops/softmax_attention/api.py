@@ -23,8 +23,8 @@ from tokenmix_core.ops.common import (
     row_impl,
 )
 from tokenmix_core.ops.softmax_attention import autograd
-from tokenmix_core.ops.softmax_attention.backends import IMPLS, AttentionImpl, Call, Mask, choose_impl, limit
-from tokenmix_core.ops.softmax_attention.plan import GLUON, call_of
+from tokenmix_core.ops.softmax_attention.backends import IMPLS, AttentionImpl, Call, Mask, call_of, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.plan import GLUON, takes_gluon
 from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -177,7 +177,7 @@ def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed:
     Raises:
         ValueError: an unknown name, or one that cannot do what is asked.
     """
-    impl = _resolve(op, impl, call_of(q, k, v, mask, packed))
+    impl = _resolve(op, impl, call_of(q, k, v, mask, packed, impl is None and takes_gluon(q, k, v)))
     if impl == "gluon" and not torch.compiler.is_compiling():
         GLUON.require(op, q.device, q.dtype, limit_of_gluon(q, k, v))
     return impl

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
-from tokenmix_core.ops.softmax_attention import backends, plan
+from tokenmix_core.ops.softmax_attention import backends
 
 
 class Inputs(NamedTuple):
@@ -87,7 +87,7 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     if x.q.numel() == 0 or x.k.numel() == 0:
         return _zeros(x.q), _zeros(x.k), _zeros(x.v)
     mask = backends.Mask(x.causal, x.window, x.sinks)
-    call = plan.call_of(x.q, x.k, x.v, mask, x.cu_seqlens is not None)
+    call = backends.call_of(x.q, x.k, x.v, mask, x.cu_seqlens is not None)
     backend = backends.load(backends.backward_impl(x.impl, call, dlse is not None))
     dq, dk, dv = backend.backward(
         q=x.q, k=x.k, v=x.v, o=o, lse=lse, do=torch.zeros_like(o) if do is None else do, dlse=dlse,

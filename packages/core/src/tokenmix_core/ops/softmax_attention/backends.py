@@ -26,8 +26,6 @@ _FEW_BLOCKS = 128
 # FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
 _MANY_BLOCKS = 8192
 _WIDE = 512
-# up to as many keys our gradients of heads of 64 are as fast as cuDNN's, or faster
-_OWN_GRADIENTS = 16384
 # a window as a mask on a CPU: up to 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
@@ -67,6 +65,12 @@ class Call(NamedTuple):
     query_heads: int = 0
     # kernels in Gluon run here and take such tensors
     gluon: bool = False
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bool = False) -> Call:
+    """A call with these tensors, as the choice of an implementation sees it."""
+    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
+    return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
 
 
 @functools.cache
@@ -149,23 +153,24 @@ def _is_for_flash_attention_4(call: Call) -> bool:
     wide = call.mask.window is None or call.mask.window >= _WIDE
     many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
     heads = call.head_k == call.head_v and call.head_k in (64, 128)
-    return wide and many and heads and limit("flash_attn", call) is None and on_hopper() and flash_attention() == 4
+    here = on_hopper() and flash_attention() == 4
+    return here and wide and many and heads and limit("flash_attn", call) is None
 
 
 def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None:
     """Whose backward follows a forward by `impl`; None is our kernels.
 
     Its own, unless a gradient of the log-sum-exp has to be carried. Behind our kernels, where nobody asked for them by
-    name, the fastest: FlashAttention-4's for large calls but windows of heads of 64, cuDNN's for plain attention with
-    heads of 128, and of 64 beyond 16,384 keys.
+    name, the fastest: FlashAttention-4's for large calls but windows of heads of 64, cuDNN's for plain attention that
+    is not small.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"
-    if impl is None:
+    if impl is None and call.dtype in _HALF:
         if _is_for_flash_attention_4(call) and (call.head_k == 128 or call.mask.window is None):
             return "flash_attn"
-        large = (call.head_k > 64 or call.tk > _OWN_GRADIENTS) and _is_for_cudnn(call)
-        if call.gluon and large and not through_lse and takes_cudnn(*call[2:8]):
+        # where kernels in Gluon had not run, the forward pass would have been cuDNN's
+        if not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl
 

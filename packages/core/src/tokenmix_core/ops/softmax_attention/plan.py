@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
+from tokenmix_core.launch.replay import is_real
 from tokenmix_core.ops.choice import HALF, GluonForm
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, on_hopper
+from tokenmix_core.ops.softmax_attention.backends import Mask, on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
 
-GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 times slower")
+GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
 # Groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so many:
 # forward they win 2 % with 1,024, 8 with 2,048 and 14 without
@@ -87,15 +88,12 @@ def plan(
     return AttentionPlan(forward, Form.ONE if K == 128 or timed else queries, keys)
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> Call:
-    """A call with these tensors, as the choice of an implementation sees it."""
-    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
-    if torch.compiler.is_compiling():
+def takes_gluon(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Tell whether kernels in Gluon run here and take these tensors."""
+    if torch.compiler.is_compiling() or not is_real(q):
         # where tensors begin is not known yet
-        gluon = on_hopper() and q.dtype in HALF and K == V and K in (64, 128)
-    else:
-        gluon = GLUON.runs(None, q.device, q.dtype, limit(q, k, v))
-    return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
+        return on_hopper() and q.dtype in HALF and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128)
+    return q.is_cuda and GLUON.runs(None, q.device, q.dtype, limit(q, k, v))
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:

@@ -105,7 +105,7 @@ def mask_tile(b_s, i_k, o_q, bounds, CAUSAL: gl.constexpr, WINDOW: gl.constexpr)
 
 
 @gluon.jit
-def meet_keys(
+def one_round(
     n, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, EXACT: gl.constexpr
 ):
     """Sums of 64 queries over the tiles behind n others, relative to greatest scores, where `EXACT` of all tiles.
@@ -188,7 +188,7 @@ def attend(
     o_m = FIRST + gl.arange(0, 64, row)
     o_q = position + o_m
     mbarrier.wait(asked.index(0), 0)
-    b_o, b_shift, b_l = meet_keys(
+    b_o, b_shift, b_l = one_round(
         0, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=takes_all_maxima(dtype)
     )
     if not takes_all_maxima(dtype):
@@ -196,7 +196,7 @@ def attend(
         verdict.slice(GROUP * 32, 32).store(gl.full([32], asks, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
         mbarrier.arrive(told.index(0))
         if one_more_round(verdict, told):
-            b_o, b_shift, b_l = meet_keys(
+            b_o, b_shift, b_l = one_round(
                 count, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=True
             )
 
