@@ -48,6 +48,17 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
     return next(tile for bound, tile in table.items() if head_size <= bound)
 
 
+def attention_places(head_size: int, programs: int) -> tuple[int, int]:
+    """How many places the forward kernel for Hopper has for tiles of keys, and of values, and a thread's registers.
+
+    So four blocks share a multiprocessor with heads of 64 and two with heads of 128, or three by one place, which
+    counts where many programs wait.
+    """
+    if head_size == 64:
+        return 2, 128
+    return (1, 168) if crowded(programs) else (2, ALL_REGISTERS)
+
+
 # of a thread, which ptxas is told of for wide tiles of float32: by itself, as 12.8 and 12.9, it falls back to 32 there,
 # and spills up to 16 KB
 ALL_REGISTERS = 255

@@ -1,7 +1,8 @@
 """The forward kernel for Hopper, in Gluon: 16-bit heads of 64 or 128.
 
-The next keys and values are copied beside a tile's products and its softmax, which is relative to the greatest scores
-of the first tile (`tile/hopper_softmax.py`): tiles come the last one first.
+The softmax is relative to the greatest scores of the first tile (`tile/hopper_softmax.py`): tiles come the last one
+first. The next keys and values are copied beside a tile's products and its softmax, to a second place, or where there
+is one to that which was read last.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
+from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
@@ -36,16 +38,13 @@ from tokenmix_core.tile.hopper_softmax import (
 )
 from tokenmix_core.tile.masks import visible
 
-# by head size: as many as four and two blocks a multiprocessor leave a thread
-REGISTERS = {64: 128, 128: 255}
-
 
 @cached_launch
 @gluon.jit
 def _forward(
     q, k, v, o, lse, cu_seqlens, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """A tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
@@ -71,8 +70,8 @@ def _forward(
         hidden = near - far_sinks
         count = far_sinks + stop - near
         sh_q = gl.allocate_shared_memory(dtype, [BT, D], shared)
-        sh_k = gl.allocate_shared_memory(dtype, [2, BT, D], shared)
-        sh_v = gl.allocate_shared_memory(dtype, [2, BT, D], shared)
+        sh_k = gl.allocate_shared_memory(dtype, [PLACES, BT, D], shared)
+        sh_v = gl.allocate_shared_memory(dtype, [PLACES, BT, D], shared)
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
 
         o_m = gl.arange(0, BT, row)
@@ -88,6 +87,8 @@ def _forward(
         while rounds == 1:
             i_k = tile_from_last(0, count, far_sinks, hidden)
             begin_copy(sh_k.index(0), p_k, i_k * BT, keys, s_kt)
+            if PLACES == 1:
+                async_copy.commit_group()
             begin_copy(sh_v.index(0), p_v, i_k * BT, keys, s_vt)
             async_copy.commit_group()
             b_o = gl.zeros([BT, D], gl.float32, sums)
@@ -95,13 +96,20 @@ def _forward(
             b_m = gl.full([BT], float("-inf"), gl.float32, row)
             b_sums = thread_sums(zeros)
             for i in range(count):
-                await_copies(0)
-                b_s = warpgroup_mma(sh_q, sh_k.index(i % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                # of keys and values, or of keys, whose values are on their way
+                await_copies(2 - PLACES)
+                b_s = warpgroup_mma(sh_q, sh_k.index(i % PLACES).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 i_next = tile_from_last(i + 1, count, far_sinks, hidden)
-                copy_whole(sh_k.index((i + 1) % 2), p_k, i_next * BT, i + 1 < count, s_kt)
-                copy_whole(sh_v.index((i + 1) % 2), p_v, i_next * BT, i + 1 < count, s_vt)
-                async_copy.commit_group()
+                if PLACES == 2:
+                    copy_whole(sh_k.index((i + 1) % 2), p_k, i_next * BT, i + 1 < count, s_kt)
+                    copy_whole(sh_v.index((i + 1) % 2), p_v, i_next * BT, i + 1 < count, s_vt)
+                    async_copy.commit_group()
                 b_s = warpgroup_mma_wait(0, [b_s])
+                if PLACES == 1:
+                    # a place is written again when every warp's product has read it
+                    barrier()
+                    copy_whole(sh_k.index(0), p_k, i_next * BT, i + 1 < count, s_kt)
+                    async_copy.commit_group()
                 if (i_k < full) | (i_k >= end):
                     o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
                     distance = (first - i_k * BT + o_m)[:, None] - o_k
@@ -114,9 +122,15 @@ def _forward(
                 b_p = gl.exp2(b_s * scale - b_shift[:, None])
                 b_sums += thread_sums(b_p)
                 b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
-                b_o = warpgroup_mma(b_left, sh_v.index(i % 2), b_o, is_async=True)
+                if PLACES == 1:
+                    await_copies(1)
+                b_o = warpgroup_mma(b_left, sh_v.index(i % PLACES), b_o, is_async=True)
                 # what stands among the waited for is not overwritten before
                 b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
+                if PLACES == 1:
+                    barrier()
+                    copy_whole(sh_v.index(0), p_v, i_next * BT, i + 1 < count, s_vt)
+                    async_copy.commit_group()
                 i_k = i_next
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
             rounds = gl.where(bounded(b_l) | (all_maxima == 1), 0, 1)
@@ -138,7 +152,9 @@ def forward(q, k, v, o, lse, cu_seqlens, mask, scale) -> None:
     """Write o and the log-sum-exp."""
     B, TQ, HQ, D = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
+    places, registers = tuning.attention_places(D, tiles * HQ * B)
     _forward[(tiles * HQ * B,)](
         q=q, k=k, v=v, o=o, lse=lse, cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v), **sizes(q, k, cu_seqlens, mask),
-        tiles=tiles, scale=scale * math.log2(math.e), BT=TILE, **constants(q, cu_seqlens, mask), maxnreg=REGISTERS[D],
+        tiles=tiles, scale=scale * math.log2(math.e), BT=TILE, PLACES=places, **constants(q, cu_seqlens, mask),
+        maxnreg=registers,
     )  # fmt: skip
