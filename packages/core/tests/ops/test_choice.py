@@ -122,21 +122,22 @@ def test_ssds_segments_are_those_of_every_device(K, T, hopper_device):
 ONE, GROUPS = attention_plan.Form
 # batch, head size, tokens, window: what makes the output, dq, and dk with dv
 ATTENTION = [
-    ((8, 128, 4096, 1024), (ONE, ONE, GROUPS)),
+    ((8, 128, 4096, 1024), (GROUPS, ONE, GROUPS)),
     ((8, 128, 4096, 2048), (GROUPS, ONE, GROUPS)),
+    ((8, 128, 4096, 512), (ONE, ONE, GROUPS)),
     ((8, 128, 4096, 256), (ONE, ONE, ONE)),
     ((8, 128, 4096, None), (GROUPS, ONE, GROUPS)),
     # few blocks
     ((1, 128, 1024, None), (GROUPS, ONE, GROUPS)),
-    ((1, 128, 1024, 512), (None, ONE, GROUPS)),
-    ((1, 128, 512, None), (None, ONE, ONE)),
+    ((1, 128, 1024, 512), (ONE, ONE, GROUPS)),
+    ((1, 128, 512, None), (ONE, ONE, ONE)),
     # short rows
-    ((64, 128, 512, None), (None, ONE, ONE)),
+    ((64, 128, 512, None), (ONE, ONE, ONE)),
     ((64, 128, 512, 128), (ONE, ONE, ONE)),
     ((8, 64, 4096, 1024), (ONE, ONE, ONE)),
     # too few programs for dq of narrow heads
-    ((1, 64, 4096, 1024), (None, None, ONE)),
-    ((8, 64, 4096, None), (None, None, ONE)),
+    ((1, 64, 4096, 1024), (ONE, None, ONE)),
+    ((8, 64, 4096, None), (ONE, None, ONE)),
     ((8, 96, 4096, 1024), (None, None, None)),
     ((8, 256, 4096, 1024), (None, None, None)),
 ]
