@@ -23,6 +23,7 @@ from tokenmix_core.ops import (
     chunk_ssd,
     explain,
     gated_delta_rule_step,
+    operations,
     short_conv,
     ssd_step,
 )
@@ -332,6 +333,16 @@ def test_an_explanation_names_the_kernels_of_each_step_and_what_is_missing(hoppe
     assert told.kernels["gradients"].startswith("gluon")
     told = explain(chunk_gated_delta_rule, sizes={"K": 256}, impl="gluon")
     assert told.kernels["outputs"] == "gluon tiled"
+
+
+@pytest.mark.parametrize("whose", ["sdpa", None])
+def test_an_explanation_of_attention_names_whose_gradients_follow_our_outputs(whose, hopper_device, monkeypatch):
+    monkeypatch.setattr(operations, "implementation_of_attention", lambda *call: None)
+    monkeypatch.setattr(operations, "backward_impl", lambda impl, call, through_lse: whose)
+    told = explain(attention)
+    ours = {"gradients of queries": "gluon", "gradients of keys and values": "gluon"}
+    assert told.kernels == {"outputs": "gluon"} | ({"gradients": whose} if whose else ours)
+    assert told.impl == "gluon"
 
 
 @pytest.mark.parametrize(

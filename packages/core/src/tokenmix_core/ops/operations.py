@@ -23,7 +23,7 @@ from tokenmix_core.ops.projections.sizes import DTYPES
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
-from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.backends import Mask, backward_impl, call_of
 from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd import plan as ssd_plan
@@ -93,8 +93,13 @@ def _state_step(op: str, gluon: GluonForm) -> Callable[[Tensors, str | None], Ma
 
 def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     q, k, v = (tensors[name] for name in "qkv")
-    chosen = implementation_of_attention("attention", q, k, v, Mask(True, None, 0), False, impl)
-    return {WHOLE: chosen} if chosen not in (None, "gluon", "triton") else attention_steps(q, k, v, chosen)
+    mask = Mask(True, None, 0)
+    chosen = implementation_of_attention("attention", q, k, v, mask, False, impl)
+    if chosen not in (None, "gluon", "triton"):
+        return {WHOLE: chosen}
+    outputs, *gradients = attention_steps(q, k, v, chosen).items()
+    whose = backward_impl(chosen, call_of(q, k, v, mask, False), False)
+    return dict([outputs, *(gradients if whose == chosen else [("gradients", str(whose))])])
 
 
 def _kept_attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:

@@ -66,23 +66,20 @@ def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr):
-    """Begin to copy rows `first` … of a matrix into a shared tile; rows from `rows` on become 0."""
+def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None):
+    """Begin to copy rows `first` … of a matrix into a shared tile; rows from `rows` on become 0.
+
+    Where it is told whether the tile is `wanted`, all of its rows exist, and become 0 if it is not.
+    """
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     p_x += first.to(gl.int64) * stride
-    async_load(s_x, p_x + o_t[:, None] * stride + o_d[None, :], mask=(first + o_t < rows)[:, None])
-
-
-@gluon.jit
-def copy_whole(s_x, p_x, first, wanted, stride: gl.constexpr):
-    """As `begin_copy` for rows that all exist, where they are `wanted`; else the tile becomes 0."""
-    layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
-    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
-    p_x += first.to(gl.int64) * stride
-    async_load(s_x, p_x + o_t[:, None] * stride + o_d[None, :], mask=((o_t >= 0) & wanted)[:, None])
+    if wanted is None:
+        m_t = first + o_t < rows
+    else:
+        m_t = (o_t >= 0) & wanted
+    async_load(s_x, p_x + o_t[:, None] * stride + o_d[None, :], mask=m_t[:, None])
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ from tokenmix_core.tile.hopper import (
     await_copies,
     barrier,
     begin_copy,
-    copy_whole,
     locate_chunk,
     product_layout,
     store_rows,
@@ -79,7 +78,7 @@ def _forward(
         b_o = gl.zeros([BT, D], gl.float32, sums)
         b_l = gl.zeros([BT], gl.float32, row)
         b_shift = gl.zeros([BT], gl.float32, row)
-        # whether maxima of all tiles are taken, and another round is
+        # one round, and another one with maxima of all tiles where its sums ask for that
         rounds = count * 0 + 1
         all_maxima = count * 0
         if takes_all_maxima(dtype):
@@ -101,14 +100,14 @@ def _forward(
                 b_s = warpgroup_mma(sh_q, sh_k.index(i % PLACES).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 i_next = tile_from_last(i + 1, count, far_sinks, hidden)
                 if PLACES == 2:
-                    copy_whole(sh_k.index((i + 1) % 2), p_k, i_next * BT, i + 1 < count, s_kt)
-                    copy_whole(sh_v.index((i + 1) % 2), p_v, i_next * BT, i + 1 < count, s_vt)
+                    begin_copy(sh_k.index((i + 1) % 2), p_k, i_next * BT, keys, s_kt, i + 1 < count)
+                    begin_copy(sh_v.index((i + 1) % 2), p_v, i_next * BT, keys, s_vt, i + 1 < count)
                     async_copy.commit_group()
                 b_s = warpgroup_mma_wait(0, [b_s])
                 if PLACES == 1:
                     # a place is written again when every warp's product has read it
                     barrier()
-                    copy_whole(sh_k.index(0), p_k, i_next * BT, i + 1 < count, s_kt)
+                    begin_copy(sh_k.index(0), p_k, i_next * BT, keys, s_kt, i + 1 < count)
                     async_copy.commit_group()
                 if (i_k < full) | (i_k >= end):
                     o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
@@ -129,7 +128,7 @@ def _forward(
                 b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
                 if PLACES == 1:
                     barrier()
-                    copy_whole(sh_v.index(0), p_v, i_next * BT, i + 1 < count, s_vt)
+                    begin_copy(sh_v.index(0), p_v, i_next * BT, keys, s_vt, i + 1 < count)
                     async_copy.commit_group()
                 i_k = i_next
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)

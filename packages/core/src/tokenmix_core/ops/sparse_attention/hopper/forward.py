@@ -86,7 +86,7 @@ def _kept_attention_forward(
         b_o = gl.zeros([BM, V], gl.float32, sums)
         b_l = gl.zeros([BM], gl.float32, row)
         b_shift = gl.zeros([BM], gl.float32, row)
-        # whether maxima of all tiles are taken, and another round is
+        # one round, and another one with maxima of all tiles where its sums ask for that
         rounds = total * 0 + 1
         all_maxima = total * 0
         if takes_all_maxima(dtype):
