@@ -8,6 +8,7 @@ import torch
 from tokenmix_core.ops.softmax_attention import attention_reference
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
+from tokenmix_core.ops.softmax_attention.terms import TERMS
 from tokenmix_core.testing import gluon
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
@@ -32,8 +33,9 @@ CASES = {
 @pytest.fixture(scope="module")
 def hopper():
     """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
-    names = "tile.hopper", "ops.softmax_attention.hopper.backward", "ops.softmax_attention.hopper.forward"
-    _, *modules = gluon.load("tokenmix_core", *names)
+    place = "ops.softmax_attention.hopper"
+    names = "tile.hopper", f"{place}.terms", f"{place}.backward", f"{place}.forward"
+    _, _, *modules = gluon.load("tokenmix_core", *names)
     for module in modules:
         module.TILE = 16
     return modules
@@ -64,15 +66,18 @@ def test_gradients_answer_to_the_reference(hopper, case):
     lse = lse.transpose(1, 2).contiguous()
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     delta = torch.full_like(lse, float("nan"))
+    terms = delta.new_full((*delta.shape, TERMS.value), float("nan"), dtype=torch.bfloat16)
     backward, _ = hopper
-    backward.backward_queries(q, k, v, o.contiguous(), do, lse, dlse, delta, grads[0], cu, mask, 0.125, selected)
-    backward.backward_keys(q, k, v, do, lse, delta, *grads[1:], cu, mask, 0.125, selected)
+    given = dict(q=q, k=k, v=v, do=do, terms=terms, cu_seqlens=cu, mask=mask, scale=0.125, selected=selected)
+    queries = dict(**given, o=o.contiguous(), lse=lse, dlse=dlse, delta=delta)
+    backward.backward_queries(**queries, dq=grads[0])
+    backward.backward_keys(**given, dk=grads[1], dv=grads[2])
     for grad, exact in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
     if selected is not None:
         # tiles that nobody chose a query of are left as they were
         left = torch.full_like(q, float("nan"))
-        backward.backward_queries(q, k, v, o.contiguous(), do, lse, dlse, delta, left, cu, mask, 0.125, selected, False)
+        backward.backward_queries(**queries, dq=left, fill=False)
         written = ~left.isnan()
         assert written[selected].all()
         assert torch.equal(left[written], grads[0][written])
@@ -139,42 +144,30 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def groups():
-    """The modules of the kernels by groups of warps on the stand-in."""
-    place = "ops.softmax_attention.hopper"
-    return gluon.load("tokenmix_core", "tile.hopper", f"{place}.forward_groups", f"{place}.backward_groups")[1:]
+    """The module of the forward kernel by groups of warps on the stand-in."""
+    return gluon.load("tokenmix_core", "tile.hopper", "ops.softmax_attention.hopper.forward_groups")[1]
 
 
 @pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)
 def test_groups_of_warps_meet_scores_far_above_those_of_the_own_tile_once_more(groups, mask):
     inputs, outputs, exact = far_above(mask, 400, 128)
-    groups[0].forward(*inputs, *outputs, None, mask, 0.25)
+    groups.forward(*inputs, *outputs, None, mask, 0.25)
     torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", LONG)
 def test_groups_of_warps_answer_to_the_reference(groups, case):
-    forward, backward = groups
     options = dict(LONG[case])
     mask, cu = options.pop("mask"), options.pop("cu_seqlens", None)
     B, HQ, H = (options.get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2)))
     TQ = options.get("TQ", cu and cu[-1])
     TK = options.get("TK", TQ)
     generator = torch.Generator().manual_seed(0)
-    shapes = (B, TQ, HQ, 128), (B, TK, H, 128), (B, TK, H, 128), (B, TQ, HQ, 128)
-    q, k, v, do = (torch.randn(shape, generator=generator) for shape in shapes)
+    q, k, v = (torch.randn(s, generator=generator) for s in ((B, TQ, HQ, 128), (B, TK, H, 128), (B, TK, H, 128)))
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
-    form = dict(scale=0.1, cu_seqlens=cu, **mask._asdict())
-    exact = attention_reference(q, k, v, **form)
+    exact = attention_reference(q, k, v, scale=0.1, cu_seqlens=cu, **mask._asdict())
 
     o, lse = torch.full_like(q, float("nan")), torch.full((B, HQ, TQ), float("nan"))
-    forward.forward(q, k, v, o, lse, cu, mask, 0.1)
+    groups.forward(q, k, v, o, lse, cu, mask, 0.1)
     for got, expected in zip((o, lse.transpose(1, 2)), exact, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    if mask.sinks:
-        return  # their gradients are summed elsewhere
-    delta = (exact.o * do).sum(-1).transpose(1, 2).contiguous()
-    grads = [torch.full_like(x, float("nan")) for x in (k, v)]
-    backward.backward_keys(q, k, v, do, lse, delta, *grads, cu, mask, 0.1)
-    expected = attention_reference_backward(q, k, v, exact.o, do, None, **form)[1:]
-    for grad, exact in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, exact, rtol=1e-4, atol=2e-5)

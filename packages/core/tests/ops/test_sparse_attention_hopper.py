@@ -10,7 +10,6 @@ import torch
 from tokenmix_core import tuning
 from tokenmix_core.ops.sparse_attention import (
     autograd,
-    backward_keys,
     backward_queries,
     forward,
     kept_attention_reference,
@@ -42,11 +41,12 @@ CASES = {
 @pytest.fixture(scope="module")
 def hopper():
     """The modules of the kernels on the stand-in, with tiles of 16."""
-    place = "ops.sparse_attention.hopper"
-    names = "tiles", "forward", "backward_queries", "backward_keys"
-    *modules, package = gluon.load("tokenmix_core", "tile.hopper", *(f"{place}.{name}" for name in names), place)
-    package.TILE = modules[3].TILE = TILE
-    return modules[2:]
+    place, attention = "ops.sparse_attention.hopper", "ops.softmax_attention.hopper"
+    shared = "tile.hopper", f"{attention}.terms", f"{attention}.backward", f"{place}.tiles"
+    names = "forward", "backward_queries", "backward_keys"
+    *modules, package = gluon.load("tokenmix_core", *shared, *(f"{place}.{name}" for name in names), place)
+    package.TILE = modules[5].TILE = TILE
+    return modules[4:]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def by_gluon(hopper, monkeypatch):
     for module, name in zip(hopper, ("forward", "backward_queries", "backward_keys"), strict=True):
         monkeypatch.setitem(sys.modules, f"tokenmix_core.ops.sparse_attention.hopper.{name}", module)
     monkeypatch.setattr("tokenmix_core.ops.sparse_attention.hopper.TILE", TILE)
-    for module in (forward, backward_queries, backward_keys):
+    for module in (forward, backward_queries):
         monkeypatch.setattr(module, "takes_gluon", lambda *call: True)
     return hopper
 

@@ -19,7 +19,7 @@ LOWEST = gl.constexpr(-160.0)
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Rows of 64 or 128 elements of 16 bits, 16 bytes a thread."""
+    """Rows of 16 to 128 elements of 16 bits, 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
@@ -72,14 +72,16 @@ def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None):
     Where it is told whether the tile is `wanted`, all of its rows exist, and become 0 if it is not.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
-    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
-    p_x += first.to(gl.int64) * stride
+    # rows that threads copy at once: the others of a thread are constants away from its first
+    step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    p_x = p_x + first.to(gl.int64) * stride + (o_t % step * stride + o_d) + o_t // step * step * stride
     if wanted is None:
-        m_t = first + o_t < rows
+        m_t = o_t < rows - first
     else:
         m_t = (o_t >= 0) & wanted
-    async_load(s_x, p_x + o_t[:, None] * stride + o_d[None, :], mask=m_t[:, None])
+    async_load(s_x, p_x, mask=m_t)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
 from tokenmix_core.ops.softmax_attention.plan import Form, plan
 from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles, listed, selected_rows
+from tokenmix_core.ops.softmax_attention.terms import TERMS, store_terms
 from tokenmix_core.ops.softmax_attention.tiles import (
     add_product,
     key_tiles,
@@ -52,14 +53,14 @@ def meet_keys(
 @cached_launch
 @triton.jit
 def _attention_backward_queries(
-    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
+    q, k, v, o, do, lse, dlse, delta, terms, dq, cu_seqlens, selected,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of queries and a head a program; sinks as in the forward kernel."""
+    """dq, delta and, if wanted, terms of a tile of queries and a head a program; sinks as in the forward kernel."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -89,6 +90,8 @@ def _attention_backward_queries(
     if THROUGH_LSE:
         b_delta -= tl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
     tl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
+    if terms is not None:
+        store_terms(terms, o_row + o_t, b_lse, b_delta, o_t < queries, scale * LOG2_E)
 
     first = i_t * BM + keys - queries
     last = tl.minimum(first + BM, keys) - 1
@@ -208,20 +211,23 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    # the kernel of dq leaves delta for the kernel of dk and dv
+    # the kernel of dq leaves delta, or its terms, for the kernel of dk and dv
     # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
-    by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None)
+    by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None, scale=scale)
+    terms = lse.new_empty(*lse.shape, TERMS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None
     given = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, cu_seqlens=cu_seqlens)
 
     if isinstance(by.queries, Form):
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_queries
 
-        backward_queries(**given, o=o, dlse=dlse, dq=dq, mask=mask, scale=scale, selected=selected, fill=fill)
+        backward_queries(
+            **given, terms=terms, o=o, dlse=dlse, dq=dq, mask=mask, scale=scale, selected=selected, fill=fill
+        )  # fmt: skip
     else:
         tiles = chunk_slots(1, TQ, by.queries.BM, cu_seqlens)
         _attention_backward_queries[(tiles * HQ * B,)](
-            **given, o=o, dlse=dlse, dq=dq, selected=selected, **strides(q=q, k=k, v=v, d=do),
+            **given, terms=terms, o=o, dlse=dlse, dq=dq, selected=selected, **strides(q=q, k=k, v=v, d=do),
             **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             THROUGH_LSE=dlse is not None, FILL=fill,
@@ -229,14 +235,13 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     # a sink is seen by every query: among keys that a window sees, its tile would make all others wait
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
-    if by.keys is Form.GROUPS:
-        from tokenmix_core.ops.softmax_attention.hopper.backward_groups import backward_keys
-
-        backward_keys(**given, dk=dk, dv=dv, mask=mask, scale=scale)
-    elif by.keys is Form.ONE:
+    if by.keys is Form.ONE:
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_keys
 
-        backward_keys(**given, dk=dk, dv=dv, mask=mask, scale=scale, selected=selected)
+        backward_keys(
+            q=q, k=k, v=v, do=do, terms=terms, dk=dk, dv=dv, cu_seqlens=cu_seqlens, mask=mask, scale=scale,
+            selected=selected,
+        )  # fmt: skip
     else:
         tiles = chunk_slots(1, TK, by.keys.BN, cu_seqlens)
         ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, by.keys.BM)

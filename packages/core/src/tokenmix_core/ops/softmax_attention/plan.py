@@ -14,16 +14,17 @@ from tokenmix_core.launch.replay import is_real
 from tokenmix_core.ops.choice import HALF, GluonForm
 from tokenmix_core.ops.softmax_attention.backends import Mask, on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
+from tokenmix_core.ops.softmax_attention.terms import LEAST_SCALE
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
-# Groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so many:
-# forward they win 2 % with 1,024, 8 with 2,048 and 14 without
-_LONG, _WINDOW_FORWARD, _WINDOW_BACKWARD = 1024, 1024, 512
+# Forward, groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so
+# many: they win 2 % with 1,024, 8 with 2,048 and 14 without
+_LONG, _WIDE = 1024, 1024
 
 
 class Form(Enum):
-    """A kernel in Gluon: a program is one group of warps, or two that take a tile each and one that copies for them."""
+    """A kernel in Gluon: a program is one group of warps, or, forward, two and one that copies for them."""
 
     ONE = "one group"
     GROUPS = "groups"
@@ -45,7 +46,7 @@ class AttentionPlan(NamedTuple):
 
 def plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, cu_seqlens: Tensor | None = None,
-    chosen: bool = False,
+    chosen: bool = False, scale: float = 1.0,
 ) -> AttentionPlan:  # fmt: skip
     """The plan of a call with these tensors.
 
@@ -58,30 +59,27 @@ def plan(
         others: what the backward pass also reads by rows.
         cu_seqlens: borders of packed sequences.
         chosen: some queries alone are wanted.
+        scale: factor of the scores, where the plan is made for gradients.
 
     Raises:
         ValueError: `impl` is "gluon" and kernels in Gluon do not run.
     """
-    (B, TQ, HQ, K), (_, TK, H, V) = q.shape, v.shape
+    (B, TQ, HQ, K), (_, TK, _, V) = q.shape, v.shape
     forward, queries, keys = (
         tuning.attention(name, max(K, V), q.dtype) for name in ("forward", "backward_queries", "backward_keys")
     )
     if not GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, *others)):
         return AttentionPlan(forward, queries, keys)
-    multiprocessors = tuning.multiprocessors(q.device)
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
-    def by_groups(programs: int, least_window: int) -> bool:
-        wide = mask.window is None or mask.window >= least_window
-        # a program by groups has a multiprocessor for itself
-        enough = 4 * programs >= 3 * multiprocessors
-        return K == 128 and not chosen and wide and _LONG * sequences <= TK and enough
-
-    if by_groups(B * HQ * cdiv(TQ, ROWS), _WINDOW_FORWARD):
+    wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
+    # a program by groups has a multiprocessor for itself
+    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * tuning.multiprocessors(q.device):
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE
-    keys = Form.GROUPS if by_groups(B * H * cdiv(TK, ROWS), _WINDOW_BACKWARD) else Form.ONE
+    if scale >= LEAST_SCALE:
+        keys = Form.ONE
     # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
     timed = mask.window is not None and dense and tuning.crowded(B * HQ * cdiv(TQ, TILE))

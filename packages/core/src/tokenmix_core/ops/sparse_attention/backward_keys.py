@@ -33,7 +33,6 @@ from tokenmix_core.ops.sparse_attention.pieces import (
     cut_pieces,
     find_tile,
 )
-from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import listed_columns, load_rows
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.sequences import locate_chunk
@@ -221,13 +220,13 @@ def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: t
 
 
 def kept_attention_backward_keys(
-    q, k, v, do, lse, delta, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
+    q, k, v, do, lse, delta, terms, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dk and dv, and the gradient of `keep` unless that is None."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     d_keep = _write_gradients(
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
-        cu_seqlens=cu_seqlens, keep=keep, unit=unit, window=window, scale=scale, impl=impl,
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, terms=terms, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
+        cu_seqlens=cu_seqlens, keep=keep, unit=unit, window=window, scale=scale,
     )  # fmt: skip
     return dk, dv, d_keep
 
@@ -237,20 +236,22 @@ def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, w
     count = min(count, k.shape[1])
     ranks, lists = list_first(k, count, cu_seqlens)
     _write_gradients(
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, ranks=ranks, lists=lists, until=None,
-        cu_seqlens=cu_seqlens, keep=None, unit=1, window=window, scale=scale, impl="triton", most=count,
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, terms=None, dk=dk, dv=dv, ranks=ranks, lists=lists, until=None,
+        cu_seqlens=cu_seqlens, keep=None, unit=1, window=window, scale=scale, most=count,
     )  # fmt: skip
 
 
 def _write_gradients(
-    *, q, k, v, do, lse, delta, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, impl, most=None
+    *, q, k, v, do, lse, delta, terms, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, most=None
 ) -> Tensor | None:
-    """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any."""
+    """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any.
+
+    By kernels in Gluon where that of queries left `terms` for them.
+    """
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, _, K), (_, TK, H, V) = q.shape, v.shape
-    gluon = takes_gluon(impl, q, k, v, until)
     tile = tuning.kept_attention("backward_keys", max(K, V), q.dtype, unit)
-    if gluon:
+    if terms is not None:
         from tokenmix_core.ops.sparse_attention.hopper import TILE
 
         tile = tile._replace(BM=TILE, BN=TILE)
@@ -265,11 +266,11 @@ def _write_gradients(
     dm, parts_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(parts))
     # gradients, or parts of them, and where they belong
     written = dict(dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v, parts_m=parts_m, ranks=ranks, lists=lists)
-    if gluon:
+    if terms is not None:
         from tokenmix_core.ops.sparse_attention.hopper.backward_keys import backward_keys
 
         backward_keys(
-            q=q, k=k, v=v, do=aligned(do), lse=lse, delta=delta, **written, cu_seqlens=cu_seqlens, pieces=pieces,
+            q=q, k=k, v=v, do=aligned(do), terms=terms, **written, cu_seqlens=cu_seqlens, pieces=pieces,
             unit=unit, window=window, scale=scale,
         )  # fmt: skip
     else:

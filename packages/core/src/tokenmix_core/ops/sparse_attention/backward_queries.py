@@ -12,6 +12,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
+from tokenmix_core.ops.softmax_attention.terms import LEAST_SCALE, TERMS
 from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import left_of
@@ -113,20 +114,22 @@ def _kept_attention_backward_queries(
 
 def kept_attention_backward_queries(
     q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl
-) -> tuple[Tensor, Tensor]:
-    """dq `[B, TQ, HQ, K]`, and delta `[B, HQ, TQ]` for the kernel of dk and dv."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dq `[B, TQ, HQ, K]`, and for the kernel of dk and dv delta `[B, HQ, TQ]`, or terms of it for that in Gluon."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.contiguous()
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
-    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
-    if takes_gluon(impl, q, k, v, until):
+    dq = q.new_empty(q.shape)
+    if scale >= LEAST_SCALE and takes_gluon(impl, q, k, v, until):
         from tokenmix_core.ops.sparse_attention.hopper.backward_queries import backward_queries
 
+        terms = lse.new_empty(*lse.shape, TERMS.value, dtype=torch.bfloat16)
         backward_queries(
-            q=q, k=k, v=v, o=o, do=aligned(do), lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists,
+            q=q, k=k, v=v, o=o, do=aligned(do), lse=lse, dlse=dlse, terms=terms, dq=dq, ranks=ranks, lists=lists,
             cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale,
         )  # fmt: skip
-        return dq, delta
+        return dq, None, terms
+    delta = torch.empty_like(lse)
     tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, unit)
     tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
     _kept_attention_backward_queries[(tiles * HQ * B,)](
@@ -134,4 +137,4 @@ def kept_attention_backward_queries(
         cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do, u=until), **sizes(q, k, ranks, cu_seqlens), tiles=tiles,
         window=window or 0, scale=scale, **constants(q, v, tile, unit, window, cu_seqlens),
     )  # fmt: skip
-    return dq, delta
+    return dq, delta, None

@@ -188,7 +188,9 @@ def _find_queries(
 
 @cached_launch
 @triton.jit
-def _share_out(facts, piece_tiles, part_tiles, totals, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr):
+def _share_out(
+    facts, piece_tiles, part_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
+):  # fmt: skip
     """Cut the tiles into pieces of no more than the share of one of `programs` programs; one program for all."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
@@ -200,25 +202,30 @@ def _share_out(facts, piece_tiles, part_tiles, totals, tiles, programs, LEAST: t
     share = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
     pieces = 0
     parts = 0
-    for i in range(0, tiles, BT):
-        o_x = i + tl.arange(0, BT)
-        m_x = o_x < tiles
-        b_work = tl.load(facts + STOP * tiles + o_x, mask=m_x, other=0)
-        b_work -= tl.load(facts + NEAR * tiles + o_x, mask=m_x, other=0)
-        m_used = tl.load(facts + PIECES * tiles + o_x, mask=m_x, other=0) != 0
-        # a tile without queries has gradients of 0, which a piece writes
-        b_pieces = tl.where(m_used, tl.maximum(tl.cdiv(b_work, share), 1), 0)
-        b_parts = tl.where(b_pieces > 1, b_pieces, 0)
-        b_piece = pieces + tl.cumsum(b_pieces, 0) - b_pieces
-        b_part = parts + tl.cumsum(b_parts, 0) - b_parts
-        tl.store(facts + PIECES * tiles + o_x, b_pieces, mask=m_x)
-        tl.store(facts + FIRST_PIECE * tiles + o_x, b_piece, mask=m_x)
-        tl.store(facts + FIRST_PART * tiles + o_x, b_part, mask=m_x)
-        for j in range(0, tl.max(b_pieces, 0)):
-            tl.store(piece_tiles + b_piece + j, o_x, mask=j < b_pieces)
-            tl.store(part_tiles + b_part + j, o_x, mask=j < b_parts)
-        pieces += tl.sum(b_pieces, 0)
-        parts += tl.sum(b_parts, 0)
+    # kept keys first, which may have most queries; others one head after the other, as neighbours share queries
+    for kept in tl.static_range(1, -1, -1):
+        for i in range(0, tiles, BT):
+            o_x = i + tl.arange(0, BT)
+            m_x = o_x < tiles
+            if kept == 0:
+                o_x = o_x % slots * (tiles // slots) + o_x // slots
+            m_x = m_x & (tl.load(facts + KEPT * tiles + o_x, mask=m_x, other=0) == kept)
+            b_work = tl.load(facts + STOP * tiles + o_x, mask=m_x, other=0)
+            b_work -= tl.load(facts + NEAR * tiles + o_x, mask=m_x, other=0)
+            m_used = tl.load(facts + PIECES * tiles + o_x, mask=m_x, other=0) != 0
+            # a tile without queries has gradients of 0, which a piece writes
+            b_pieces = tl.where(m_used, tl.maximum(tl.cdiv(b_work, share), 1), 0)
+            b_parts = tl.where(b_pieces > 1, b_pieces, 0)
+            b_piece = pieces + tl.cumsum(b_pieces, 0) - b_pieces
+            b_part = parts + tl.cumsum(b_parts, 0) - b_parts
+            tl.store(facts + PIECES * tiles + o_x, b_pieces, mask=m_x)
+            tl.store(facts + FIRST_PIECE * tiles + o_x, b_piece, mask=m_x)
+            tl.store(facts + FIRST_PART * tiles + o_x, b_part, mask=m_x)
+            for j in range(0, tl.max(b_pieces, 0)):
+                tl.store(piece_tiles + b_piece + j, o_x, mask=j < b_pieces)
+                tl.store(part_tiles + b_part + j, o_x, mask=j < b_parts)
+            pieces += tl.sum(b_pieces, 0)
+            parts += tl.sum(b_parts, 0)
     tl.store(totals + SHARE, share)
     tl.store(totals + ALL_PIECES, pieces)
     tl.store(totals + ALL_PARTS, parts)
@@ -249,7 +256,7 @@ def cut_pieces(ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, wind
         OTHERS=most is None, num_warps=1,
     )  # fmt: skip
     _share_out[(1,)](
-        facts=facts, piece_tiles=piece_tiles, part_tiles=part_tiles, totals=totals, tiles=tiles, programs=programs,
-        LEAST=_LEAST, BT=1024, num_warps=4,
+        facts=facts, piece_tiles=piece_tiles, part_tiles=part_tiles, totals=totals, slots=slots, tiles=tiles,
+        programs=programs, LEAST=_LEAST, BT=4096, num_warps=16,
     )  # fmt: skip
     return Pieces(facts, piece_tiles, part_tiles, totals, tiles)

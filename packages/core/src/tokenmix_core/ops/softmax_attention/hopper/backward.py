@@ -1,8 +1,8 @@
 """The backward kernels for Hopper, in Gluon: 16-bit heads of 64 or 128, any mask, for all queries or chosen ones.
 
 The arithmetic is that of `backward.py`. What differs is the order: both products that a tile begins with are started
-together, exponentials run beside the second, and the next tile is copied meanwhile; and addresses take fewer registers,
-which lets 64 queries meet 64 keys without spilling.
+together, exponentials run beside the second, and the next tile is copied meanwhile; and in the kernel of keys matrix
+units subtract log-sum-exps and deltas (`terms.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
+from tokenmix_core.ops.softmax_attention.hopper.terms import (
+    EACH,
+    TERMS,
+    adding_terms,
+    allocate_terms,
+    store_terms,
+)
 from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles
 from tokenmix_core.ops.softmax_attention.tiles import key_tiles, query_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
     LOG2_E,
+    anew,
     await_copies,
     barrier,
     begin_copy,
-    begin_vector_copy,
     locate_chunk,
+    placed_anew,
     product_layout,
     row_layout,
     store_rows,
@@ -49,15 +57,58 @@ def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
     gl.store(p_x, gl.zeros([BT, D], p_x.dtype.element_ty, layout), mask=(o_t < rows)[:, None])
 
 
+@gluon.jit
+def meet_keys(
+    i, i_k, b_dq, here_s, next_s, given, s_kt: gl.constexpr, s_vt: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Add what the i-th tile of keys, which is in `here_s`, gives to dq; the next one is brought to `next_s`.
+
+    Returns:
+        the next tile, and dq.
+    """
+    pointers, queries_s, b_lse, b_delta, span, o_q, window, sinks, scale = given
+    keys, far_sinks, hidden, full, end, count = span
+    sh_k, sh_v = placed_anew(here_s[0]), placed_anew(here_s[1])
+    BT: gl.constexpr = sh_k.shape[0]
+    scores: gl.constexpr = product_layout(BT, gl.num_warps())
+    sums: gl.constexpr = product_layout(sh_k.shape[1], gl.num_warps())
+    zeros = gl.zeros([BT, BT], gl.float32, scores)
+    await_copies(0)
+    b_s = warpgroup_mma(placed_anew(queries_s[0]), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma(placed_anew(queries_s[1]), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    i_next = i + 1 + gl.where(i + 1 < far_sinks, 0, hidden)
+    # nothing comes after the last tile
+    left = gl.where(i + 1 < count, keys, 0)
+    begin_copy(next_s[0], pointers[0], i_next * BT, left, s_kt)
+    begin_copy(next_s[1], pointers[1], i_next * BT, left, s_vt)
+    async_copy.commit_group()
+    b_s = warpgroup_mma_wait(1, [b_s])
+    b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
+    if (i_k < full) | (i_k >= end):
+        o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
+        # a thread's columns are constants away from its first
+        distance = (o_q - i_k * BT)[:, None] - o_k % 8 - o_k // 8 * 8
+        m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
+        b_p = gl.where(m_s, b_p, 0.0)
+    b_dp = warpgroup_mma_wait(0, [b_dp])
+    b_ds = (b_p * (b_dp - b_delta[:, None])).to(sh_k.dtype)
+    b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, sums, 2))
+    b_dq = warpgroup_mma(b_ds, sh_k, b_dq, is_async=True)
+    # what stands among the waited for is not overwritten before
+    b_dq, b_ds = warpgroup_mma_wait(0, [b_dq, b_ds])
+    return i_next, b_dq
+
+
 @cached_launch
 @gluon.jit
 def _backward_queries(
-    q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, selected,
+    q, k, v, o, do, lse, dlse, delta, terms, dq, cu_seqlens, selected,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of queries and a head a program."""
+    """dq, delta and terms of a tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -86,14 +137,21 @@ def _backward_queries(
         hidden = near - far_sinks
         sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         sh_do = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
-        sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, D], shared)
-        sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, D], shared)
+        # places that Triton tells apart: in a ring products and copies would wait for each other
+        even_s = (
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
+        )
+        odd_s = (
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
+        )
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
         begin_copy(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
         i_k = gl.where(far_sinks > 0, 0, hidden)
-        begin_copy(sh_k.index(0), p_k, i_k * BT, keys, s_kt)
-        begin_copy(sh_v.index(0), p_v, i_k * BT, keys, s_vt)
+        begin_copy(even_s[0], p_k, i_k * BT, keys, s_kt)
+        begin_copy(even_s[1], p_v, i_k * BT, keys, s_vt)
         async_copy.commit_group()
 
         o_row = (i_b * HQ + i_h) * TQ + start
@@ -111,30 +169,17 @@ def _backward_queries(
         b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
 
         b_dq = gl.zeros([BT, D], gl.float32, sums)
-        zeros = gl.zeros([BT, BT], gl.float32, scores)
-        for i in range(far_sinks + stop - near):
-            await_copies(0)
-            sh_ki = sh_k.index(i % 2)
-            b_s = warpgroup_mma(sh_q, sh_ki.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            b_dp = warpgroup_mma(sh_do, sh_v.index(i % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            i_next = i + 1 + gl.where(i + 1 < far_sinks, 0, hidden)
-            begin_copy(sh_k.index((i + 1) % 2), p_k, i_next * BT, keys, s_kt)
-            begin_copy(sh_v.index((i + 1) % 2), p_v, i_next * BT, keys, s_vt)
-            async_copy.commit_group()
-            b_s = warpgroup_mma_wait(1, [b_s])
-            b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
-            if (i_k < full) | (i_k >= end):
-                o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
-                distance = o_m[:, None] - (o_k - (first - i_k * BT))
-                m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
-                b_p = gl.where(m_s, b_p, 0.0)
-            b_dp = warpgroup_mma_wait(0, [b_dp])
-            b_ds = (b_p * (b_dp - b_delta[:, None])).to(q.dtype.element_ty)
-            b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, sums, 2))
-            b_dq = warpgroup_mma(b_ds, sh_ki, b_dq, is_async=True)
-            # what stands among the waited for is not overwritten before
-            b_dq, b_ds = warpgroup_mma_wait(0, [b_dq, b_ds])
-            i_k = i_next
+        store_terms(
+            terms + (o_row + i_t * BT) * TERMS, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E
+        )  # fmt: skip
+        count = far_sinks + stop - near
+        span = (keys, far_sinks, hidden, full, end, count)
+        given = ((p_k, p_v), (sh_q, sh_do), b_lse, b_delta, span, first + o_m, window, sinks, scale)
+        for i in range(0, count - 1, 2):
+            i_k, b_dq = meet_keys(i, i_k, b_dq, even_s, odd_s, given, s_kt, s_vt, CAUSAL, WINDOW)
+            i_k, b_dq = meet_keys(i + 1, i_k, b_dq, odd_s, even_s, given, s_kt, s_vt, CAUSAL, WINDOW)
+        if count % 2 == 1:
+            i_k, b_dq = meet_keys(count - 1, i_k, b_dq, even_s, odd_s, given, s_kt, s_vt, CAUSAL, WINDOW)
         # through shared memory, so that a thread stores 16 bytes at once
         await_copies(0)
         sh_q.store((b_dq * scale).to(dq.dtype.element_ty))
@@ -151,10 +196,106 @@ def listed(order, i, exists):
         return gl.load(order + i, mask=exists, other=0)
 
 
+@gluon.jit
+def allocate_queries(q, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """Shared memory for a tile of queries, of do and of terms."""
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return (
+        gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared),
+        gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared),
+        allocate_terms(BT),
+    )
+
+
+@gluon.jit
+def bring_queries(queries_s, pointers, i_h, steps, first, queries, s_qt: gl.constexpr, s_dt: gl.constexpr):
+    """Begin to copy a tile of queries from `first` on, of the i-th head behind `pointers`, and what belongs to them."""
+    i_h = i_h.to(gl.int64)
+    begin_copy(queries_s[0], pointers[0] + i_h * steps[0], first, queries, s_qt)
+    begin_copy(queries_s[1], pointers[1] + i_h * steps[1], first, queries, s_dt)
+    begin_copy(queries_s[2], pointers[2] + i_h * steps[2], first, queries, TERMS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def next_tile(i_q, i_h, near, stop):
+    """The tile of queries behind a tile, and its head: behind the last of a head the first of the next one."""
+    last = i_q + 1 == stop
+    return gl.where(last, near, i_q + 1), i_h + gl.where(last, 1, 0)
+
+
+@gluon.jit
+def begin_weights(keys_s, queries_s):
+    """Begin K Qᵀ − lse / scale and V dOᵀ − δ of tiles in shared memory."""
+    sh_k, sh_v, adds_lse, adds_delta = keys_s
+    sh_q, sh_do, sh_terms = queries_s
+    BN: gl.constexpr = sh_k.shape[0]
+    BM: gl.constexpr = sh_q.shape[0]
+    zeros = gl.zeros([BN, BM], gl.float32, product_layout(BM, gl.num_warps()))
+    b_terms = sh_terms.permute((1, 0))
+    b_st = warpgroup_mma(adds_lse, b_terms, zeros, use_acc=False, is_async=True)
+    b_st = warpgroup_mma(placed_anew(sh_k), placed_anew(sh_q).permute((1, 0)), b_st, is_async=True)
+    b_dpt = warpgroup_mma(adds_delta, b_terms, zeros, use_acc=False, is_async=True)
+    b_dpt = warpgroup_mma(placed_anew(sh_v), placed_anew(sh_do).permute((1, 0)), b_dpt, is_async=True)
+    return b_st, b_dpt
+
+
+@gluon.jit
+def columns_behind(b_row, columns: gl.constexpr):
+    """A number for each row, plus 0, 1, … by column, where a thread's columns are constants away from its first.
+
+    Triton must not know the number: it takes a multiple of 16 minus the rows 0, 1, … for multiples of 16, too, and then
+    compares but one of several columns.
+    """
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, product_layout(columns, gl.num_warps())))
+    return anew(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
+
+
+@gluon.jit
+def meet_queries(
+    i, cursor, sums, here_s, next_s, given, steps, s_qt: gl.constexpr, s_dt: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Add what the i-th tile of queries, which is in `here_s`, gives to dk and dv; the next one is brought to `next_s`.
+
+    Returns:
+        the next tile and its head, and the sums.
+    """
+    i_q, t_q, i_h = cursor
+    b_dk, b_dv = sums
+    pointers, keys_s, order, span, o_k, window, sinks, scale = given
+    queries, keys, near, full, end, stop, count = span
+    more = i + 1 < count
+    BT: gl.constexpr = here_s[0].shape[0]
+    dtype: gl.constexpr = here_s[0].dtype
+    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(here_s[0].shape[1], gl.num_warps()), 2)
+    await_copies(0)
+    b_st, b_dpt = begin_weights(keys_s, here_s)
+    i_next, i_h = next_tile(i_q, i_h, near, stop)
+    t_next = listed(order, i_next, more)
+    # nothing comes after the last tile
+    bring_queries(next_s, pointers, i_h, steps, t_next * BT, gl.where(more, queries, 0), s_qt, s_dt)
+    b_st = warpgroup_mma_wait(1, [b_st])
+    b_pt = gl.exp2(b_st * (scale * LOG2_E))
+    if (i_q < full) | (i_q >= end):
+        # what there is no query for has a gradient of 0
+        distance = columns_behind(t_q * BT + keys - queries - o_k, BT)
+        m_s = visible(distance, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
+        b_pt = gl.where(m_s, b_pt, 0.0)
+    b_left = gl.convert_layout(b_pt.to(dtype), left)
+    b_dv = warpgroup_mma(b_left, placed_anew(here_s[1]), b_dv, is_async=True)
+    b_dpt = warpgroup_mma_wait(1, [b_dpt])
+    b_right = gl.convert_layout((b_pt * b_dpt).to(dtype), left)
+    b_dk = warpgroup_mma(b_right, placed_anew(here_s[0]), b_dk, is_async=True)
+    # what stands among the waited for is not overwritten before
+    b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
+    return (i_next, t_next, i_h), (b_dk, b_dv)
+
+
 @cached_launch
 @gluon.jit
 def _backward_keys(
-    q, k, v, do, lse, delta, dk, dv, cu_seqlens, ranks, order,
+    q, k, v, do, terms, dk, dv, cu_seqlens, ranks, order,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
@@ -173,10 +314,7 @@ def _backward_keys(
         i_t = first_row // BT
         keys = queries
     if i_t * BT < keys:
-        scores: gl.constexpr = product_layout(BT, gl.num_warps())
-        sums: gl.constexpr = product_layout(D, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         shift = keys - queries
         first = i_t * BT
         last = gl.minimum(first + BT, keys) - 1
@@ -193,69 +331,39 @@ def _backward_keys(
         t_q = listed(order, near, count > 0)
         sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
-        sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, D], shared)
-        sh_do = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, D], shared)
-        sh_lse = gl.allocate_shared_memory(gl.float32, [2, BT], vector)
-        sh_delta = gl.allocate_shared_memory(gl.float32, [2, BT], vector)
-        # of the head that is copied next, from the first of the group on
+        # places that Triton tells apart: in a ring products and copies would wait for each other
+        even_s = allocate_queries(q, BT, D, D)
+        odd_s = allocate_queries(q, BT, D, D)
+        # from the first head of the group on
         i_h = i_hk * (HQ // H)
-        p_q = q + i_b * s_qb + start * s_qt + i_h * s_qh
-        p_do = do + i_b * s_db + start * s_dt + i_h * s_dh
-        p_lse = lse + (i_b * HQ + i_h) * TQ + start
-        p_delta = delta + (i_b * HQ + i_h) * TQ + start
+        pointers = (
+            q + i_b * s_qb + start * s_qt + i_h * s_qh,
+            do + i_b * s_db + start * s_dt + i_h * s_dh,
+            terms + ((i_b * HQ + i_h) * TQ + start) * TERMS,
+        )
+        steps = (s_qh, s_dh, TQ * TERMS)
         begin_copy(sh_k, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
         begin_copy(sh_v, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
-        begin_copy(sh_q.index(0), p_q, t_q * BT, queries, s_qt)
-        begin_copy(sh_do.index(0), p_do, t_q * BT, queries, s_dt)
-        begin_vector_copy(sh_lse.index(0), p_lse, t_q * BT, queries)
-        begin_vector_copy(sh_delta.index(0), p_delta, t_q * BT, queries)
-        async_copy.commit_group()
+        cursor = (near, t_q, near * 0)
+        bring_queries(even_s, pointers, near * 0, steps, t_q * BT, queries, s_qt, s_dt)
 
-        b_dk = gl.zeros([BT, D], gl.float32, sums)
-        b_dv = gl.zeros([BT, D], gl.float32, sums)
-        zeros = gl.zeros([BT, BT], gl.float32, scores)
-        o_n = gl.arange(0, BT, gl.SliceLayout(1, scores))
-        o_m = gl.arange(0, BT, gl.SliceLayout(0, scores))
-        i_q = near
-        for i in range(count):
-            await_copies(0)
-            sh_qi = sh_q.index(i % 2)
-            sh_doi = sh_do.index(i % 2)
-            b_st = warpgroup_mma(sh_k, sh_qi.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            b_dpt = warpgroup_mma(sh_v, sh_doi.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            i_next = i_q + 1
-            if i_next == stop:
-                i_next = near
-                p_q += s_qh
-                p_do += s_dh
-                p_lse += TQ
-                p_delta += TQ
-            t_next = listed(order, i_next, i + 1 < count)
-            # nothing comes after the last tile
-            left = gl.where(i + 1 < count, queries, 0)
-            begin_copy(sh_q.index((i + 1) % 2), p_q, t_next * BT, left, s_qt)
-            begin_copy(sh_do.index((i + 1) % 2), p_do, t_next * BT, left, s_dt)
-            begin_vector_copy(sh_lse.index((i + 1) % 2), p_lse, t_next * BT, left)
-            begin_vector_copy(sh_delta.index((i + 1) % 2), p_delta, t_next * BT, left)
-            async_copy.commit_group()
-            b_lse = sh_lse.index(i % 2).load(gl.SliceLayout(0, scores)) * LOG2_E
-            b_st = warpgroup_mma_wait(1, [b_st])
-            b_pt = gl.exp2(b_st * (scale * LOG2_E) - b_lse[None, :])
-            if (i_q < full) | (i_q >= end):
-                # what there is no query for has a gradient of 0
-                distance = (o_m + (t_q * BT + shift - first))[None, :] - o_n[:, None]
-                m_s = visible(distance, first + o_n[:, None], keys, window, sinks, CAUSAL, WINDOW)
-                b_pt = gl.where(m_s, b_pt, 0.0)
-            b_left = gl.convert_layout(b_pt.to(q.dtype.element_ty), gl.DotOperandLayout(0, sums, 2))
-            b_dv = warpgroup_mma(b_left, sh_doi, b_dv, is_async=True)
-            b_delta = sh_delta.index(i % 2).load(gl.SliceLayout(0, scores))
-            b_dpt = warpgroup_mma_wait(1, [b_dpt])
-            b_dst = (b_pt * (b_dpt - b_delta[None, :])).to(q.dtype.element_ty)
-            b_dst = gl.convert_layout(b_dst, gl.DotOperandLayout(0, sums, 2))
-            b_dk = warpgroup_mma(b_dst, sh_qi, b_dk, is_async=True)
-            # what stands among the waited for is not overwritten before
-            b_dk, b_dv, b_left, b_dst = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_dst])
-            i_q, t_q = i_next, t_next
+        keys_s = (sh_k, sh_v, adding_terms(0, BT), adding_terms(EACH, BT))
+        o_k = first + gl.arange(0, BT, gl.SliceLayout(1, product_layout(BT, gl.num_warps())))
+        given = (pointers, keys_s, order, (queries, keys, near, full, end, stop, count), o_k, window, sinks, scale)
+        zeros = gl.zeros([BT, D], gl.float32, product_layout(D, gl.num_warps()))
+        sums = (zeros, zeros)
+        for i in range(0, count - 1, 2):
+            cursor, sums = meet_queries(
+                i, cursor, sums, even_s, odd_s, given, steps, s_qt, s_dt, CAUSAL, WINDOW
+            )  # fmt: skip
+            cursor, sums = meet_queries(
+                i + 1, cursor, sums, odd_s, even_s, given, steps, s_qt, s_dt, CAUSAL, WINDOW
+            )  # fmt: skip
+        if count % 2 == 1:
+            cursor, sums = meet_queries(
+                count - 1, cursor, sums, even_s, odd_s, given, steps, s_qt, s_dt, CAUSAL, WINDOW
+            )
+        b_dk, b_dv = sums
         await_copies(0)
         sh_k.store((b_dk * scale).to(dk.dtype.element_ty))
         sh_v.store(b_dv.to(dv.dtype.element_ty))
@@ -265,25 +373,26 @@ def _backward_keys(
         store_rows(dv + o_x, sh_v, H * D, keys - first, gl.num_warps())
 
 
-def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
-    """Write dq, and delta for `backward_keys`."""
+def backward_queries(q, k, v, o, do, lse, dlse, delta, terms, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
+    """Write dq, delta, and the terms of queries for `backward_keys`."""
     B, TQ, HQ, _ = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _backward_queries[(tiles * HQ * B,)](
-        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, cu_seqlens=cu_seqlens, selected=selected,
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, terms=terms, dq=dq, cu_seqlens=cu_seqlens,
+        selected=selected,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask), THROUGH_LSE=dlse is not None, FILL=fill,
         maxnreg=tuning.registers_of_many(tiles * HQ * B, 128) if q.shape[3] == 64 else None,
     )  # fmt: skip
 
 
-def backward_keys(q, k, v, do, lse, delta, dk, dv, cu_seqlens, mask, scale, selected) -> None:
+def backward_keys(q, k, v, do, terms, dk, dv, cu_seqlens, mask, scale, selected) -> None:
     """Write dk and dv."""
     ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, TILE)
     B, TK, H, _ = k.shape
     tiles = chunk_slots(1, TK, TILE, cu_seqlens)
     _backward_keys[(tiles * H * B,)](
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, dk=dk, dv=dv, cu_seqlens=cu_seqlens, ranks=ranks, order=order,
+        q=q, k=k, v=v, do=do, terms=terms, dk=dk, dv=dv, cu_seqlens=cu_seqlens, ranks=ranks, order=order,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask),
         maxnreg=tuning.registers_of_many(tiles * H * B, 168) if q.shape[3] == 64 else None,

@@ -1,4 +1,4 @@
-"""The backward kernel of queries for Hopper, in Gluon: delta = o · do − dlse, and dq, of 16-bit heads of 64 or 128.
+"""The backward kernel of queries for Hopper, in Gluon: dq, and o · do − dlse in terms, of 16-bit heads of 64 or 128.
 
 As attention's kernel of queries, with listed tiles before the local ones: both products that a tile begins with are
 started together, exponentials run beside the second, and the next tile is copied meanwhile.
@@ -14,9 +14,11 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.ops.softmax_attention.hopper.terms import TERMS, store_terms
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
-from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns, seen
+from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns_read, listed_columns, read_list
+from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
     LOG2_E,
@@ -24,21 +26,101 @@ from tokenmix_core.tile.hopper import (
     barrier,
     begin_copy,
     locate_chunk,
+    placed_anew,
     product_layout,
     row_layout,
     store_rows,
 )
+from tokenmix_core.tile.masks import within
+
+
+@gluon.jit
+def bring_columns(columns_s, i, b_list, given, s_kt: gl.constexpr, s_vt: gl.constexpr, UNIT: gl.constexpr):
+    """Begin to copy the i-th tile of columns: those of which the list says `b_list`, or behind these keys side by side.
+
+    Returns:
+        what the list says of the tile behind it: read now, it is there when that is asked for.
+    """
+    pointers, of_list, span = given
+    p_k, p_v = pointers
+    p_list, begin, far, count = of_list
+    keys, near, _, _, total = span
+    sh_k, sh_v = columns_s
+    BT: gl.constexpr = sh_k.shape[0]
+    rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(sh_k.shape[1], gl.num_warps()))
+    rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(sh_v.shape[1], gl.num_warps()))
+    if i < far:
+        b_values = b_list
+        if UNIT == 1 and sh_k.shape[1] != sh_v.shape[1]:
+            b_values = read_list(p_list, i * BT, count, BT, UNIT, rows_v)
+        begin_gather(sh_k, p_k, columns_read(b_list, begin, i * BT, count, BT, UNIT, rows_k), keys, s_kt)
+        begin_gather(sh_v, p_v, columns_read(b_values, begin, i * BT, count, BT, UNIT, rows_v), keys, s_vt)
+        b_list = read_list(p_list, (i + 1) * BT, count, BT, UNIT, rows_k)
+    else:
+        # nothing comes after the last tile
+        left = gl.where(i < total, keys, 0)
+        first = (near + i - far) * BT
+        begin_copy(sh_k, p_k, first, left, s_kt)
+        begin_copy(sh_v, p_v, first, left, s_vt)
+    async_copy.commit_group()
+    return b_list
+
+
+@gluon.jit
+def meet_columns(
+    i, b_list, b_dq, here_s, next_s, given, of_queries, s_kt: gl.constexpr, s_vt: gl.constexpr,
+    UNIT: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Add what the i-th tile of columns, which is in `here_s`, gives to dq; the next one is brought to `next_s`.
+
+    Returns:
+        what the list says of the tile behind the next one, and dq.
+    """
+    sh_q, sh_do, b_lse, b_delta, o_q, whole, window, scale = of_queries
+    _, of_list, span = given
+    p_list, begin, far, count = of_list
+    _, near, full, end, _ = span
+    sh_k, sh_v = placed_anew(here_s[0]), placed_anew(here_s[1])
+    BT: gl.constexpr = sh_k.shape[0]
+    scores: gl.constexpr = product_layout(BT, gl.num_warps())
+    sums: gl.constexpr = product_layout(sh_k.shape[1], gl.num_warps())
+    column: gl.constexpr = gl.SliceLayout(0, scores)
+    zeros = gl.zeros([BT, BT], gl.float32, scores)
+    await_copies(0)
+    b_s = warpgroup_mma(placed_anew(sh_q), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma(placed_anew(sh_do), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_list = bring_columns(next_s, i + 1, b_list, given, s_kt, s_vt, UNIT)
+    b_s = warpgroup_mma_wait(1, [b_s])
+    b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
+    i_near = near + i - far
+    if gl.where(i < far, i >= whole // BT, (i_near < full) | (i_near >= end)):
+        b_left = left_of(o_q, window, UNIT, WINDOW)
+        if i < far:
+            o_k = listed_columns(p_list, begin, i * BT, count, BT, UNIT, column)
+            b_p = gl.where(within(o_k[None, :], b_left[:, None]), b_p, 0.0)
+        else:
+            # a thread's columns are constants away from its first
+            o_c = gl.arange(0, BT, column)[None, :]
+            distance = (o_q - i_near * BT)[:, None] - o_c % 8 - o_c // 8 * 8
+            b_p = gl.where(within(distance, gl.maximum(o_q - b_left + 1, 0)[:, None]), b_p, 0.0)
+    b_dp = warpgroup_mma_wait(0, [b_dp])
+    b_ds = (b_p * (b_dp - b_delta[:, None])).to(sh_k.dtype)
+    b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, sums, 2))
+    b_dq = warpgroup_mma(b_ds, sh_k, b_dq, is_async=True)
+    # what stands among the waited for is not overwritten before
+    b_dq, b_ds = warpgroup_mma_wait(0, [b_dq, b_ds])
+    return b_list, b_dq
 
 
 @cached_launch
 @gluon.jit
 def _kept_attention_backward_queries(
-    q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, cu_seqlens,
+    q, k, v, o, do, lse, dlse, terms, dq, ranks, lists, cu_seqlens,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of queries and a head a program."""
+    """dq and terms of a tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     i_n = 0
     start = i_b * 0
@@ -67,14 +149,21 @@ def _kept_attention_backward_queries(
         total = far + stop - near
         sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
         sh_do = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
-        sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, K], shared)
-        sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [2, BT, V], shared)
+        # places that Triton tells apart: in a ring products and copies would wait for each other
+        even_s = (
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared),
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared),
+        )
+        odd_s = (
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared),
+            gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared),
+        )
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
         begin_copy(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
-        begin_gather(sh_k.index(0), p_k, columns(p_list, begin, 0, far, count, near, BT, UNIT, rows_k), keys, s_kt)
-        begin_gather(sh_v.index(0), p_v, columns(p_list, begin, 0, far, count, near, BT, UNIT, rows_v), keys, s_vt)
-        async_copy.commit_group()
+        given = ((p_k, p_v), (p_list, begin, far, count), (keys, near, full, end, total))
+        b_list = read_list(p_list, 0, count, BT, UNIT, rows_k)
+        b_list = bring_columns(even_s, i_t * 0, b_list, given, s_kt, s_vt, UNIT)
 
         o_row = (i_b * HQ + i_h) * TQ + start
         o_t = i_t * BT + gl.arange(0, BT, rows_v)
@@ -85,41 +174,26 @@ def _kept_attention_backward_queries(
         b_delta = gl.sum(b_o * sh_do.load(rows).to(gl.float32), 1)
         if dlse is not None:
             b_delta -= gl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
-        gl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
         b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
         o_m = gl.arange(0, BT, gl.SliceLayout(1, scores))
         b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
+        store_terms(
+            terms + (o_row + i_t * BT) * TERMS, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E
+        )  # fmt: skip
 
         b_dq = gl.zeros([BT, K], gl.float32, sums)
-        zeros = gl.zeros([BT, BT], gl.float32, scores)
-        o_next = columns(p_list, begin, 1, far, count, near, BT, UNIT, rows_k)
-        for i in range(total):
-            await_copies(0)
-            sh_ki = sh_k.index(i % 2)
-            b_s = warpgroup_mma(sh_q, sh_ki.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            b_dp = warpgroup_mma(sh_do, sh_v.index(i % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            # nothing comes after the last tile
-            left = gl.where(i + 1 < total, keys, 0)
-            begin_gather(sh_k.index((i + 1) % 2), p_k, o_next, left, s_kt)
-            o_rows = o_next
-            if K != V:
-                o_rows = columns(p_list, begin, i + 1, far, count, near, BT, UNIT, rows_v)
-            begin_gather(sh_v.index((i + 1) % 2), p_v, o_rows, left, s_vt)
-            async_copy.commit_group()
-            # of the tile after the next
-            o_next = columns(p_list, begin, i + 2, far, count, near, BT, UNIT, rows_k)
-            b_s = warpgroup_mma_wait(1, [b_s])
-            b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
-            i_near = near + i - far
-            if gl.where(i < far, i >= whole // BT, (i_near < full) | (i_near >= end)):
-                o_k = columns(p_list, begin, i, far, count, near, BT, UNIT, gl.SliceLayout(0, scores))
-                b_p = gl.where(seen(first + o_m, o_k, i < far, window, UNIT, WINDOW), b_p, 0.0)
-            b_dp = warpgroup_mma_wait(0, [b_dp])
-            b_ds = (b_p * (b_dp - b_delta[:, None])).to(q.dtype.element_ty)
-            b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, sums, 2))
-            b_dq = warpgroup_mma(b_ds, sh_ki, b_dq, is_async=True)
-            # what stands among the waited for is not overwritten before
-            b_dq, b_ds = warpgroup_mma_wait(0, [b_dq, b_ds])
+        of_queries = (sh_q, sh_do, b_lse, b_delta, first + o_m, whole, window, scale)
+        for i in range(0, total - 1, 2):
+            b_list, b_dq = meet_columns(
+                i, b_list, b_dq, even_s, odd_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
+            )  # fmt: skip
+            b_list, b_dq = meet_columns(
+                i + 1, b_list, b_dq, odd_s, even_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
+            )  # fmt: skip
+        if total % 2 == 1:
+            b_list, b_dq = meet_columns(
+                total - 1, b_list, b_dq, even_s, odd_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
+            )  # fmt: skip
         # through shared memory, so that a thread stores 16 bytes at once
         await_copies(0)
         sh_q.store((b_dq * scale).to(dq.dtype.element_ty))
@@ -128,11 +202,11 @@ def _kept_attention_backward_queries(
         store_rows(p_dq, sh_q, HQ * K, queries - i_t * BT, gl.num_warps())
 
 
-def backward_queries(q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
-    """Write dq, and delta for the kernel of keys."""
+def backward_queries(q, k, v, o, do, lse, dlse, terms, dq, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
+    """Write dq, and the terms of queries for the kernel of keys."""
     tiles = chunk_slots(1, q.shape[1], TILE, cu_seqlens)
     _kept_attention_backward_queries[(tiles * q.shape[2] * q.shape[0],)](
-        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists,
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, terms=terms, dq=dq, ranks=ranks, lists=lists,
         cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do),
         **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
         **constants(q, v, unit, window, cu_seqlens),

@@ -12,17 +12,32 @@ NOWHERE = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def listed_columns(p_list, begin, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """As `sparse_attention.tiles.listed_columns`, in a layout: the listed columns `o_c` … `o_c + BN − 1`."""
-    o_n = gl.arange(0, BN, layout)
+def read_list(p_list, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """What a list says of its columns `o_c` … `o_c + BN − 1`: their keys, or the unit of all of them."""
     if UNIT == 1:
-        m_n = o_c + o_n < count
-        o_k = gl.where(m_n, gl.load(p_list + o_c + o_n, mask=m_n, other=0) - begin, NOWHERE)
+        o_n = o_c + gl.arange(0, BN, layout)
+        return gl.load(p_list + o_n, mask=o_n < count, other=0)
     else:
         # a tile lies in one unit
-        first = (gl.load(p_list + o_c // UNIT, mask=o_c < count, other=0) - begin) * UNIT + o_c % UNIT
-        o_k = gl.where(o_c < count, first, NOWHERE) + o_n
+        return gl.load(p_list + o_c // UNIT, mask=o_c < count, other=0)
+
+
+@gluon.jit
+def columns_read(b_list, begin, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """The positions of columns of which a list says `b_list`; `NOWHERE` behind its end."""
+    o_n = gl.arange(0, BN, layout)
+    if UNIT == 1:
+        o_k = gl.where(o_c + o_n < count, b_list - begin, NOWHERE)
+    else:
+        o_k = gl.where(o_c < count, (b_list - begin) * UNIT + o_c % UNIT, NOWHERE) + o_n
     return o_k
+
+
+@gluon.jit
+def listed_columns(p_list, begin, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """As `sparse_attention.tiles.listed_columns`, in a layout: the listed columns `o_c` … `o_c + BN − 1`."""
+    b_list = read_list(p_list, o_c, count, BN, UNIT, layout)
+    return columns_read(b_list, begin, o_c, count, BN, UNIT, layout)
 
 
 @gluon.jit
