@@ -66,20 +66,26 @@ def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None):
+def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None, FROM_FIRST: gl.constexpr = False):
     """Begin to copy rows `first` … of a matrix into a shared tile; rows from `rows` on become 0.
 
-    Where it is told whether the tile is `wanted`, all of its rows exist, and become 0 if it is not.
+    Where it is told whether the tile is `wanted`, all of its rows exist, and become 0 if it is not. With `FROM_FIRST` a
+    thread reckons places from its first one, which takes fewer registers; some kernels are faster so, some are not.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
-    # rows that threads copy at once: the others of a thread are constants away from its first
-    step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
-    p_x = p_x + first.to(gl.int64) * stride + (o_t % step * stride + o_d) + o_t // step * step * stride
-    if wanted is None:
+    p_x += first.to(gl.int64) * stride
+    if FROM_FIRST:
+        # rows that all threads copy at once
+        step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
+        p_x += o_t % step * stride + o_d
+        p_x += o_t // step * step * stride
         m_t = o_t < rows - first
     else:
+        p_x += o_t * stride + o_d
+        m_t = first + o_t < rows
+    if wanted is not None:
         m_t = (o_t >= 0) & wanted
     async_load(s_x, p_x, mask=m_t)
 

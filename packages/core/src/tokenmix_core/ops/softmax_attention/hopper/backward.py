@@ -80,8 +80,8 @@ def meet_keys(
     i_next = i + 1 + gl.where(i + 1 < far_sinks, 0, hidden)
     # nothing comes after the last tile
     left = gl.where(i + 1 < count, keys, 0)
-    begin_copy(next_s[0], pointers[0], i_next * BT, left, s_kt)
-    begin_copy(next_s[1], pointers[1], i_next * BT, left, s_vt)
+    begin_copy(next_s[0], pointers[0], i_next * BT, left, s_kt, FROM_FIRST=True)
+    begin_copy(next_s[1], pointers[1], i_next * BT, left, s_vt, FROM_FIRST=True)
     async_copy.commit_group()
     b_s = warpgroup_mma_wait(1, [b_s])
     b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
@@ -211,9 +211,9 @@ def allocate_queries(q, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
 def bring_queries(queries_s, pointers, i_h, steps, first, queries, s_qt: gl.constexpr, s_dt: gl.constexpr):
     """Begin to copy a tile of queries from `first` on, of the i-th head behind `pointers`, and what belongs to them."""
     i_h = i_h.to(gl.int64)
-    begin_copy(queries_s[0], pointers[0] + i_h * steps[0], first, queries, s_qt)
-    begin_copy(queries_s[1], pointers[1] + i_h * steps[1], first, queries, s_dt)
-    begin_copy(queries_s[2], pointers[2] + i_h * steps[2], first, queries, TERMS)
+    begin_copy(queries_s[0], pointers[0] + i_h * steps[0], first, queries, s_qt, FROM_FIRST=True)
+    begin_copy(queries_s[1], pointers[1] + i_h * steps[1], first, queries, s_dt, FROM_FIRST=True)
+    begin_copy(queries_s[2], pointers[2] + i_h * steps[2], first, queries, TERMS, FROM_FIRST=True)
     async_copy.commit_group()
 
 

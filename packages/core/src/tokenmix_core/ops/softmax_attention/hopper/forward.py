@@ -24,7 +24,6 @@ from tokenmix_core.tile.hopper import (
     barrier,
     begin_copy,
     locate_chunk,
-    placed_anew,
     product_layout,
     store_rows,
 )
@@ -37,80 +36,6 @@ from tokenmix_core.tile.hopper_softmax import (
     thread_sums,
 )
 from tokenmix_core.tile.masks import visible
-
-
-@gluon.jit
-def bring_keys(tile_s, pointers, i_k, keys, wanted, s_kt: gl.constexpr, s_vt: gl.constexpr, PLACES: gl.constexpr):
-    """Begin to copy a tile of keys and values; from a single place each is waited for by itself."""
-    BT: gl.constexpr = tile_s[0].shape[0]
-    begin_copy(tile_s[0], pointers[0], i_k * BT, keys, s_kt, wanted)
-    if PLACES == 1:
-        async_copy.commit_group()
-    begin_copy(tile_s[1], pointers[1], i_k * BT, keys, s_vt, wanted)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def meet_keys(
-    i, i_k, sums, here_s, next_s, given, s_kt: gl.constexpr, s_vt: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
-    """Add the i-th tile of keys, which is in `here_s`, to a program's sums; the next one is brought to `next_s`.
-
-    Returns:
-        the next tile, and the sums: outputs, weights by thread, greatest scores, and what is subtracted.
-    """
-    b_o, b_sums, b_m, b_shift = sums
-    sh_q, pointers, span, o_q, all_maxima, window, sinks, scale = given
-    keys, far_sinks, hidden, full, end, count = span
-    sh_k, sh_v = here_s
-    dtype: gl.constexpr = sh_k.dtype
-    BT: gl.constexpr = sh_k.shape[0]
-    scores: gl.constexpr = product_layout(BT, gl.num_warps())
-    outputs: gl.constexpr = product_layout(sh_k.shape[1], gl.num_warps())
-    zeros = gl.zeros([BT, BT], gl.float32, scores)
-    # of keys and values, or of keys, whose values are on their way
-    await_copies(2 - PLACES)
-    b_s = warpgroup_mma(placed_anew(sh_q), placed_anew(sh_k).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    i_next = tile_from_last(i + 1, count, far_sinks, hidden)
-    if PLACES == 2:
-        bring_keys(next_s, pointers, i_next, keys, i + 1 < count, s_kt, s_vt, PLACES)
-    b_s = warpgroup_mma_wait(0, [b_s])
-    if PLACES == 1:
-        # a place is written again when every warp's product has read it
-        barrier()
-        begin_copy(sh_k, pointers[0], i_next * BT, keys, s_kt, i + 1 < count)
-        async_copy.commit_group()
-    if (i_k < full) | (i_k >= end):
-        # a thread's columns are constants away from its first
-        o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
-        distance = (o_q - i_k * BT)[:, None] - o_k % 8 - o_k // 8 * 8
-        m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
-        b_s = gl.where(m_s, b_s, float("-inf"))
-    if (i == 0) | (all_maxima == 1):
-        b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
-        b_sums *= for_threads(b_shrink, zeros)
-        b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, outputs))[:, None]
-    b_p = gl.exp2(b_s * scale - b_shift[:, None])
-    b_sums += thread_sums(b_p)
-    b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, outputs, 2))
-    if PLACES == 1:
-        await_copies(1)
-    b_o = warpgroup_mma(b_left, placed_anew(sh_v), b_o, is_async=True)
-    # what stands among the waited for is not overwritten before
-    b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
-    if PLACES == 1:
-        barrier()
-        begin_copy(sh_v, pointers[1], i_next * BT, keys, s_vt, i + 1 < count)
-        async_copy.commit_group()
-    return i_next, (b_o, b_sums, b_m, b_shift)
-
-
-@gluon.jit
-def allocate_keys(dtype: gl.constexpr, BT: gl.constexpr, D: gl.constexpr):
-    """Shared memory for a tile of keys and of values."""
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return gl.allocate_shared_memory(dtype, [BT, D], shared), gl.allocate_shared_memory(dtype, [BT, D], shared)
 
 
 @cached_launch
@@ -144,11 +69,8 @@ def _forward(
         hidden = near - far_sinks
         count = far_sinks + stop - near
         sh_q = gl.allocate_shared_memory(dtype, [BT, D], shared)
-        # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = allocate_keys(dtype, BT, D)
-        odd_s = even_s
-        if PLACES == 2:
-            odd_s = allocate_keys(dtype, BT, D)
+        sh_k = gl.allocate_shared_memory(dtype, [PLACES, BT, D], shared)
+        sh_v = gl.allocate_shared_memory(dtype, [PLACES, BT, D], shared)
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
 
         o_m = gl.arange(0, BT, row)
@@ -163,33 +85,56 @@ def _forward(
             all_maxima += 1
         while rounds == 1:
             i_k = tile_from_last(0, count, far_sinks, hidden)
-            bring_keys(even_s, (p_k, p_v), i_k, keys, None, s_kt, s_vt, PLACES)
-            span = (keys, far_sinks, hidden, full, end, count)
-            given = (sh_q, (p_k, p_v), span, first + o_m, all_maxima, window, sinks, scale)
-            sums_o = (
-                gl.zeros([BT, D], gl.float32, sums),
-                thread_sums(zeros),
-                gl.full([BT], float("-inf"), gl.float32, row),
-                gl.zeros([BT], gl.float32, row),
-            )
-            if PLACES == 2:
-                for i in range(0, count - 1, 2):
-                    i_k, sums_o = meet_keys(
-                        i, i_k, sums_o, even_s, odd_s, given, s_kt, s_vt, CAUSAL, WINDOW, PLACES
-                    )  # fmt: skip
-                    i_k, sums_o = meet_keys(
-                        i + 1, i_k, sums_o, odd_s, even_s, given, s_kt, s_vt, CAUSAL, WINDOW, PLACES
-                    )  # fmt: skip
-                if count % 2 == 1:
-                    i_k, sums_o = meet_keys(
-                        count - 1, i_k, sums_o, even_s, odd_s, given, s_kt, s_vt, CAUSAL, WINDOW, PLACES
-                    )  # fmt: skip
-            else:
-                for i in range(count):
-                    i_k, sums_o = meet_keys(
-                        i, i_k, sums_o, even_s, odd_s, given, s_kt, s_vt, CAUSAL, WINDOW, PLACES
-                    )  # fmt: skip
-            b_o, b_sums, _, b_shift = sums_o
+            begin_copy(sh_k.index(0), p_k, i_k * BT, keys, s_kt, FROM_FIRST=D == 128)
+            if PLACES == 1:
+                async_copy.commit_group()
+            begin_copy(sh_v.index(0), p_v, i_k * BT, keys, s_vt, FROM_FIRST=D == 128)
+            async_copy.commit_group()
+            b_o = gl.zeros([BT, D], gl.float32, sums)
+            b_shift = gl.zeros([BT], gl.float32, row)
+            b_m = gl.full([BT], float("-inf"), gl.float32, row)
+            b_sums = thread_sums(zeros)
+            for i in range(count):
+                # of keys and values, or of keys, whose values are on their way
+                await_copies(2 - PLACES)
+                b_s = warpgroup_mma(sh_q, sh_k.index(i % PLACES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                i_next = tile_from_last(i + 1, count, far_sinks, hidden)
+                if PLACES == 2:
+                    begin_copy(
+                        sh_k.index((i + 1) % 2), p_k, i_next * BT, keys, s_kt, i + 1 < count, FROM_FIRST=D == 128
+                    )
+                    begin_copy(
+                        sh_v.index((i + 1) % 2), p_v, i_next * BT, keys, s_vt, i + 1 < count, FROM_FIRST=D == 128
+                    )
+                    async_copy.commit_group()
+                b_s = warpgroup_mma_wait(0, [b_s])
+                if PLACES == 1:
+                    # a place is written again when every warp's product has read it
+                    barrier()
+                    begin_copy(sh_k.index(0), p_k, i_next * BT, keys, s_kt, i + 1 < count, FROM_FIRST=D == 128)
+                    async_copy.commit_group()
+                if (i_k < full) | (i_k >= end):
+                    o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
+                    distance = (first - i_k * BT + o_m)[:, None] - o_k
+                    m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
+                    b_s = gl.where(m_s, b_s, float("-inf"))
+                if (i == 0) | (all_maxima == 1):
+                    b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
+                    b_sums *= for_threads(b_shrink, zeros)
+                    b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
+                b_p = gl.exp2(b_s * scale - b_shift[:, None])
+                b_sums += thread_sums(b_p)
+                b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+                if PLACES == 1:
+                    await_copies(1)
+                b_o = warpgroup_mma(b_left, sh_v.index(i % PLACES), b_o, is_async=True)
+                # what stands among the waited for is not overwritten before
+                b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
+                if PLACES == 1:
+                    barrier()
+                    begin_copy(sh_v.index(0), p_v, i_next * BT, keys, s_vt, i + 1 < count, FROM_FIRST=D == 128)
+                    async_copy.commit_group()
+                i_k = i_next
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
             rounds = gl.where(bounded(b_l) | (all_maxima == 1), 0, 1)
             all_maxima = rounds

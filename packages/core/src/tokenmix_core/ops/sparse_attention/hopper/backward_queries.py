@@ -60,8 +60,8 @@ def bring_columns(columns_s, i, b_list, given, s_kt: gl.constexpr, s_vt: gl.cons
         # nothing comes after the last tile
         left = gl.where(i < total, keys, 0)
         first = (near + i - far) * BT
-        begin_copy(sh_k, p_k, first, left, s_kt)
-        begin_copy(sh_v, p_v, first, left, s_vt)
+        begin_copy(sh_k, p_k, first, left, s_kt, FROM_FIRST=True)
+        begin_copy(sh_v, p_v, first, left, s_vt, FROM_FIRST=True)
     async_copy.commit_group()
     return b_list
 
