@@ -74,8 +74,9 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
         its row, head and sequence's first row (int64), that one's length, whether its keys are kept, their list and the
         place of the sequence's first unit, the tile's first column and the end of the list.
     """
-    i_b = (i_x // H % B).to(tl.int64)
-    i_h = (i_x % H).to(tl.int64)
+    slots = tiles // (B * H)
+    i_b = (i_x // slots // H).to(tl.int64)
+    i_h = (i_x // slots % H).to(tl.int64)
     p_fact = facts + i_x
     kept = tl.load(p_fact + KEPT * tiles) != 0
     p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
@@ -132,14 +133,12 @@ def _find_queries(
     """The facts of a tile of columns but for its pieces.
 
     Kept keys take slots from the first on; with `OTHERS`, those that are not kept take slots from the last on.
-
-    Slots run slowest, so that the tiles with most queries, kept and early, come first.
     """
     i_x = tl.program_id(0)
     tiles = tl.num_programs(0)
-    i_s = i_x // (B * H)
-    i_b = (i_x // H % B).to(tl.int64)
-    i_h = i_x % H
+    i_s = i_x % slots
+    i_b = (i_x // slots // H).to(tl.int64)
+    i_h = i_x // slots % H
     kept = i_s >= 0
     _, p_rank = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
     start, length, begin, column, columns = _locate_columns(p_rank, i_s, TK, U, N, cu_seqlens, kept, BN, UNIT, PACKED)
@@ -202,13 +201,13 @@ def _share_out(
     share = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
     pieces = 0
     parts = 0
-    # kept keys first, which may have most queries; others one head after the other, as neighbours share queries
+    # kept keys first, of all heads, as early ones have most queries; others head by head, as neighbours share queries
     for kept in tl.static_range(1, -1, -1):
         for i in range(0, tiles, BT):
             o_x = i + tl.arange(0, BT)
             m_x = o_x < tiles
-            if kept == 0:
-                o_x = o_x % slots * (tiles // slots) + o_x // slots
+            if kept == 1:
+                o_x = o_x % (tiles // slots) * slots + o_x // (tiles // slots)
             m_x = m_x & (tl.load(facts + KEPT * tiles + o_x, mask=m_x, other=0) == kept)
             b_work = tl.load(facts + STOP * tiles + o_x, mask=m_x, other=0)
             b_work -= tl.load(facts + NEAR * tiles + o_x, mask=m_x, other=0)
@@ -257,6 +256,6 @@ def cut_pieces(ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, wind
     )  # fmt: skip
     _share_out[(1,)](
         facts=facts, piece_tiles=piece_tiles, part_tiles=part_tiles, totals=totals, slots=slots, tiles=tiles,
-        programs=programs, LEAST=_LEAST, BT=4096, num_warps=16,
+        programs=programs, LEAST=_LEAST, BT=1024, num_warps=4,
     )  # fmt: skip
     return Pieces(facts, piece_tiles, part_tiles, totals, tiles)
