@@ -187,11 +187,12 @@ def test_it_is_chosen_where_it_was_seen_to_lead(hopper):
     leads = (call(), call(causal=False), call(window=1024), call(packed=True))
     assert {choose_impl(x) for x in leads} == {backward_impl(None, x, True) for x in leads} == {"flash_attn"}
     # gradients alone
-    half = (call(k=64, v=64, own=False), call(window=512, packed=True))
+    half = (call(k=64, v=64, own=False), call(k=64, v=64, causal=False))
     assert {choose_impl(x) for x in half} == {"triton"}
     assert {backward_impl(None, x, False) for x in half} == {"flash_attn"}
     assert choose_impl(call(heads=16, gluon=False)) == choose_impl(call(k=96, v=96, gluon=False)) == "sdpa"
-    ours = (call(window=256), call(window=1024, sinks=4), call(window=1024, tq=128), call(window=768, k=64, v=64))
+    ours = (call(window=512), call(window=1024, sinks=4), call(window=1024, tq=128), call(window=1024, packed=True))
+    ours += (call(window=1024, k=64, v=64), call(k=64, v=64, packed=True))
     ours += (call(dtype=torch.float32, gluon=False),)
     assert {choose_impl(x) for x in ours} == {"triton"}
     assert {backward_impl(None, x, False) for x in ours} == {None}

@@ -25,7 +25,7 @@ _LONG = 128
 _FEW_BLOCKS = 128
 # FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
 _MANY_BLOCKS = 8192
-_WIDE = 512
+_WIDE = 1024
 # a window as a mask on a CPU: up to 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
@@ -161,16 +161,17 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
     """Whose backward follows a forward by `impl`; None is our kernels.
 
     Its own, unless a gradient of the log-sum-exp has to be carried. Behind our kernels, where nobody asked for them by
-    name, the fastest: FlashAttention-4's for large calls but windows of heads of 64, cuDNN's for plain attention that
-    is not small.
+    name, the fastest: FlashAttention-4's for large calls, but of heads of 64 neither with windows nor packed, and of 128
+    not with both; cuDNN's for plain attention of other heads that is not small.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"
     if impl is None and call.dtype in _HALF:
-        if _is_for_flash_attention_4(call) and (call.head_k == 128 or call.mask.window is None):
+        ours_lead = (call.head_k == 64) + (call.mask.window is not None) + call.packed > 1
+        if _is_for_flash_attention_4(call) and not ours_lead:
             return "flash_attn"
         # where kernels in Gluon had not run, the forward pass would have been cuDNN's
-        if not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
+        if call.head_k != 64 and not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl
 
