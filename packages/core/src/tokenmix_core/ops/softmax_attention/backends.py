@@ -161,8 +161,8 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
     """Whose backward follows a forward by `impl`; None is our kernels.
 
     Its own, unless a gradient of the log-sum-exp has to be carried. Behind our kernels, where nobody asked for them by
-    name, the fastest: FlashAttention-4's for large calls, but of heads of 64 neither with windows nor packed, and of 128
-    not with both; cuDNN's for plain attention of other heads that is not small.
+    name, the fastest: FlashAttention-4's for large calls, but of heads of 64 neither with windows nor packed, and of
+    128 not with both; cuDNN's for plain attention of other heads that is not small.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"
