@@ -74,6 +74,11 @@ def test_gradients_answer_to_the_reference(hopper, case):
     backward.backward_keys(**given, dk=grads[1], dv=grads[2])
     for grad, exact in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
+    # for the portable kernel of keys
+    alone, delta_alone = torch.full_like(q, float("nan")), torch.full_like(delta, float("nan"))
+    backward.backward_queries(**queries | dict(terms=None, delta=delta_alone), dq=alone)
+    assert torch.equal(alone, grads[0])
+    assert torch.equal(delta_alone.nan_to_num(), delta.nan_to_num())
     if selected is not None:
         # tiles that nobody chose a query of are left as they were
         left = torch.full_like(q, float("nan"))

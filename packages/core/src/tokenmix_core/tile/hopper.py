@@ -91,14 +91,6 @@ def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None, FROM_FI
 
 
 @gluon.jit
-def begin_vector_copy(s_x, p_x, first, rows):
-    """Begin to copy elements `first` … of a float32 vector; those from `rows` on become 0."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_t = first + gl.arange(0, s_x.shape[0], layout)
-    async_load(s_x, p_x + o_t, mask=o_t < rows)
-
-
-@gluon.jit
 def await_copies(NEWER: gl.constexpr):
     """Wait until all groups of copies but the `NEWER` newest are there, for every warp and for the matrix units."""
     async_copy.wait_group(NEWER)

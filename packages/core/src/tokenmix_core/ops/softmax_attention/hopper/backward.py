@@ -108,7 +108,7 @@ def _backward_queries(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, THROUGH_LSE: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
-    """dq, delta and terms of a tile of queries and a head a program."""
+    """dq, delta and, if wanted, terms of a tile of queries and a head a program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -169,9 +169,10 @@ def _backward_queries(
         b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
 
         b_dq = gl.zeros([BT, D], gl.float32, sums)
-        store_terms(
-            terms + (o_row + i_t * BT) * TERMS, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E
-        )  # fmt: skip
+        if terms is not None:
+            store_terms(
+                terms + (o_row + i_t * BT) * TERMS, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E
+            )  # fmt: skip
         count = far_sinks + stop - near
         span = (keys, far_sinks, hidden, full, end, count)
         given = ((p_k, p_v), (sh_q, sh_do), b_lse, b_delta, span, first + o_m, window, sinks, scale)
@@ -374,7 +375,7 @@ def _backward_keys(
 
 
 def backward_queries(q, k, v, o, do, lse, dlse, delta, terms, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
-    """Write dq, delta, and the terms of queries for `backward_keys`."""
+    """Write dq and delta, and for `backward_keys` the terms of queries unless that is None."""
     B, TQ, HQ, _ = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _backward_queries[(tiles * HQ * B,)](
