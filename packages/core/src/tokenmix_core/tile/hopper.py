@@ -73,21 +73,23 @@ def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None, FROM_FI
     thread reckons places from its first one, which takes fewer registers; some kernels are faster so, some are not.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
-    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
-    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     p_x += first.to(gl.int64) * stride
+    if wanted is not None:
+        m_t = (o_t >= 0) & wanted
+    elif FROM_FIRST:
+        m_t = o_t < rows - first
+    else:
+        m_t = first + o_t < rows
     if FROM_FIRST:
         # rows that all threads copy at once
         step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
-        p_x += o_t % step * stride + o_d
-        p_x += o_t // step * step * stride
-        m_t = o_t < rows - first
+        p_x += o_t[:, None] % step * stride + o_d[None, :]
+        p_x += o_t[:, None] // step * step * stride
     else:
-        p_x += o_t * stride + o_d
-        m_t = first + o_t < rows
-    if wanted is not None:
-        m_t = (o_t >= 0) & wanted
-    async_load(s_x, p_x, mask=m_t)
+        p_x = p_x + o_t[:, None] * stride + o_d[None, :]
+    async_load(s_x, p_x, mask=m_t[:, None])
 
 
 @gluon.jit
