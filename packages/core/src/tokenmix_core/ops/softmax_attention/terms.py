@@ -8,7 +8,9 @@ columns of Q and dO they need neither: K and V have ones there, and a float32 nu
 import triton
 import triton.language as tl
 
-# three of −lse / scale, three of −δ, then zeros: the least depth of a product
+# terms of −lse / scale, and as many of −δ behind them
+EACH = tl.constexpr(3)
+# with zeros behind these, the least depth of a product
 TERMS = tl.constexpr(16)
 # with less −lse / scale could leave float32
 LEAST_SCALE = 2.0**-64
@@ -23,13 +25,13 @@ def terms_of(o_c, b_lse, b_delta, scale):
     """
     b_infinite = tl.where(b_lse > 0, -(2.0**100), 0.0)
     b_x = tl.where(tl.abs(b_lse) == float("inf"), b_infinite, -b_lse / scale)
-    b_x = tl.where(o_c < 3, b_x, -b_delta)
+    b_x = tl.where(o_c < EACH, b_x, -b_delta)
     b_high = b_x.to(tl.bfloat16).to(tl.float32)
     b_rest = b_x - b_high
     b_middle = b_rest.to(tl.bfloat16).to(tl.float32)
-    i_term = o_c - tl.where(o_c < 3, 0, 3)
+    i_term = o_c - tl.where(o_c < EACH, 0, EACH)
     b_term = tl.where(i_term == 0, b_high, tl.where(i_term == 1, b_middle, b_rest - b_middle))
-    return tl.where(o_c < 6, b_term, 0.0).to(tl.bfloat16)
+    return tl.where(o_c < 2 * EACH, b_term, 0.0).to(tl.bfloat16)
 
 
 @triton.jit

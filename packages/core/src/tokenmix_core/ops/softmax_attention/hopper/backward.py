@@ -58,6 +58,31 @@ def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def allocate_tiles(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """Shared memory for two tiles of rows, as wide as keys and as values."""
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return gl.allocate_shared_memory(dtype, [BT, K], shared), gl.allocate_shared_memory(dtype, [BT, V], shared)
+
+
+@gluon.jit
+def columns_before(b_row, columns: gl.constexpr):
+    """A number for each row, minus 0, 1, … by column, where a thread's columns are constants away from its first."""
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, product_layout(columns, gl.num_warps())))[None, :]
+    return b_row[:, None] - o_c % 8 - o_c // 8 * 8
+
+
+@gluon.jit
+def columns_behind(b_row, columns: gl.constexpr):
+    """A number for each row, plus 0, 1, … by column, where a thread's columns are constants away from its first.
+
+    Triton must not know the number: it takes a multiple of 16 minus the rows 0, 1, … for multiples of 16, too, and then
+    compares but one of several columns.
+    """
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, product_layout(columns, gl.num_warps())))
+    return anew(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
+
+
+@gluon.jit
 def meet_keys(
     i, i_k, b_dq, here_s, next_s, given, s_kt: gl.constexpr, s_vt: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
@@ -87,8 +112,7 @@ def meet_keys(
     b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
     if (i_k < full) | (i_k >= end):
         o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
-        # a thread's columns are constants away from its first
-        distance = (o_q - i_k * BT)[:, None] - o_k % 8 - o_k // 8 * 8
+        distance = columns_before(o_q - i_k * BT, BT)
         m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
         b_p = gl.where(m_s, b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, [b_dp])
@@ -138,14 +162,8 @@ def _backward_queries(
         sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         sh_do = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = (
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
-        )
-        odd_s = (
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared),
-        )
+        even_s = allocate_tiles(q.dtype.element_ty, BT, D, D)
+        odd_s = allocate_tiles(q.dtype.element_ty, BT, D, D)
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
         begin_copy(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
@@ -198,14 +216,10 @@ def listed(order, i, exists):
 
 
 @gluon.jit
-def allocate_queries(q, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def allocate_queries(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     """Shared memory for a tile of queries, of do and of terms."""
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return (
-        gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared),
-        gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared),
-        allocate_terms(BT),
-    )
+    sh_q, sh_do = allocate_tiles(dtype, BT, K, V)
+    return sh_q, sh_do, allocate_terms(BT)
 
 
 @gluon.jit
@@ -239,17 +253,6 @@ def begin_weights(keys_s, queries_s):
     b_dpt = warpgroup_mma(adds_delta, b_terms, zeros, use_acc=False, is_async=True)
     b_dpt = warpgroup_mma(placed_anew(sh_v), placed_anew(sh_do).permute((1, 0)), b_dpt, is_async=True)
     return b_st, b_dpt
-
-
-@gluon.jit
-def columns_behind(b_row, columns: gl.constexpr):
-    """A number for each row, plus 0, 1, … by column, where a thread's columns are constants away from its first.
-
-    Triton must not know the number: it takes a multiple of 16 minus the rows 0, 1, … for multiples of 16, too, and then
-    compares but one of several columns.
-    """
-    o_c = gl.arange(0, columns, gl.SliceLayout(0, product_layout(columns, gl.num_warps())))
-    return anew(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
 
 
 @gluon.jit
@@ -333,8 +336,8 @@ def _backward_keys(
         sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = allocate_queries(q, BT, D, D)
-        odd_s = allocate_queries(q, BT, D, D)
+        even_s = allocate_queries(q.dtype.element_ty, BT, D, D)
+        odd_s = allocate_queries(q.dtype.element_ty, BT, D, D)
         # from the first head of the group on
         i_h = i_hk * (HQ // H)
         pointers = (

@@ -3,13 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.ops.softmax_attention.terms import TERMS as COUNT
+from tokenmix_core.ops.softmax_attention import terms
 from tokenmix_core.ops.softmax_attention.terms import terms_of
 from tokenmix_core.tile.hopper import row_layout
 
-TERMS = gl.constexpr(COUNT.value)
-# terms of the log-sum-exp, and those of delta behind them
-EACH = gl.constexpr(3)
+EACH, TERMS = gl.constexpr(terms.EACH.value), gl.constexpr(terms.TERMS.value)
 
 
 @gluon.jit

@@ -143,8 +143,8 @@ def _kept_attention_backward_keys(
         sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
         sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
         # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = allocate_queries(q, BT, K, V)
-        odd_s = allocate_queries(q, BT, K, V)
+        even_s = allocate_queries(q.dtype.element_ty, BT, K, V)
+        odd_s = allocate_queries(q.dtype.element_ty, BT, K, V)
         # from the first head of the group on
         i_h = i_hk * (HQ // H)
         pointers = (

@@ -14,6 +14,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.ops.softmax_attention.hopper.backward import allocate_tiles, columns_before
 from tokenmix_core.ops.softmax_attention.hopper.terms import TERMS, store_terms
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
@@ -36,7 +37,7 @@ from tokenmix_core.tile.masks import within
 
 @gluon.jit
 def bring_columns(columns_s, i, b_list, given, s_kt: gl.constexpr, s_vt: gl.constexpr, UNIT: gl.constexpr):
-    """Begin to copy the i-th tile of columns: those of which the list says `b_list`, or behind these keys side by side.
+    """Begin to copy the i-th tile of columns: what the list says in `b_list`, or behind the list keys side by side.
 
     Returns:
         what the list says of the tile behind it: read now, it is there when that is asked for.
@@ -99,9 +100,7 @@ def meet_columns(
             o_k = listed_columns(p_list, begin, i * BT, count, BT, UNIT, column)
             b_p = gl.where(within(o_k[None, :], b_left[:, None]), b_p, 0.0)
         else:
-            # a thread's columns are constants away from its first
-            o_c = gl.arange(0, BT, column)[None, :]
-            distance = (o_q - i_near * BT)[:, None] - o_c % 8 - o_c // 8 * 8
+            distance = columns_before(o_q - i_near * BT, BT)
             b_p = gl.where(within(distance, gl.maximum(o_q - b_left + 1, 0)[:, None]), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, [b_dp])
     b_ds = (b_p * (b_dp - b_delta[:, None])).to(sh_k.dtype)
@@ -150,14 +149,8 @@ def _kept_attention_backward_queries(
         sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
         sh_do = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
         # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = (
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared),
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared),
-        )
-        odd_s = (
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared),
-            gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared),
-        )
+        even_s = allocate_tiles(q.dtype.element_ty, BT, K, V)
+        odd_s = allocate_tiles(q.dtype.element_ty, BT, K, V)
         begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
         begin_copy(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
