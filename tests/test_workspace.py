@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import pkgutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_every_extra_can_be_installed_without_a_compiler(noxfile):
     # these are built from source only, by setups that ask for torch before it is there
     built = {"flash-attn", "causal-conv1d", "mamba-ssm"}
     assert not built & {name.partition("==")[0] for name in noxfile.pins((ROOT / "requirements.lock").read_text())}
+
+
+def test_plain_uv_sync_installs_all_packages_and_the_test_tools():
+    """The pages set up a clone by `uv sync` or a first `uv run`, and then use every package's command and pytest."""
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {tomllib.loads(p.read_text())["project"]["name"] for p in ROOT.glob("packages/*/pyproject.toml")}
+    assert packages == {requirement.partition("[")[0] for requirement in root["project"]["dependencies"]}
+    assert {"dev", "test"} <= set(root["tool"]["uv"]["default-groups"])
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
