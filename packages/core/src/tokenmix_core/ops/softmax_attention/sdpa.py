@@ -24,9 +24,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
         return _cpu_forward(q, k, v, cu_seqlens, mask, scale)
     q, k, v = (readable(x) for x in (q, k, v))
     if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal, scale=scale)
-        return o.transpose(1, 2), lse.view(o.shape[:3])
+        return cudnn_forward(q, k, v, mask.causal, scale)
     left, right = window_sides(mask)
     cu, max_q, max_k = borders(q, k, cu_seqlens)
     packed = cu is not None
@@ -44,15 +42,9 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     if not q.is_cuda:
         return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
     q, k, v, do = (readable(x) for x in (q, k, v, do))
-    # the state of a generator that only dropout would read
-    seed = offset = torch.empty((), dtype=torch.int64, device=q.device)
     if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
-        q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal,
-            scale=scale,
-        )  # fmt: skip
-        return tuple(x.transpose(1, 2) for x in grads)
+        return cudnn_backward(q, k, v, o, lse, do, mask.causal, scale)
+    seed = offset = _no_dropout(q)
     left, right = window_sides(mask)
     cu, max_q, max_k = borders(q, k, cu_seqlens)
     packed = cu is not None
@@ -62,6 +54,57 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return tuple(x.unsqueeze(0) for x in grads) if packed else grads
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute o and the log-sum-exp of plain attention by cuDNN."""
+    q, k, v = (x.transpose(1, 2) for x in (_tokens_before_heads(q), k, v))
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return o.transpose(1, 2), lse.view(o.shape[:3])
+
+
+def cudnn_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Compute dq, dk and dv by cuDNN.
+
+    torch caches cuDNN's graphs by the strides of q, k and v alone. A cached graph reads o and do with the strides that
+    they had in its first call, and the graph of contiguous tensors always reads do with the strides of o. All calls
+    with equal strides of q, k and v must therefore agree on those of o and do: o is contiguous, and do is laid out
+    like o.
+    """
+    q, do = _tokens_before_heads(q), _with_strides_of(o, do)
+    q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
+    seed = offset = _no_dropout(q)
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _tokens_before_heads(q: Tensor) -> Tensor:
+    """Return q in the memory order of `[B, T, HQ, K]`, copied only if its strides have another order.
+
+    torch gives cuDNN's o the memory order of q, so that another order would be copied in o.
+    """
+    strides = [stride for size, stride in zip(q.shape, q.stride(), strict=True) if size > 1]
+    return q if strides == sorted(strides, reverse=True) else q.clone(memory_format=torch.contiguous_format)
+
+
+def _with_strides_of(o: Tensor, do: Tensor) -> Tensor:
+    """Return do with the strides of o, copied only if the elements lie otherwise."""
+    if do.stride() == o.stride():
+        return do
+    if do.is_contiguous() and o.is_contiguous():
+        # strides of dimensions of size 1 differ
+        return do.as_strided(o.shape, o.stride())
+    return torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device).copy_(do)
+
+
+def _no_dropout(q: Tensor) -> Tensor:
+    """Return the state of a random generator that only dropout would read."""
+    return torch.empty((), dtype=torch.int64, device=q.device)
 
 
 def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
