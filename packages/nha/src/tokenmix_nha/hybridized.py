@@ -46,7 +46,8 @@ from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.mlp import SwiGLU
-from tokenmix_core.nn.norm import ResidualNorm, RMSNorm
+from tokenmix_core.nn.norm import RMSNorm, add_and_norm
+from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.windows import check_windows, nha_mixers
@@ -136,7 +137,7 @@ class AddsBeforeNorm:
 
     input_layernorm: RMSNorm
     self_attn: HybridizedAttention
-    post_attention_layernorm: ResidualNorm
+    post_attention_layernorm: RMSNorm
     mlp: SwiGLU
 
     def forward(
@@ -149,8 +150,9 @@ class AddsBeforeNorm:
     ) -> Tensor:
         given |= {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-        y, hidden_states = self.post_attention_layernorm(hidden_states, mixed)
-        return self.mlp(y, hidden_states)
+        y, hidden_states = add_and_norm(self.post_attention_layernorm, hidden_states, mixed)
+        # what watches the MLP sees its own output
+        return self.mlp(y, hidden_states) if is_plain(SwiGLU, self.mlp) else hidden_states + self.mlp(y)
 
 
 def _adding_before_norm(layer: type) -> type:
@@ -173,7 +175,6 @@ def _take_core_layers(model: Any) -> None:
         if config.hidden_act == "silu" and names == [f"{x}_proj.weight" for x in ("gate", "up", "down")]:
             layer.mlp = SwiGLU(*layer.mlp.down_proj.weight.shape)
             if type(layer) in _ADDING:
-                layer.post_attention_layernorm = ResidualNorm(config.hidden_size, config.rms_norm_eps)
                 layer.__class__ = _ADDING[type(layer)]
     model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

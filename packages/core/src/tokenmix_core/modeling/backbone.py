@@ -20,7 +20,7 @@ from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.mlp import SwiGLU
-from tokenmix_core.nn.norm import ResidualNorm, RMSNorm
+from tokenmix_core.nn.norm import RMSNorm, add_and_norm
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding
@@ -55,20 +55,20 @@ class HybridBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: HybridConfig, mixer: Mixer):
         super().__init__()
-        self.mixer_norm = ResidualNorm(config.hidden_size, config.norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = mixer
-        self.mlp_norm = ResidualNorm(config.hidden_size, config.norm_eps) if config.intermediate_size else None
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps) if config.intermediate_size else None
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.intermediate_size else None
 
     def forward(
         self, hidden_states: Float[Tensor, "B T D"], branch: Float[Tensor, "B T D"] | None = None, **mixer_args: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """x and its last branch, whose sum are the block's outputs, and what the mixer returns beside."""
-        y, hidden_states = self.mixer_norm(hidden_states, branch)
+        y, hidden_states = add_and_norm(self.mixer_norm, hidden_states, branch)
         mixed, auxiliary = self.mixer(y, **mixer_args)
         if self.mlp is None or self.mlp_norm is None:
             return hidden_states, mixed, auxiliary or {}
-        y, hidden_states = self.mlp_norm(hidden_states, mixed)
+        y, hidden_states = add_and_norm(self.mlp_norm, hidden_states, mixed)
         return hidden_states, self.mlp(y), auxiliary or {}
 
 

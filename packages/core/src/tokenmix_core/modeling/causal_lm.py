@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
@@ -17,7 +18,9 @@ from tokenmix_core.modeling.cache import HybridCache, settle
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
-from tokenmix_core.nn.projections import project_out
+from tokenmix_core.nn.plain import warn_slower
+from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.projections import is_plain_linear, project_out
 from tokenmix_core.nn.state import Bounds
 
 
@@ -124,13 +127,16 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         if cache is not None:
             # whoever gets no logits for these tokens would feed them again
             cache.broken = True
-        if labels is not None:
-            loss = self._loss(hidden, labels, attention_mask, out.cu_seqlens, num_items_in_batch, out.auxiliary)
         if output_logits is None:
             output_logits = labels is None or not self.training
+        whole = None
+        if labels is not None:
+            whole = None if self._fuses_loss() else self.lm_head(hidden)
+            targets = _targets(hidden, labels, attention_mask, out.cu_seqlens)
+            loss = self._loss(hidden, whole, targets, num_items_in_batch, out.auxiliary)
         if output_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = project_out(hidden[:, kept], self.lm_head)
+            logits = project_out(hidden[:, kept], self.lm_head) if whole is None else whole[:, kept]
         if cache is not None:
             cache.broken = False
         return HybridCausalLMOutput(
@@ -157,33 +163,40 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         """Between how many bytes the cache holds of `batch_size` sequences of `seq_len` tokens."""
         return self.model.state_bounds(seq_len, batch_size, dtype)
 
+    def _fuses_loss(self) -> bool:
+        """True if the loss is taken from the output layer's weight, block by block, without forming the logits."""
+        own_loss = self.loss_function is not ForCausalLMLoss
+        fuses = is_plain_linear(self.lm_head) and not own_loss
+        if not fuses and not own_loss:
+            warn_slower("the loss forms all logits", ("lm_head",))
+        return fuses
+
     def _loss(
         self,
         hidden: Float[Tensor, "B T D"],
-        labels: Int[Tensor, "B T"],
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
+        logits: Float[Tensor, "B T vocab"] | None,
+        targets: Int[Tensor, "B T"],
         num_items: Tensor | int | None,
         auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None,
     ) -> Float[Tensor, ""]:
-        if labels.shape != hidden.shape[:2]:
-            raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
-        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-        if cu_seqlens is not None:
-            # an empty sequence at the front names the last place, which predicts nothing anyway
-            targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
-        if mask is not None:
-            real = mask.bool()
-            targets = targets.masked_fill(~(real & nn.functional.pad(real[:, 1:], (0, 1))), IGNORE)
-        total = linear_cross_entropy(
-            hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), impl=self.config.loss_impl
-        )
-        for name, values in (auxiliary or {}).items():
-            if name.endswith("_loss"):
-                total = total + sum(x.sum() for x in values)
-        if num_items is None:
-            num_items = (targets != IGNORE).sum()
-        return total / at_least_one(num_items)
+        """Return the loss of the logits; of the hidden states and the output layer's weight where they are None."""
+        extra = [x.sum() for name, values in (auxiliary or {}).items() if name.endswith("_loss") for x in values]
+        count = (targets != IGNORE).sum() if num_items is None else num_items
+        if logits is not None and self.loss_function is not ForCausalLMLoss:
+            # such a function shifts the labels itself, and divides by the number of tokens itself
+            labels = nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORE)
+            given = {} if num_items is None else {"num_items_in_batch": num_items}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
+            return loss + sum(extra) / at_least_one(count) if extra else loss
+        if logits is None:
+            total = linear_cross_entropy(
+                hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), impl=self.config.loss_impl
+            )
+        else:
+            total = nn.functional.cross_entropy(
+                at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+        return sum(extra, start=total) / at_least_one(count)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: it pages keys and values, and recurrent states and windows have none.
@@ -221,3 +234,19 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         elif generation_config.use_cache is not False:
             max_length = generation_config.max_length or 0
             model_kwargs["past_key_values"] = self.make_cache(max_length, offload=implementation == "offloaded")
+
+
+def _targets(
+    hidden: Float[Tensor, "B T D"], labels: Int[Tensor, "B T"], mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Int[Tensor, "B T"]:
+    """Return the token that each token predicts, −100 where it predicts none."""
+    if labels.shape != hidden.shape[:2]:
+        raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
+    targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    if cu_seqlens is not None:
+        # an empty sequence at the front names the last place, which predicts nothing anyway
+        targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
+    if mask is not None:
+        real = mask.bool()
+        targets = targets.masked_fill(~(real & nn.functional.pad(real[:, 1:], (0, 1))), IGNORE)
+    return targets

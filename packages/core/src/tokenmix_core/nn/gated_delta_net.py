@@ -13,6 +13,7 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
+from tokenmix_core.nn.plain import is_plain, warn_slower
 from tokenmix_core.nn.projections import project_out, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
@@ -161,7 +162,13 @@ class GatedDeltaNet(Mixer):
 
     def _in_one_launch(self, x: Tensor) -> bool:
         """Tell whether a decoding step takes one kernel between its projections."""
-        return self.impl != "reference" and (x.is_cuda or self.impl == "triton")
+        if self.impl == "reference" or not (x.is_cuda or self.impl == "triton"):
+            return False
+        plain = is_plain(ShortConv, self.q_conv, self.k_conv, self.v_conv)
+        if plain and is_plain((GatedRMSNorm, RMSNorm), self.o_norm):
+            return True
+        warn_slower("GatedDeltaNet's decoding step", ("a convolution", "o_norm"))
+        return False
 
     def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
         """The gated outputs of one token of each sequence."""

@@ -60,6 +60,11 @@ def linear_cross_entropy(
         )
     if labels.device != hidden.device:
         raise ValueError(f"linear_cross_entropy: labels are on {labels.device}, expected {hidden.device} like hidden")
+    if weight.device != hidden.device:
+        raise ValueError(
+            f"linear_cross_entropy: weight is on {weight.device}, expected {hidden.device} like hidden; "
+            "call a layer that is offloaded, and take the loss of its logits"
+        )
     if labels.dtype != torch.int64:
         raise ValueError(f"linear_cross_entropy: labels must be int64, got {labels.dtype}")
     if block_size < 1:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.precision import product_dtype
 from tokenmix_core.ops import gated_rms_norm, rms_norm
 from tokenmix_core.ops.norms.reference import GatePlace
@@ -37,15 +38,15 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class ResidualNorm(RMSNorm):
-    """RMS normalisation of a residual stream that a branch is added to first."""
-
-    def forward(  # type: ignore[override]
-        self, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of x + branch, or of x where branch is None, and what was normalised."""
-        y, total = rms_norm(x, self.weight, branch, eps=self.eps, dtype=product_dtype(x))
+def add_and_norm(
+    norm: RMSNorm, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + branch and that sum; without a branch, the norm of x and x. A plain norm adds, too."""
+    if is_plain(RMSNorm, norm):
+        y, total = rms_norm(x, norm.weight, branch, eps=norm.eps, dtype=product_dtype(x))
         return y, total
+    total = x if branch is None else x + branch
+    return norm(total), total
 
 
 class GatedRMSNorm(nn.Module):

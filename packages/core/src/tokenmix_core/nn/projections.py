@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tokenmix_core.launch import private
-from tokenmix_core.launch.replay import is_plain
+from tokenmix_core.launch import private, replay
+from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.precision import gives_float32
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
@@ -62,7 +62,7 @@ def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Tell whether products with the layers' weights are all that the layers do."""
     # where torch traces, the number of tokens, asked for, would make a graph for either answer
-    usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (is_plain(x) and x.numel() > 0))
+    usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (replay.is_plain(x) and x.numel() > 0))
     return usable and all(is_plain_linear(layer) for layer in layers)
 
 
@@ -202,12 +202,5 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """Tell whether a layer is torch's own without a bias, and nobody has changed or watches its forward pass.
-
-    Adapters, quantisation and hooks do: their layers have to be called. What a weight of another class, quantised or
-    sharded, holds is its own.
-    """
-    watched = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    watched = watched or private.watches_all_modules()
-    plain = type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and not watched
-    return plain and type(layer.weight) in _ORDINARY
+    """True if a layer is torch's own without a bias, and reading its weight gives what calling it gives."""
+    return is_plain(nn.Linear, layer) and layer.bias is None

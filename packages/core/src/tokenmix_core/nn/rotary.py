@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.nn.init import is_loaded
 from tokenmix_core.nn.norm import RMSNorm
+from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.ops import rotate, rotate_step
 
@@ -147,8 +148,8 @@ def apply_rotary(
 
     Computed in float32, returned in x's dtype.
     """
-    if norm is None:
-        return rotate(x, *rotation)
+    if norm is None or not is_plain(RMSNorm, norm):
+        return rotate(x if norm is None else norm(x), *rotation)
     return rotate(x, *rotation, norm.weight, eps=norm.eps)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.nn.init import init_short_conv_
+from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.state import TensorState
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
 from tokenmix_core.ops.common import Impl
@@ -99,13 +100,14 @@ def convolved(
 
     With states, as `ShortConv`: of all of them or of none.
     """
+    if not is_plain(ShortConv, *convs):
+        return _one_by_one(convs, xs, states, cu_seqlens, step)
     kinds = {(conv.weight.shape[1], conv.activation, conv.impl, conv.bias is None) for conv in convs}
     before = [None if state is None else state.value for state in states]
     begun = any(x is not None for x in before)
     alike = len(kinds) == 1 and convs[0].bias is None and not (begun and not step and None in before)
     if not alike or (step and None in states):
-        given = zip(convs, xs, states, strict=True)
-        return tuple(conv(x, state=state, cu_seqlens=cu_seqlens, step=step) for conv, x, state in given)
+        return _one_by_one(convs, xs, states, cu_seqlens, step)
     weights = [conv.weight for conv in convs]
     activation, impl = convs[0].activation, convs[0].impl
     if step:
@@ -120,3 +122,14 @@ def convolved(
         if state is not None:
             state.set(final_state)
     return tuple(o for o, _ in outputs)
+
+
+def _one_by_one(
+    convs: Sequence[ShortConv],
+    xs: Sequence[Tensor],
+    states: Sequence[TensorState | None],
+    cu_seqlens: Tensor | None,
+    step: bool,
+) -> tuple[Tensor, ...]:
+    given = zip(convs, xs, states, strict=True)
+    return tuple(conv(x, state=state, cu_seqlens=cu_seqlens, step=step) for conv, x, state in given)
