@@ -77,6 +77,7 @@ def build() -> Site:
                 {"Training steps": _readme(site, "docs/steps.md")},
                 {"Other people's models": _readme(site, "docs/field.md")},
                 {"Versions of Triton": _readme(site, "docs/tritons.md")},
+                {"Hopper and its compilers": _readme(site, "docs/hopper.md")},
                 {"Log": [{"What it holds": _readme(site, "docs/log.md")}, *_log(site)]},
             ]
         },
@@ -98,7 +99,7 @@ def addresses() -> dict[str, str]:
     }
     found |= {
         f"docs/{name}.md": f"{name}.md"
-        for name in ("notation", "architecture", "speed", "steps", "field", "tritons", "log")
+        for name in ("notation", "architecture", "speed", "steps", "field", "tritons", "hopper", "log")
     }
     found |= {f"docs/log/{path.name}": f"log/{path.name}" for path in sorted(ROOT.glob("docs/log/*.md"))}
     for name, title in PAPERS.items():
