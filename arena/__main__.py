@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from arena import report, runner
+    from arena import report, runner, store
     from arena.pieces import Comparison
     from arena.sizes import SIZES
 
@@ -39,6 +39,9 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "report":
         print(report.write(comparison))
+        return 0
+    if args.command == "convert":
+        print(f"{store.convert(comparison.folder)} results moved to {comparison.folder / store.RUNS}")
         return 0
     commit = args.commit or _commit()
     deadline = float("inf") if args.minutes is None else time.time() + 60 * args.minutes
@@ -80,9 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m arena", description="Every mixer under one rule; see README.md.")
     parser.add_argument(
         "command",
-        choices=("plan", "run", "costs", "report", "all"),
+        choices=("plan", "run", "costs", "report", "all", "convert"),
         help="plan: the models and what is left to run; run: train and measure; costs: speed and memory, alone on a "
-        "GPU; report: tables and pictures of what is there; all: run, costs and report",
+        "GPU; report: tables and pictures of what is there; all: run, costs and report; "
+        "convert: move results of the old form, one JSON file per run, to runs.jsonl",
     )
     parser.add_argument("--size", default="smoke", help="smoke, compact, small or medium (default: smoke)")
     parser.add_argument(

@@ -20,18 +20,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from arena.contestants import BOUNDED, CONTESTANTS, DIVISIONS, EVERYBODY, EVICTIONS, run_in, solve, taking_part
 from arena.sizes import Size
+from arena.store import COSTS, Key, add, read
 from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
 from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
 from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
 from tokenmix_core.evaluation.suites import evaluate
-from tokenmix_core.files import write_atomically
 from tokenmix_core.testing.results import environment
 from tokenmix_core.training import checkpoint, trainer
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training_free import Method, in_constant_memory
 
-COSTS = "costs"
 # the share of a run's end whose mean loss chooses the rate
 _LAST = 0.1
 # about as many points of what callbacks log are kept
@@ -47,9 +46,10 @@ class Piece(NamedTuple):
     rate: float
     seed: int
 
-    def path(self, results: Path, size: Size) -> Path:
-        """Where its result is, or will be."""
-        return _folder(results, size, self.division, self.contestant) / self.task / f"{self.rate:g}-{self.seed}.json"
+    @property
+    def key(self) -> Key:
+        """Its identity in the store."""
+        return Key(*self)
 
 
 class CostPiece(NamedTuple):
@@ -59,9 +59,10 @@ class CostPiece(NamedTuple):
     contestant: str
     length: int
 
-    def path(self, results: Path, size: Size) -> Path:
-        """Where its result is, or will be."""
-        return _folder(results, size, self.division, self.contestant) / COSTS / f"{self.length}.json"
+    @property
+    def key(self) -> Key:
+        """Its identity in the store."""
+        return Key(self.division, self.contestant, COSTS, self.length, None)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class Comparison:
             raise ValueError(
                 f"none of {', '.join(self.contestants)} takes part in the division {' or '.join(self.divisions)}"
             )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the size's results."""
+        return self.results / self.size.name
 
     def entrants(self, division: str) -> list[str]:
         """The contestants of a division that are looked at."""
@@ -169,19 +175,12 @@ class Comparison:
         Raises:
             ValueError: it was made under another rule, or is damaged.
         """
-        path = piece.path(self.results, self.size)
-        if not path.is_file():
+        if (stored := read(self.folder, piece.key)) is None:
             return None
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            made = result["rule"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is no result of the arena or is damaged ({error!r}); remove it to go on"
-            ) from error
-        if made != (rule := fingerprint(piece, self.size)):
-            raise ValueError(f"{path} was made under another rule ({made}, now {rule}); remove it to go on")
-        return result
+        made, rule = stored.result["rule"], fingerprint(piece, self.size)
+        if made != rule:
+            raise ValueError(f"{stored.source} was made under another rule ({made}, now {rule}); remove it to go on")
+        return stored.result
 
 
 @cache
@@ -231,7 +230,7 @@ def run_piece(piece: Piece, comparison: Comparison, work: Path, *, deadline: flo
     about = recipe_of(piece, size)
     about = replace(about, callbacks=(*about.callbacks, lambda _: StopAt(deadline)))
     # what was trained under another rule lies elsewhere
-    folder = work / piece.path(Path(), size).with_suffix("") / fingerprint(piece, size)
+    folder = work / size.name / piece.key.path / fingerprint(piece, size)
     diverged = False
     if not (folder / "config.json").is_file():
         resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
@@ -260,7 +259,7 @@ def run_piece(piece: Piece, comparison: Comparison, work: Path, *, deadline: flo
         "jobs": jobs,
         "environment": {**environment(), "commit": commit},
     }
-    _write(result, piece.path(comparison.results, size))
+    add(comparison.folder, result)
     shutil.rmtree(folder.parent, ignore_errors=True)
     return True
 
@@ -344,7 +343,7 @@ def run_costs(piece: CostPiece, comparison: Comparison, *, commit: str) -> bool:
         "rows": rows,
         "environment": {**environment(), "commit": commit},
     }
-    _write(result, piece.path(comparison.results, size))
+    add(comparison.folder, result)
     return True
 
 
@@ -353,11 +352,3 @@ def _random_model(piece: CostPiece, size: Size) -> Any:
     about = recipe(piece.contestant, piece.division, next(iter(TASKS)), size, size.rates[0], size.tuning_seed)
     device, dtype = device_and_dtype()
     return AutoModelForCausalLM.from_config(about.model_config(), dtype=dtype).to(device)
-
-
-def _write(result: dict[str, Any], path: Path) -> None:
-    write_atomically(path, json.dumps(result, indent=1) + "\n")
-
-
-def _folder(results: Path, size: Size, division: str, contestant: str) -> Path:
-    return results / size.name / division / contestant

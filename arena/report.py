@@ -127,7 +127,7 @@ def models(comparison: Comparison, division: str) -> str:
 
 def write(comparison: Comparison) -> Path:
     """Write the report of what is there, with its pictures, beside the results; return its path."""
-    folder = comparison.results / comparison.size.name
+    folder = comparison.folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / REPORT
     write_atomically(path, "\n\n".join(_parts(comparison, folder)) + "\n")

@@ -1,7 +1,7 @@
 """The arena's rule: equal parameters, equal state, one grid, the same rows, seeds of their own; pieces resume."""
 
-import json
 import math
+import re
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arena import pieces, report, runner
+from arena import pieces, report, runner, store
 from arena.__main__ import main
 from arena.claims import CLAIMS, HELD, NOT_HELD, NOT_LEARNT, NOT_MEASURED, OPEN, Claim, judge
 from arena.contestants import (
@@ -100,11 +100,9 @@ def test_every_suite_that_measures_somebody_exists():
 
 def record(comparison, piece, last_loss=1.0, rows=None, **more):
     """Write a result that says what a test wants it to say."""
-    path = piece.path(comparison.results, comparison.size)
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = {"last loss": last_loss, "rows": rows or {}, "rule": fingerprint(piece, comparison.size), **more}
     where = {"device": "none", "torch": "0", "triton": "0", "commit": "test"}
-    path.write_text(json.dumps({**piece._asdict(), **about, "environment": where}))
+    store.add(comparison.folder, {**piece._asdict(), **about, "environment": where})
 
 
 def recalled(accuracy):
@@ -208,9 +206,9 @@ def test_a_result_of_another_rule_is_refused_by_name(tmp_path):
     comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn",), (MQAR,))
     piece = comparison.ready()[0]
     record(comparison, piece)
-    path = piece.path(comparison.results, comparison.size)
+    path = comparison.folder / store.RUNS
     path.write_text(path.read_text().replace(fingerprint(piece, SMALL), "other"))
-    with pytest.raises(ValueError, match="another rule"):
+    with pytest.raises(ValueError, match=re.escape(f"{path}:1 was made under another rule")):
         comparison.ready()
     with pytest.raises(ValueError, match="no contestant 'gnd'"):
         Comparison(SMALL, tmp_path, contestants=("gnd",))
@@ -247,12 +245,13 @@ def test_a_damaged_result_is_refused_by_name(tmp_path, capsys):
     comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn",), (MQAR,))
     piece = comparison.ready()[0]
     record(comparison, piece)
-    path = piece.path(comparison.results, comparison.size)
-    for content in (path.read_text()[:40], "[]", "{}"):
-        path.write_text(content)
+    path = comparison.folder / store.RUNS
+    whole = path.read_text()
+    for content in (whole[:40], "[]", "{}", "<<<<<<< main"):
+        path.write_text(f"{whole}{content}\n")
         assert main(["report", "--size", "small", "--results", str(tmp_path)]) == 2
         told = capsys.readouterr().err
-        assert str(path) in told
+        assert f"{path}:2 " in told
         assert "damaged" in told
 
 
@@ -487,7 +486,7 @@ def test_a_piece_depends_on_its_recipe():
     assert recipe_of(one, SMALL).optimizer.learning_rate == 1e-3
 
 
-@pytest.mark.parametrize("name", ["compact", "medium"])
+@pytest.mark.parametrize("name", ["compact", "medium", "needles"])
 def test_committed_reports_say_what_the_committed_results_say(name, tmp_path):
     committed = ROOT / "arena" / "results" / name
     shutil.copytree(committed, tmp_path / name)

@@ -1,0 +1,157 @@
+"""Storage of results: one JSON Lines file per size, one run per line, sorted by run.
+
+Writers hold a lock and replace the file atomically. A killed process leaves the old file or the new one, and any number
+of processes may add results at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+from tokenmix_core.files import write_atomically
+
+RUNS = "runs.jsonl"
+# the task under which measurements of speed and memory are filed
+COSTS = "costs"
+Result = dict[str, Any]
+
+
+class Key(NamedTuple):
+    """Identity of a run within its size, and the order of the lines.
+
+    Attributes:
+        division, contestant, task: names.
+        value: the learning rate, or the context length of a cost measurement.
+        seed: the seed; None for a cost measurement.
+    """
+
+    division: str
+    contestant: str
+    task: str
+    value: float
+    seed: int | None
+
+    @classmethod
+    def of(cls, result: Result) -> Key:
+        """Return the key of a result."""
+        names = result["division"], result["contestant"]
+        if "length" in result:
+            return cls(*names, COSTS, result["length"], None)
+        return cls(*names, result["task"], result["rate"], result["seed"])
+
+    @property
+    def path(self) -> Path:
+        """Relative path of the run's working folder, below the size's."""
+        value = f"{self.value:d}" if self.seed is None else f"{self.value:g}-{self.seed}"
+        return Path(self.division, self.contestant, self.task, value)
+
+
+class Stored(NamedTuple):
+    """A result and its source, for error messages."""
+
+    result: Result
+    source: str
+
+
+def read(folder: Path, key: Key) -> Stored | None:
+    """Return the result of a run, or None before it is done.
+
+    Args:
+        folder: the folder of a size.
+        key: the run.
+
+    Raises:
+        ValueError: a damaged file, with its path and line.
+    """
+    if (stored := load(folder).get(key)) is not None:
+        return stored
+    path = _old_file(folder, key)
+    if not path.is_file():
+        return None
+    _tell_old_form(folder)
+    return Stored(_parse(path.read_text(encoding="utf-8"), str(path)), str(path))
+
+
+def load(folder: Path) -> Mapping[Key, Stored]:
+    """Return all results of a size by run; the file is parsed again only after it has changed."""
+    path = folder / RUNS
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return {}
+    return _load(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, version: tuple[int, ...]) -> Mapping[Key, Stored]:
+    results: dict[Key, Stored] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line:
+            source = f"{path}:{number}"
+            result = _parse(line, source)
+            if (key := Key.of(result)) in results:
+                raise ValueError(f"{source} and {results[key].source} hold the same run; remove one of the lines")
+            results[key] = Stored(result, source)
+    return results
+
+
+def _parse(text: str, source: str) -> Result:
+    try:
+        result = json.loads(text)
+        hash((Key.of(result), result["rule"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{source} is no result of the arena or is damaged ({error!r}); remove it to go on") from error
+    return result
+
+
+def add(folder: Path, *results: Result) -> None:
+    """Add results to a size; a result of the same run is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{RUNS}.lock"):
+        merged = {key: stored.result for key, stored in load(folder).items()}
+        merged |= {Key.of(result): result for result in results}
+        lines = [json.dumps(merged[key], ensure_ascii=False) + "\n" for key in sorted(merged, key=_order)]
+        write_atomically(folder / RUNS, "".join(lines))
+
+
+def _order(key: Key) -> tuple[Any, ...]:
+    return (*key[:4], -1 if key.seed is None else key.seed)
+
+
+def convert(folder: Path) -> int:
+    """Move results of the old form, one JSON file per run, into the JSON Lines file; return their number.
+
+    A run that the file already holds keeps its line.
+    """
+    files = sorted(folder.glob("*/*/*/*.json"))
+    results = [_parse(path.read_text(encoding="utf-8"), str(path)) for path in files]
+    known = load(folder)
+    if files:
+        add(folder, *(result for result in results if Key.of(result) not in known))
+    for path in files:
+        path.unlink()
+        for parent in (path.parent, path.parent.parent, path.parent.parent.parent):
+            if not any(parent.iterdir()):
+                parent.rmdir()
+    return len(files)
+
+
+def _old_file(folder: Path, key: Key) -> Path:
+    # not by with_suffix: a rate contains a point
+    return folder / key.path.with_name(f"{key.path.name}.json")
+
+
+@cache
+def _tell_old_form(folder: Path) -> None:
+    print(
+        f"arena: {folder} holds results in the old form, one JSON file per run, which are read as they are; "
+        f"`python -m arena convert --size {folder.name}` moves them to {RUNS}, one line per run",
+        file=sys.stderr,
+    )
