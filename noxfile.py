@@ -29,6 +29,8 @@ from packaging.utils import canonicalize_name
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
 nox.options.sessions = ["lint", "types", "contracts", "tests"]
+# every session's default: OpenMP's threads sleep at barriers, so that processes that share cores do not wait for them
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))

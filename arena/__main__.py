@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns 0; 75 where time was up before all was done; 1 where a piece failed; 2 for what was asked for and cannot be.
     """
+    # before torch is loaded: OpenMP's threads sleep at barriers instead of spinning
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(arguments)
     try:
         return _run(args)

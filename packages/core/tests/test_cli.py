@@ -62,6 +62,19 @@ def test_help_imports_nothing_heavy(command):
     assert out.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_at_barriers_unless_the_user_chose_otherwise(given, kept):
+    code = (
+        "import os, sys; from tokenmix_core.cli import main; assert 'torch' not in sys.modules; main(['info', 'tiny']);"
+        "assert 'torch' in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
+    assert out.stdout.splitlines()[-1] == kept
+
+
 def test_train_leaves_a_model_its_tables_and_its_plots(recipes, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = tmp_path / "run"

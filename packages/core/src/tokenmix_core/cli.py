@@ -53,6 +53,8 @@ def main(
     # quieter libraries, and no progress bars for what takes less than a second, unless the user says otherwise
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DELAY", "1")
+    # before torch is loaded: OpenMP's threads spin at barriers, which is slow where another process needs the core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(prog, commands, arguments)
     try:
         args, args_rest = parser.parse_known_args(argv)
