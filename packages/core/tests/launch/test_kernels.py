@@ -260,6 +260,35 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
     assert len(left) == 2
 
 
+def test_numbers_that_triton_does_not_tell_apart_share_a_kernel(handed_over, monkeypatch):
+    compiled = []
+
+    class Kernel:
+        arg_names = ("x", "flag", "y", "n", "factor")
+        params = tuple(SimpleNamespace(is_constexpr=name == "flag") for name in arg_names)
+
+        def warmup(self, *args, **options):
+            compiled.append(args[3])
+
+    form = ("Q", None, "Q", "i", "f")
+    monkeypatch.setattr(kernels, "_load", lambda *_: driver.Loaded(7, 128, 100, False, form))
+    monkeypatch.setattr(kernels, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "current_stream", lambda device: 9)
+    monkeypatch.setattr(kernels, "_begun", list)
+    kernel = kernels._Launcher(Kernel())
+    x, y = torch.zeros(4), torch.zeros(4)
+    for n in range(1, 200):
+        kernel[(n,)](x, True, y, n, factor=1 / n)
+    assert [words[2] for *_, words in handed_over] == [*range(1, 200)]
+    # one, multiples of 16, and others
+    assert compiled == [1, 2, 16]
+    kernel[(1,)](x, False, y, 5, factor=1.0)
+    kernel[(1,)](x, False, torch.zeros(5)[1:], 5, factor=1.0)
+    assert len(compiled) == 5
+    assert kernels._kind(5) != kernels._kind(5 + (1 << 31)) != kernels._kind(5 + (1 << 63))
+    assert len(kernel._loaded) == 5
+
+
 class Counted:
     """A kernel that counts what it is compiled for."""
 

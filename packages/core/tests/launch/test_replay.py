@@ -207,12 +207,135 @@ def test_a_changed_input_is_changed_again(add):
 
 def test_more_kinds_than_are_tried_take_turns(add):
     function, replayed = three_sums(add)
-    sizes = range(4, 4 + 2 * replay._TRIED)
-    for _ in range(3):
+    sizes = range(8, 8 + 2 * replay._TRIED)
+    for _ in range(4):
         for n in sizes:
             a, b = torch.randn(n), torch.randn(n)
             torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
-    assert function.runs == len(sizes)
+    # the first of these sizes is recorded at once, since kernels may be new, the others as they return
+    assert function.runs == 2 * len(sizes) - 1
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """Sizes of the first input of each call that is recorded."""
+    made, init = [], replay._Recorder.__init__
+
+    def noted(self, inputs):
+        made.append(len(inputs[0]))
+        init(self, inputs)
+
+    monkeypatch.setattr(replay._Recorder, "__init__", noted)
+    return made
+
+
+def call(replayed, n):
+    a, b = torch.randn(n), torch.randn(n)
+    torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
+
+
+def test_a_call_is_recorded_where_its_signature_has_occurred_before(add, recordings):
+    function, replayed = three_sums(add)
+    # the first call of a magnitude, whose kernels are compiled side by side
+    call(replayed, 1024)
+    assert recordings == [1024]
+    for _ in range(4):
+        call(replayed, 1100)
+    assert recordings == [1024, 1100]
+    assert function.runs == 3
+    call(replayed, 2048)
+    assert recordings == [1024, 1100, 2048]
+
+
+def test_lengths_that_never_return_are_not_recorded_and_leave_little_behind(add, recordings):
+    _, replayed = three_sums(add)
+    for n in range(1024, 2048):
+        call(replayed, n)
+    assert recordings == [1024]
+    assert len(replayed._known) == 1
+    assert len(replayed._due._seen) <= replay._SEEN
+    assert len(replayed._due._magnitudes) == 1
+
+
+def test_a_length_that_repeats_after_others_is_recorded_again(add, recordings):
+    function, replayed = three_sums(add)
+    for n in range(1024, 1600):
+        call(replayed, n)
+    recordings.clear()
+    for _ in range(5):
+        call(replayed, 1700)
+    assert recordings == [1700]
+    runs = function.runs
+    call(replayed, 1700)
+    assert function.runs == runs
+
+
+def test_recordings_that_are_not_replayed_become_rare_and_repeats_bring_them_back(add, recordings):
+    _, replayed = three_sums(add)
+    # each length twice, as in a model of two layers: what is recorded the second time never returns
+    for n in range(1024, 1324):
+        call(replayed, n)
+        call(replayed, n)
+    assert len(recordings) <= 2 * replay._PATIENCE
+    recordings.clear()
+    for _ in range(20):
+        call(replayed, 1700)
+    assert recordings == [1700]
+    # many replays: the next lengths are recorded at once, and as they do not return, later ones wait again
+    for n in range(1701, 2000):
+        call(replayed, n)
+    assert recordings == [*range(1700, 1701 + replay._RECENT)]
+
+
+def test_recordings_of_deep_models_are_made_at_once(add, recordings):
+    function, replayed = three_sums(add)
+    for n in range(1024, 1044):
+        for _ in range(24):
+            call(replayed, n)
+    # but for the second length, when nothing was known yet
+    assert function.runs <= 21
+    assert len(recordings) == 20
+
+
+def test_recordings_are_bounded_and_the_least_recently_used_is_dropped(add, recordings):
+    function, replayed = three_sums(add)
+    for n in range(1024, 1024 + 3 * replay._RECORDINGS):
+        for _ in range(3):
+            call(replayed, n)
+            call(replayed, 1024)
+    assert len(replayed._known) == replay._RECORDINGS
+    runs = function.runs
+    call(replayed, 1024)
+    assert function.runs == runs
+    call(replayed, 1025)
+    assert function.runs == runs + 1
+
+
+def test_calls_that_cannot_be_recorded_are_hardly_tried(add, recordings):
+    def run(a, b, factor):
+        out = torch.empty_like(a)
+        add[(1,)](a, b, out, len(a))
+        return out.max(0)[0]
+
+    _, replayed = counted(run)
+    for n in range(1024, 1524):
+        for _ in range(2):
+            a, b = torch.randn(n), torch.randn(n)
+            torch.testing.assert_close(replayed(a, b, 1.0), (a + b).max())
+    assert len(recordings) <= 2 * replay._PATIENCE
+
+
+def test_a_first_occurrence_enters_no_dispatch_mode(add, monkeypatch):
+    _, replayed = three_sums(add)
+    call(replayed, 1024)
+
+    def refuse(*args):
+        raise AssertionError("operations are watched")
+
+    monkeypatch.setattr(replay._Recorder, "__torch_dispatch__", refuse)
+    monkeypatch.setattr(replay, "compiled", refuse)
+    monkeypatch.setattr(replay, "matching", refuse)
+    call(replayed, 1100)
 
 
 def test_calls_alike_but_for_the_mode_are_one_kind(add):
@@ -331,6 +454,21 @@ def test_what_was_checked_is_not_checked_again(monkeypatch):
     Replayed.forget()
     again(torch.randn(5), None, 2)
     assert check.runs == 2
+
+
+def test_what_is_checked_of_lengths_that_never_return_is_not_kept(monkeypatch):
+    check, again = checked(lambda x: x.shape[0], monkeypatch)
+    made = []
+    monkeypatch.setattr(replay, "alike", lambda *given: made.append(given) or replay_code.alike(*given))
+    for n in range(1024, 2048):
+        assert again(torch.randn(n)) == n
+    assert len(made) == 1
+    assert len(again._due._seen) <= replay._SEEN
+    runs = check.runs
+    for _ in range(3):
+        assert again(torch.randn(1100)) == 1100
+    assert len(made) == 2
+    assert check.runs == runs + 2
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ _FORMATS = {
     "*": "Q", "constexpr": None, "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
     "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
-# the last two parameters, scratch memory that nobody asked for
-_NO_SCRATCH = bytes(16)
 # as in `launches.c`
 _MOST_PARAMETERS = 96
 
@@ -62,19 +60,27 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, places: Mappin
     `places` tells which arguments are addresses of a later call, `place: (which of them, bytes from there)`; the stream
     comes first among these.
     """
+    grid = (*grid, 1, 1)[:3]
+    if not all(grid):
+        return b""
     values, later = [], []
     for place, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
         if form is None:
             continue
         if place in places:
             later += [len(values), *places[place]]
-        values.append(struct.pack(form, 0 if place in places else x).ljust(8, b"\0"))
-    grid = (*grid, 1, 1)[:3]
-    if not all(grid):
-        return b""
+            x = 0
+        values.append(x)
     sizes = kernel.threads, kernel.shared, kernel.early, len(values) + 2, len(later) // 3
-    head = struct.pack("10Q", _cuda_launch(), kernel.function, *grid, *sizes)
-    return b"".join((head, *values, _NO_SCRATCH, struct.pack(f"{len(later)}Q", *later)))
+    pack = _packing(kernel.formats)
+    return pack(_cuda_launch(), kernel.function, *grid, *sizes, *values) + struct.pack(f"{len(later)}Q", *later)
+
+
+@functools.cache
+def _packing(formats: tuple[str | None, ...]) -> Callable[..., bytes]:
+    """Pack the head of a launch and its arguments, a word each, with room for scratch memory that nobody asked for."""
+    words = (f"{form}{8 - struct.calcsize(form)}x" for form in formats if form is not None)
+    return struct.Struct(f"<10Q{''.join(words)}16x").pack
 
 
 @functools.cache

@@ -24,17 +24,18 @@ Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # with the parameter goes an option of the launch
 _BEGINS_EARLY, _WAITS_ITS_TURN = {EARLY: True, "launch_pdl": True}, {EARLY: False}
-# calls remembered by a kernel; beyond that many the older half is forgotten
-_REMEMBERED = 4096
+# compiled forms remembered by a kernel; beyond that many the first are forgotten
+_REMEMBERED = 1024
 
 
 def cached_launch(kernel):
     """A decorator above `triton.jit`: the kernel is launched as before, but faster from the second time on.
 
     Triton compiles a kernel anew for other dtypes, for other alignments of pointers, for other divisibilities of
-    numbers, and inspects every argument at every launch to find the right one. Here the arguments themselves are the
-    key, tensors by dtype and alignment, so that a repeated call is one look-up. All parameters must be given at each
-    launch, in order or by name, which makes no difference. The interpreter's kernels stay as they are.
+    numbers, and inspects every argument at every launch to find the right one. Here what it distinguishes by is the
+    key (`_kind`), so that a call with other numbers, such as a length that never was, is one look-up, too. All
+    parameters must be given at each launch, in order or by name, which makes no difference. The interpreter's kernels
+    stay as they are.
     """
     if not isinstance(kernel, triton.JITFunction):
         return kernel
@@ -146,12 +147,10 @@ class _Launcher:
         self.__doc__ = kernel.__doc__
         # by how many arguments are given in order and which by name: what puts the latter in order, and other names
         self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
-        # by kind of call; None where only Triton can launch
+        # by what a kernel is compiled for; None where only Triton can launch
         self._loaded: dict[tuple, Loaded | None] = {}
-        # by grid and kind
-        self._packed: dict[tuple, bytes] = {}
-        # how many of the first arguments may be tensors
-        self._tensors = 0
+        # which arguments are compiled in
+        self._constant = private.compiled_in(kernel)
         # of a kernel that knows how to wait for the one before, how many arguments leave out EARLY
         names = private.argument_names(kernel)
         if EARLY in names[:-1]:
@@ -193,16 +192,18 @@ class _Launcher:
 
     def knows(self, args: tuple, options: dict) -> bool:
         """Tell whether a kernel for such a call was kept."""
-        return self._key(args, options)[0] in self._loaded
+        return self._key(args, options) in self._loaded
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
         """Launch such calls by this kernel."""
-        self._tensors = max(self._tensors, *(i + 1 for i, x in enumerate(args) if isinstance(x, Tensor)))
-        _remember(self._loaded, self._key(args, options)[0], kernel)
+        self._loaded[self._key(args, options)] = kernel
+        if len(self._loaded) > _REMEMBERED:
+            del self._loaded[next(iter(self._loaded))]
+        private.say_what_is_missing()
 
     def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
         """`pack(places)` of a call whose kernel was kept, for `driver.launch`; None where only Triton can launch it."""
-        kernel = self._loaded[self._key(args, options)[0]]
+        kernel = self._loaded[self._key(args, options)]
         if kernel is None:
             return None
         return functools.partial(packed, kernel, grid, [0 if isinstance(x, Tensor) else x for x in args])
@@ -211,52 +212,45 @@ class _Launcher:
         if _taker.take is not None:
             _taker.take((self, grid, args, options))
             return
-        key, addresses = self._key(args, options)
-        found = self._packed.get((grid, *key))
-        if found is None:
-            found = self._pack(grid, args, options)
-            addresses = self._key(args, options)[1]
+        key = self._key(args, options)
+        if key in self._loaded:
+            kernel = self._loaded[key]
+        else:
+            kernel = self._compile(grid, args, options)
         # what profilers hook into launches is called by Triton's own way alone
-        start = launch() if found and not observed() else None
-        if start is None:
+        start = None if kernel is None or observed() else launch()
+        if kernel is None or start is None:
             with compiling(self.fn):
                 self.fn[grid](*args, **options)
-        else:
-            start(found, current_stream(key[0]), *addresses)
+        elif found := packed(kernel, grid, [x.data_ptr() if isinstance(x, Tensor) else x for x in args], {}):
+            start(found, current_stream(key[0]))
 
-    def _key(self, args: tuple, options: dict) -> tuple[tuple, list]:
-        """The kind of a call, which begins with the device, and the addresses of tensors."""
-        kinds, addresses = [], []
-        for x in args[: self._tensors]:
-            if isinstance(x, Tensor):
-                address = x.data_ptr()
-                kinds.append(x.dtype if address & 15 == 0 else (x.dtype,))
-                addresses.append(address)
-            else:
-                kinds.append(x)
-        return (current_device(), *kinds, *args[self._tensors :], *options.items()), addresses
+    def _key(self, args: tuple, options: dict) -> tuple:
+        """What Triton compiles a kernel for: the device, arguments by kind or, if compiled in, value, and options."""
+        kinds = [current_device()]
+        for x, constant in zip(args, self._constant, strict=True):
+            kinds.append(x if constant and not isinstance(x, Tensor) else _kind(x))
+        return (*kinds, *options.items())
 
-    def _pack(self, grid: tuple[int, ...], args: tuple, options: dict) -> bytes:
-        """A launch of calls like this, for these addresses; nothing where it is left to Triton."""
-        if not self.knows(args, options):
-            kernel = None
-            if private.launching() is not None:
-                wait(_begun())
-                with compiling(self.fn):
-                    kernel = _load(self.fn.warmup(*args, grid=grid, **options), current_device())
-            self.keep(kernel, args, options)
-        private.say_what_is_missing()
-        pack = self.packing(grid, args, options)
-        if pack is None:
-            return b""
-        tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
-        found = pack({i: (place, 0) for place, i in enumerate(tensors, 1)})
-        _remember(self._packed, (grid, *self._key(args, options)[0]), found)
-        return found
+    def _compile(self, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
+        """Compile and keep the kernel of calls like this; None where only Triton can launch it."""
+        kernel = None
+        if private.launching() is not None:
+            wait(_begun())
+            with compiling(self.fn):
+                kernel = _load(self.fn.warmup(*args, grid=grid, **options), current_device())
+        self.keep(kernel, args, options)
+        return kernel
 
 
-def _remember(known: dict, key: tuple, value: Any) -> None:
-    if len(known) >= _REMEMBERED:
-        for old in list(known)[: _REMEMBERED // 2]:
-            del known[old]
-    known[key] = value
+def _kind(x: Any) -> Any:
+    """What Triton distinguishes an argument by: dtype and alignment, or 1, divisibility by 16, and size of a number."""
+    cls = x.__class__
+    if cls is int:
+        kind = 1 if x == 1 else 2 if x & 15 else 16
+        return kind if -0x80000000 <= x <= 0x7FFFFFFF else (kind, x < 1 << 63)
+    if cls is float or cls is bool:
+        return cls
+    if isinstance(x, Tensor):
+        return x.dtype if x.data_ptr() & 15 == 0 else (x.dtype,)
+    return x

@@ -325,6 +325,14 @@ def argument_names(kernel: Any) -> list[str]:
     return list(inspect.signature(kernel.fn).parameters if names is None else names)
 
 
+def compiled_in(kernel: Any) -> list[bool]:
+    """Which of a kernel's parameters are compiled in; all of them, where Triton does not say."""
+    params = getattr(kernel, "params", None)
+    if params is None:
+        return [True] * len(argument_names(kernel))
+    return [bool(x.is_constexpr) for x in params]
+
+
 class Described(NamedTuple):
     """A compiled kernel as Triton describes it.
 

@@ -1,16 +1,21 @@
-"""Calls of kernels replayed: what the host decides about a call is decided once for all calls that look alike.
+"""The launch cache: what the host decides about a call is decided once for all calls that look alike.
 
 Between a call and its launches lie sizes, tiles, strides and buffers that follow from the arguments' shapes. Finding
-them takes Python longer than launching. So the first call of a kind is recorded: which buffers it makes, and which
-kernels it launches on which of them. Later calls make these buffers and launches, and nothing else (`replay_code`).
+them takes Python longer than launching. So a call is recorded: which buffers it makes, and which kernels it launches on
+which of them. Later calls with its signature make these buffers and launches, and nothing else (`replay_code`).
+
+Recording takes longer than running, and lengths may never return. So a call is recorded where its signature has
+occurred before. While recordings are not replayed, signatures must have occurred more often; what is kept is bounded.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice, takewhile
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,10 +33,16 @@ _ALLOCATIONS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
+# operations that were seen not to be made of others
+_not_composite: set[Any] = set()
 # what follows from dtypes, which a call's kind tells
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
-# kinds of calls remembered by a function; with more it begins anew
-_REMEMBERED = 1024
+# most recordings kept by a function, most signatures whose occurrences it counts, and most magnitudes it knows
+_RECORDINGS, _SEEN, _MAGNITUDES = 32, 256, 64
+# where one of so many recordings was replayed so often, as in a deep model, the next one is made at first sight
+_RECENT, _OFTEN = 4, 8
+# so many recordings that were not replayed double how often a signature must have occurred
+_PATIENCE = 8
 # kinds that a call is compared with before its own is found
 _TRIED = 4
 # what `Replayed.forget` clears
@@ -62,21 +73,23 @@ def _launching() -> ModuleType:
 
 
 class Replayed:
-    """`run`, of whose calls on a GPU the first of a kind is recorded, and later ones are replayed where they can be.
+    """Wrap `run` with record-and-replay: calls on a GPU whose signature returns are recorded, and replayed if possible.
 
-    A call's kind is all that it may depend on: shapes, strides, dtypes and alignment of tensors, and the values of
+    A call's signature is all that it may depend on: shapes, strides, dtypes and alignment of tensors, and the values of
     other arguments. It can be replayed if `run` only makes buffers, views them, launches kernels of `cached_launch` and
     calls simple operations of torch; else every call is run. What chooses tiles is not asked again: a change of tables
     and modules that tell of it (`changes`) lets all calls be forgotten, and whoever changes something else calls
-    `forget`. The kernels of a recorded call are compiled side by side.
+    `forget`. The kernels of a recorded call are compiled side by side; for their sake the first call of each magnitude
+    of sizes is recorded at once.
     """
 
     def __init__(self, run: Callable) -> None:
         self.run = run
-        # by kind; None where calls cannot be replayed
+        # by signature, the one used last at the end; None where calls cannot be replayed
         self._known: dict[tuple, _Replay | None] = {}
         # of the kinds seen last `match(*inputs)`: a replay's `call, stream, tensors, pointers`, or None for other kinds
         self.recent: tuple[Callable, ...] = ()
+        self._due = _Due()
         _remembering.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -112,13 +125,19 @@ class Replayed:
             return self.run(*inputs)
         key = (device, *kind)
         if key not in self._known:
-            return self._record(inputs, tensors, key, foresee)
-        known = self._known[key]
+            magnitude = self._due.new_magnitude(inputs)
+            if magnitude is None and not self._due.occurred(key):
+                return self.run(*inputs)
+            output = self._record(inputs, tensors, key, None if magnitude is None else foresee)
+            self._due.knows(magnitude)
+            return output
+        known = self._known[key] = self._known.pop(key)
         if known is None:
             return self.run(*inputs)
         if known.match is not None and known.match in self.recent:
             renew(known.match, inputs)
         self._expect(known)
+        known.replays[0] += 1
         return known.call(launch.current_stream(device), tensors, pointers)
 
     def _record(self, inputs: tuple, tensors: list[Tensor], key: tuple, foresee: Callable | None) -> Any:
@@ -126,14 +145,15 @@ class Replayed:
         with recorder.watching(), _launching().taken(recorder.take):
             output = self.run(*inputs)
         recorder.launch([] if foresee is None else _foreseen(foresee, inputs, output))
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        call = recorder.replay(output)
+        call, replays = recorder.replay(output), [0]
+        self._due.recorded(replays)
         if call is None:
             self._known[key] = None
         else:
-            self._known[key] = known = _Replay(call, matching(call, inputs, key[0], _launching()))
+            known = _Replay(call, matching(call, inputs, key[0], _launching(), replays), replays)
+            self._known[key] = known
             self._expect(known)
+        keep_last(self._known, _RECORDINGS)
         return output
 
     def _expect(self, known: _Replay) -> None:
@@ -145,6 +165,7 @@ class Replayed:
         """Forget this function's calls."""
         self._known.clear()
         self.recent = ()
+        self._due = _Due()
 
     @staticmethod
     def forget() -> None:
@@ -157,19 +178,85 @@ changes.on_change(Replayed.forget)
 
 
 class _Replay(NamedTuple):
-    """A recorded call, `call(stream, tensors, pointers)`, and `match(*inputs)`, which finds others of its kind."""
+    """A recorded call.
+
+    Attributes:
+        call: `call(stream, tensors, pointers)`.
+        match: `match(*inputs)`, which finds others of its kind.
+        replays: one number, how often it was replayed.
+    """
 
     call: Callable
     match: Callable | None
+    replays: list[int]
+
+
+class _Due:
+    """Decide which calls of a function to record: those whose signature occurred often enough, in bounded memory."""
+
+    def __init__(self) -> None:
+        # by the hash of a signature, how often it has occurred, the last one at the end
+        self._seen: dict[int, int] = {}
+        self._magnitudes: dict[tuple, None] = {}
+        # how often each of the last recordings was replayed, the newest first
+        self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
+
+    def new_magnitude(self, inputs: tuple) -> tuple | None:
+        """Return dtypes, options, and the powers of two that sizes lie between; None if `knows` was told of them.
+
+        Other kernels may be chosen for new ones. They are compiled side by side where the call is recorded.
+        """
+        magnitude = tuple(
+            (x.dtype, *map(int.bit_length, x.shape)) if isinstance(x, Tensor)
+            else x.bit_length() if x.__class__ is int else x
+            for x in inputs
+        )  # fmt: skip
+        return None if magnitude in self._magnitudes else magnitude
+
+    def knows(self, magnitude: tuple | None) -> None:
+        """Note a magnitude that `new_magnitude` returned."""
+        if magnitude is not None:
+            self._magnitudes[magnitude] = None
+            keep_last(self._magnitudes, _MAGNITUDES)
+
+    def occurred(self, key: tuple) -> bool:
+        """Count an occurrence of a signature; tell whether there were enough for a recording."""
+        mark = hash(key)
+        times = self._seen.pop(mark, 0) + 1
+        if times >= self._needed():
+            return True
+        self._seen[mark] = times
+        keep_last(self._seen, _SEEN)
+        return False
+
+    def recorded(self, replays: list[int]) -> None:
+        """Note a recording, whose replays are counted in `replays[0]`."""
+        self._replays.appendleft(replays)
+
+    def _needed(self) -> int:
+        if any(x[0] >= _OFTEN for x in islice(self._replays, _RECENT)):
+            return 1
+        unused = sum(1 for _ in takewhile(lambda x: not x[0], self._replays))
+        return 2 << unused // _PATIENCE
+
+
+def keep_last(kept: dict, most: int) -> None:
+    """Drop the first entries of a dict that has more than `most`."""
+    while len(kept) > most:
+        kept.pop(next(iter(kept)), None)
 
 
 class Checked:
-    """`check`, made once for plain tensors on GPUs that look alike: later ones get the result of the first."""
+    """`check`, made once for plain tensors on GPUs that look alike: later ones get the result of an earlier one.
+
+    As with recordings, what later calls are compared with is made where a signature has occurred before.
+    """
 
     def __init__(self, check: Callable) -> None:
         self.check = check
         # how many arguments were seen last, whether others look like them, and what the check made of them
         self._passed: tuple[tuple[int, Callable, Any], ...] = ()
+        self._due = _Due()
         _remembering.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -181,12 +268,19 @@ class Checked:
         result = self.check(*inputs)
         # a tensor without dimensions is a number, which may have been read
         if all(is_plain(x) and on_gpu(x) and x.dim() for x in inputs if isinstance(x, Tensor)):
-            self._passed = ((len(inputs), alike(inputs), result), *self._passed[: _TRIED - 1])
+            key = tuple((x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in inputs)
+            magnitude = self._due.new_magnitude(inputs)
+            if magnitude is not None or self._due.occurred(key):
+                repeats = [0]
+                self._due.recorded(repeats)
+                self._due.knows(magnitude)
+                self._passed = ((len(inputs), alike(inputs, repeats), result), *self._passed[: _TRIED - 1])
         return result
 
     def clear(self) -> None:
         """Check all calls again."""
         self._passed = ()
+        self._due = _Due()
 
 
 class _Recorders(threading.local):
@@ -243,10 +337,12 @@ class _Recorder(private.Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         # below autograd, as in what torch compiled, composites come whole: `contiguous` is a copy or nothing
-        with self:
-            output = private.composed(func, args, kwargs)
-        if output is not NotImplemented:
-            return output
+        if func not in _ALLOCATIONS and func not in _not_composite:
+            with self:
+                output = private.composed(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+            _not_composite.add(func)
         operation = private.operation(func)
         if (operation is not None and operation.views) or func in _OF_DTYPES:
             return func(*args, **kwargs)

@@ -110,10 +110,10 @@ def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[st
     return b"".join(packed), list(names)
 
 
-def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> Callable | None:
+def matching(call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int]) -> Callable | None:
     """`match(*inputs)`: `call` with its arguments, for inputs that look like these; None for others, which may too.
 
-    None where that cannot be found out faster than by their kind.
+    None where that cannot be found out faster than by their kind. Matches are counted in `matches[0]`.
     """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if private.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
@@ -124,14 +124,20 @@ def matching(call: Callable, inputs: Sequence, device: int, launching: Any) -> C
         f"stream = None if ({' | '.join(f'p{i}' for i in tensors)}) & 15 else launching.replays_on({device})",
         "if stream is None:",
         "    return None",
+        "matches[0] += 1",
         f"return call, stream, ({given},), ({places},)",
     ]
-    return _guarded("match", inputs, lines, {"call": call, "launching": launching})
+    return _guarded("match", inputs, lines, {"call": call, "launching": launching, "matches": matches})
 
 
-def alike(inputs: Sequence) -> Callable:
-    """`looks(*inputs)`: whether as many others look like these, addresses apart; else None or False."""
-    return _guarded("looks", inputs, ["return True"], {}) if private.Guards is not None else lambda *others: False
+def alike(inputs: Sequence, matches: list[int]) -> Callable:
+    """`looks(*inputs)`: whether as many others look like these, addresses apart; else None or False.
+
+    Matches are counted in `matches[0]`.
+    """
+    if private.Guards is None:
+        return lambda *others: False
+    return _guarded("looks", inputs, ["matches[0] += 1", "return True"], {"matches": matches})
 
 
 def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
