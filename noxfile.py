@@ -263,7 +263,14 @@ def contracts(session: nox.Session) -> None:
     """Which module may import which, and what the workspace's own tools promise."""
     sync(session, "--all-packages", "--all-groups")
     session.run("lint-imports")
-    session.run("pytest", "tests")
+    session.run("pytest", "tests", "-m", "not pages")
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """Run every shell and Python block of every page, in the environment that plain `uv sync` makes."""
+    sync(session)
+    session.run("pytest", "tests/test_pages.py", "-n", os.environ.get("TEST_WORKERS", "2"), *session.posargs)
 
 
 def address(session: nox.Session) -> str | None:

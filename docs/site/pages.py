@@ -52,6 +52,8 @@ def build() -> Site:
         {"Overview": _readme(site, "README.md")},
         {"Choose a mixer": _put(site, "choose.md", _choose(site))},
         {KERNELS: _put(site, "kernels.md", _kernels(site))},
+        {"Train on your own text": _readme(site, "docs/training.md")},
+        {"Write a mixer": _readme(site, "docs/custom_mixer.md")},
         {"Notation": _readme(site, "docs/notation.md")},
         {"Architecture": _readme(site, "docs/architecture.md")},
     ]
@@ -99,7 +101,18 @@ def addresses() -> dict[str, str]:
     }
     found |= {
         f"docs/{name}.md": f"{name}.md"
-        for name in ("notation", "architecture", "speed", "steps", "field", "tritons", "hopper", "log")
+        for name in (
+            "training",
+            "custom_mixer",
+            "notation",
+            "architecture",
+            "speed",
+            "steps",
+            "field",
+            "tritons",
+            "hopper",
+            "log",
+        )
     }
     found |= {f"docs/log/{path.name}": f"log/{path.name}" for path in sorted(ROOT.glob("docs/log/*.md"))}
     for name, title in PAPERS.items():
