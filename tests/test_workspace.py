@@ -1,5 +1,6 @@
 """The workspace's own tools: a lock is compared by what it pins, and every extra installs from wheels."""
 
+import ast
 import importlib
 import importlib.util
 import itertools
@@ -113,3 +114,17 @@ def test_every_module_is_found_under_its_own_name(name):
         if getattr(sys.modules[parent], last) is not module:
             hidden.append(found.name)
     assert hidden == []
+
+
+def test_only_one_module_calls_the_auto_classes():
+    """Everywhere else `tokenmix_core.trust` loads, which never runs a folder's code unasked."""
+    calls = []
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        if "testing" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config"):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                if owner.startswith("Auto") or owner == "auto_class":
+                    calls.append(path.name)
+    assert calls == ["trust.py", "trust.py"]

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tokenmix_core.trust import trusting
+
 # a command's name, summary, example and "module:function", `takes_fields=True` for flags that name a recipe's fields
 AddCommand = Callable[..., argparse.ArgumentParser]
 # bad input, a missing file or library: one sentence, no traceback
@@ -69,7 +71,8 @@ def main(
         from tokenmix_core.commands import Context
 
         module, _, function = args.run.partition(":")
-        return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
+        with trusting(args.trust_remote_code):
+            return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
     except BrokenPipeError:
         # whoever read the output has gone; nothing is left to be said to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,6 +120,11 @@ def _parser(
     ) -> argparse.ArgumentParser:
         sub = group.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         sub.epilog = f"example: {sub.prog} {example}"
+        sub.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="run Python code that a model's folder, a repository or a folder of tasks brings",
+        )
         sub.set_defaults(run=run or f"tokenmix_core.commands:{name}", parser=sub, takes_fields=takes_fields)
         return sub
 

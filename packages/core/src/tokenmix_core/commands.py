@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tokenmix_core.fields import described
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
+from tokenmix_core.trust import from_config, from_pretrained
 
 RECIPES = "tokenmix_core.recipes:RECIPES"
 LIBRARIES = ("torch", "triton", "transformers", "accelerate")
@@ -210,7 +212,7 @@ def bench(args: argparse.Namespace, context: Context) -> None:
     else:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(config_of(args.target, context), dtype=dtype).to(device)
+        model = from_config(AutoModelForCausalLM, config_of(args.target, context), dtype=dtype).to(device)
     with context.using(model, args):
         evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
 
@@ -312,7 +314,7 @@ def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> s
 
     config = config_of(target, context)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = from_config(AutoModelForCausalLM, config)
     facts = {
         "type": config.model_type,
         "parameters": f"{model.num_parameters():,}",
@@ -367,7 +369,7 @@ def config_of(target: str, context: Context) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(target, local_files_only=True)
+        return from_pretrained(AutoConfig, target, local_files_only=True)
     except (OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
 
@@ -395,7 +397,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
     from tokenmix_core.modeling.checkpoint import load_checked
 
     try:
-        load = AutoModelForCausalLM.from_pretrained
+        load = partial(from_pretrained, AutoModelForCausalLM)
         # other people's models are held to what our own are
         model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
@@ -413,7 +415,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return from_pretrained(AutoTokenizer, folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} holds no tokenizer that can be loaded: {sentence(error)}") from error
 

@@ -87,3 +87,8 @@ def _shown(kind: Any) -> str:
     if kind is Any:
         return "anything"
     return _NAMES.get(kind) or next((_NAMES[known] for known in _NAMES if issubclass(kind, known)), kind.__name__)
+
+
+def undefined(instance: object, member: str, purpose: str) -> ValueError:
+    """Return the error of a subclass that lacks a member, which says what to define and what it is for."""
+    return ValueError(f"{type(instance).__qualname__} must define {member}, {purpose}")

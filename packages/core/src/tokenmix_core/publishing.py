@@ -20,6 +20,7 @@ from tokenmix_core.files import write_atomically
 from tokenmix_core.modeling.checkpoint import COMPANIONS
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.training.record import RUN_RECORD
+from tokenmix_core.trust import from_config
 
 CARD = "README.md"
 # by which a card that was written here is known
@@ -102,7 +103,7 @@ def _mixers(config: Any) -> dict[str, int]:
 
 def _what(config: Any) -> str:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = from_config(AutoModelForCausalLM, config)
     layers = ", ".join(f"{count} of {name}" for name, count in _mixers(config).items())
     rows = {
         "model type": config.model_type,

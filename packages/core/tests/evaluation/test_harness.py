@@ -9,6 +9,7 @@ import torch
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.suites import SUITES
 from tokenmix_core.evaluation.tasks import cloze
+from tokenmix_core.trust import trusting
 
 
 def test_without_lm_eval_the_command_that_installs_it_is_named(llama, tokenizer, monkeypatch):
@@ -150,7 +151,10 @@ def test_choices_are_those_of_the_largest_log_likelihood(harness, model, tokeniz
 def test_a_group_is_the_mean_of_its_tasks_by_their_examples(harness, model, tokenizer, local):
     options = EvalOptions(include=(str(local),), progress=False)
     tasks = {"local_group": "acc", "local_words": "said"}
-    result = harness.run_tasks("x", model, tokenizer, tasks, options, include=(), builtin=False)
+    with pytest.raises(ValueError, match=r"task files can run Python code: read those in .*--trust-remote-code"):
+        harness.run_tasks("x", model, tokenizer, tasks, options, include=(), builtin=False)
+    with trusting(True):
+        result = harness.run_tasks("x", model, tokenizer, tasks, options, include=(), builtin=False)
     rows = {(row["task"], row["metric"]): row for row in result["rows"]}
     many, few = rows["local_choices", "acc"], rows["local_few", "acc"]
     group = rows["local_group", "acc"]
@@ -165,6 +169,9 @@ def test_any_task_is_run_by_its_name_from_the_command_line(harness, checkpoint, 
     from tokenmix_core.cli import main
 
     call = ["eval", str(checkpoint), "--include", str(local), "--out", str(tmp_path / "out"), "--limit", "3"]
+    assert main([*call, "--tasks", "local_words"]) == 2
+    assert "task files can run Python code" in capsys.readouterr().err
+    call.append("--trust-remote-code")
     assert main([*call, "--tasks", "local_group,local_words"]) == 0
     result = json.loads((tmp_path / "out" / "lm-eval.json").read_text())
     found = {(row["task"], row["metric"]): row["examples"] for row in result["rows"]}

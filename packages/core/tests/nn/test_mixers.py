@@ -5,11 +5,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core.modeling import HybridCache
+from tokenmix_core.modeling import HybridCache, HybridConfig, HybridForCausalLM
 from tokenmix_core.nn.attention import Attention, cached_attention_lse
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2
-from tokenmix_core.nn.state import KVState, LayerState
+from tokenmix_core.nn.mixer import Mixer
+from tokenmix_core.nn.state import KVState, LayerState, StatePart
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.mixers import MixerContract
 
@@ -85,3 +86,38 @@ def test_cached_attention_gives_the_log_sum_exp_in_any_split_and_under_padding(w
 def test_sizes_that_do_not_fit_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Sum(Mixer):
+    """A mixer with nothing but a forward."""
+
+    def __init__(self, hidden_size: int, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states, **inputs):
+        return hidden_states.cumsum(1), None
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda mixer: mixer.make_state(), r"Sum must define make_state\(\), .* use_cache=False\) does without"),
+        (lambda mixer: mixer.mixing_flops(8), r"Sum must define mixing_flops\(seq_len\), which returns"),
+        (lambda mixer: Mixer.forward(mixer, torch.zeros(1, 1, 4)), r"Sum must define forward\(hidden_states"),
+        (lambda mixer: StatePart().clear(), r"StatePart must define clear\(\), which forgets everything"),
+    ],
+)
+def test_a_member_that_a_subclass_lacks_is_named_with_its_purpose(call, told):
+    with pytest.raises(ValueError, match=told):
+        call(Sum(4))
+
+
+def test_a_mixer_without_a_state_generates_without_a_cache_and_else_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("tokenmix_core.nn.registry._MIXERS", {"sum": Sum})
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = HybridForCausalLM(HybridConfig(**sizes, mixers=["sum"])).eval()
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"Sum must define make_state\(\)"):
+        model.generate(prompt, **options)
+    assert model.generate(prompt, use_cache=False, **options).shape == (1, 5)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.fields import undefined
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.ops.common import Impl
 from tokenmix_lte.ops import retention_logits
@@ -44,7 +45,7 @@ class Scorer(nn.Module):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     ) -> Float[Tensor, "B T H"]:
         """The logits; arguments as `retention_logits`'."""
-        raise NotImplementedError
+        raise undefined(self, "forward(k, v, *, begin, cu_seqlens)", "which returns a logit for every token and head")
 
 
 class ConvScorer(Scorer):

@@ -15,6 +15,7 @@ import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
 from tokenmix_core.extras import require
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_core.trust import from_pretrained
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.windows import nha_mixers
 
@@ -38,7 +39,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         raise ValueError(f"stage must be 1 or 2, got {stage!r}")
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank!r}")
-    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    config = from_pretrained(AutoConfig, checkpoint, local_files_only=True)
     if not config.model_type.startswith(NhaConfig.model_type):
         raise ValueError(
             f"{checkpoint} holds a model of type {config.model_type!r}, whose attention is not NHA's: run "
@@ -70,7 +71,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
 
 def _load(checkpoint: str) -> PreTrainedModel:
     # trained in float32, computed in the precision of the recipe
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32", local_files_only=True)
+    return from_pretrained(AutoModelForCausalLM, checkpoint, dtype="float32", local_files_only=True)
 
 
 def _attention_alone(checkpoint: str, recipe: Recipe) -> PreTrainedModel:
@@ -125,7 +126,7 @@ def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
     from tokenmix_core.commands import load_tokenizer
 
     model = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True), adapter
+        from_pretrained(AutoModelForCausalLM, checkpoint, local_files_only=True), adapter
     )
     merged = model.merge_and_unload()
     merged.save_pretrained(out)

@@ -88,6 +88,7 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     subset = subset if subset is not None else default_subset
     datasets = require("datasets", "data")
     try:
+        # datasets runs no code of a repository since version 4
         dataset = datasets.load_dataset(name, subset, split=split, streaming=True)
     except Exception as error:
         # the hub's client raises many kinds of errors for an unknown name, a missing network, a wrong subset or split

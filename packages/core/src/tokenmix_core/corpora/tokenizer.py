@@ -6,6 +6,8 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from tokenmix_core.trust import from_pretrained
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -55,7 +57,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = from_pretrained(AutoTokenizer, name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()
         raise ValueError(

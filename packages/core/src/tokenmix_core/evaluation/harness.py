@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import random
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
 from tokenmix_core.extras import require
+from tokenmix_core.trust import is_trusted
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 _RULER_SEED = 1234
@@ -65,12 +67,19 @@ def run_tasks(
         max_length = max_length or max(options.lengths or ())
     if absent := [folder for folder in options.include or () if not Path(folder).is_dir()]:
         raise ValueError(f"include must name folders with task files, and {absent[0]!r} is none")
+    if options.include and not is_trusted():
+        raise ValueError(
+            f"task files can run Python code: read those in {', '.join(map(str, options.include))}, and if you trust "
+            "them, give --trust-remote-code, too (in Python: `with tokenmix_core.trust.trusting(True):`)"
+        )
     limit = options.limit
     batch_size = options.batch_size or 8
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
         # tasks that measure lengths load the tokenizer by name
         tokenizer.save_pretrained(folder)
+        if not is_trusted():
+            _forget_code(Path(folder))
         metadata: dict[str, Any] = {"tokenizer": folder}
         if options.lengths:
             metadata["max_seq_lengths"] = list(options.lengths)
@@ -112,6 +121,14 @@ def run_tasks(
     settings = {"limit": options.limit, "max_length": lm.max_length, "seed": options.seed}
     plots = [_bars_by_length(rows)] if suite == "ruler" else []
     return {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
+
+
+def _forget_code(folder: Path) -> None:
+    """Remove from a saved tokenizer what names code: tasks of lm-eval load it with `trust_remote_code=True`."""
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(fields), encoding="utf-8")
 
 
 def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:

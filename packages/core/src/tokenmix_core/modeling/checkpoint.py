@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from tokenmix_core.trust import is_trusted
+
 # what belongs to a checkpoint beside its model
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -86,6 +88,8 @@ class CheckedLoading:
                 not fit the configuration or has weights that are not finite.
         """
         load = super().from_pretrained  # type: ignore[misc]
+        # else transformers may ask whether to run a folder's own `generate`
+        kwargs.setdefault("trust_remote_code", is_trusted())
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.fields import check_arguments
+from tokenmix_core.fields import check_arguments, undefined
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.state import Bounds, LayerState, Span
@@ -103,11 +103,22 @@ class Mixer(KeepsFloat32):
             The outputs `[B, T, D]`, and None or named tensors. Those whose name ends in `_loss` are sums over tokens,
             which the causal LM divides by the number of predicted tokens and adds to its loss; others are passed on.
         """
-        raise NotImplementedError
+        raise undefined(
+            self, "forward(hidden_states, *, state, cu_seqlens, rotary, **inputs)", "which mixes along time"
+        )
 
     def make_state(self) -> LayerState:
-        """An empty state for the layer."""
-        raise NotImplementedError
+        """Return an empty state for the layer.
+
+        Raises:
+            ValueError: the subclass does not define it.
+        """
+        raise undefined(
+            self,
+            "make_state()",
+            "which returns the LayerState that the layer keeps between calls, and which generation and caches need; "
+            "generate(..., use_cache=False) does without",
+        )
 
     def prepare_steps(self, state: LayerState) -> None:
         """Make what a decoding step might make, before the state is fixed in memory; by default there is nothing."""
@@ -133,7 +144,11 @@ class Mixer(KeepsFloat32):
 
     def mixing_flops(self, seq_len: int) -> float:
         """Forward floating-point operations of mixing a token, linear layers left out, mean over a causal sequence."""
-        raise NotImplementedError
+        raise undefined(
+            self,
+            "mixing_flops(seq_len)",
+            "which returns the operations of mixing a token; reports of utilisation need it",
+        )
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward floating-point operations per token: two a weight of every linear layer, plus the mixing."""

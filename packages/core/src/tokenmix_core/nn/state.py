@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, cu_seqlens_from_lengths
+from tokenmix_core.fields import undefined
 
 # where a token is in its sequence: of one token, or of several
 Position = TypeVar("Position", int, Tensor)
@@ -247,7 +248,7 @@ class StatePart:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors held, each `[N, ...]`: all that a decoding step reads and writes."""
-        raise NotImplementedError
+        raise undefined(self, "tensors", "the property that holds all tensors of the state")
 
     def fix(self, room: int, more: int, storage: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Stay in the same memory from now on, until `loosen`: decoding steps change numbers there, and nothing else.
@@ -286,24 +287,26 @@ class StatePart:
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor, `[N, ...]`, by a function of it, in the order of `tensors`."""
-        raise NotImplementedError
+        raise undefined(self, "map_(fn)", "which replaces every tensor by a function of it")
 
     def clear(self) -> None:
         """Forget everything."""
-        raise NotImplementedError
+        raise undefined(self, "clear()", "which forgets everything")
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
         """Between how many bytes the state of `batch_size` sequences of `seq_len` tokens takes."""
-        raise NotImplementedError
+        raise undefined(
+            self, "bounds(seq_len, batch_size, dtype)", "which returns the least and most bytes of the state"
+        )
 
     def held(self, seq_len: int) -> int:
         """Bytes of the state now held, of sequences of `seq_len` tokens; spare room does not count."""
-        raise NotImplementedError
+        raise undefined(self, "held(seq_len)", "which returns the bytes that are held")
 
     @property
     def allocated(self) -> int:
         """Bytes of memory taken."""
-        raise NotImplementedError
+        raise undefined(self, "allocated", "the property that holds the bytes of memory taken")
 
 
 class TensorState(StatePart):

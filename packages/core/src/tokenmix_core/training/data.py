@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from tokenmix_core import synthetic
 from tokenmix_core.corpora.token_file import TokenFile
+from tokenmix_core.fields import undefined
 from tokenmix_core.streams import stream
 
 IGNORE_INDEX = synthetic.IGNORE_INDEX
@@ -114,11 +115,11 @@ class GrowingRows(Dataset):
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
         """`count` examples of one length and size, from the index `first` on."""
-        raise NotImplementedError
+        raise undefined(self, "examples(count, seq_len, size, first)", "which makes the examples")
 
     def draws(self, index: int) -> np.random.Generator:
         """The random numbers of a row."""
-        raise NotImplementedError
+        raise undefined(self, "draws(index)", "which gives the random numbers of a row")
 
     def __getitem__(self, index: int) -> Row:
         rng = self.draws(index)

@@ -36,6 +36,7 @@ from tokenmix_core.training.data import (
 from tokenmix_core.training.engine import RecipeTrainer, Record
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_core.training.record import RUN_RECORD, run_record
+from tokenmix_core.trust import from_config
 
 METRICS = "metrics.jsonl"
 MQAR = "mqar"
@@ -185,7 +186,7 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     set_seed(recipe.run.seed)
-    return AutoModelForCausalLM.from_config(config) if recipe.make_model is None else recipe.make_model(recipe)
+    return from_config(AutoModelForCausalLM, config) if recipe.make_model is None else recipe.make_model(recipe)
 
 
 def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> RecipeTrainer:
