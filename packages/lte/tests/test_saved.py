@@ -1,0 +1,11 @@
+"""Folders written at commit 09852bb load and continue."""
+
+from pathlib import Path
+
+from tokenmix_core.testing.saved import SavedContract
+from tokenmix_lte.cli import main
+
+
+class TestSaved(SavedContract):
+    folder = Path(__file__).parent / "saved_at_09852bb"
+    main = staticmethod(main)
