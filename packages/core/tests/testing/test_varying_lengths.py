@@ -1,0 +1,52 @@
+"""The measurement of varying lengths, at tiny sizes on a CPU."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "varying_lengths.py"))
+
+
+def test_a_row_compares_both_kinds_of_steps(capsys):
+    rows = SCRIPT["main"](["gated_delta_net-380m", "--smoke", "--device", "cpu"])
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    assert [row["form"] for row in rows] == list(SCRIPT["FORMS"])
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["varying_thousand_tokens_s"] / row["fixed_thousand_tokens_s"], rel=0.1)
+        assert row["end"]["rss_mib"] > 0
+        assert row["torch"]
+
+
+def test_lengths_and_borders_are_new_in_every_step():
+    import torch
+
+    measurement = SCRIPT["Measurement"](
+        SCRIPT["config_of"]("tiny-transformer", 2), SCRIPT["SMOKE"], torch.device("cpu")
+    )
+    lengths = [measurement.length() for _ in range(20)]
+    assert len(set(lengths)) == len(lengths)
+    borders = measurement.borders(50, 7)
+    assert borders[0] == 0
+    assert borders[-1] == 50
+    assert len(borders) == 8
+    assert (borders.diff() > 0).all()
+
+
+@pytest.mark.parametrize("layers", [2, 3, 0])
+def test_fewer_layers_keep_every_kind(layers):
+    whole, less = (SCRIPT["config_of"]("tiny", x) for x in (0, layers))
+    assert set(less.mixers) == set(whole.mixers)
+    assert less.num_hidden_layers == (layers or whole.num_hidden_layers)
+
+
+def test_an_unknown_recipe_is_refused():
+    with pytest.raises(ValueError, match="no recipe 'none'"):
+        SCRIPT["config_of"]("none", 2)
+
+
+def test_a_recipe_that_fails_leaves_the_others(capsys):
+    rows = SCRIPT["main"](["none", "gated_delta_net-380m", "--smoke", "--device", "cpu", "--forms", "rows"])
+    assert "no recipe" in rows[0]["error"]
+    assert rows[1]["ratio"] > 0
