@@ -245,10 +245,11 @@ def katex(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and formatting."""
+    """Style, formatting, and the words of docs/notation.md."""
     sync(session, "--only-group=dev")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", "tools/vocabulary.py")
 
 
 @nox.session
