@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import Cache
 
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
 from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, interleaved_medians, measure
@@ -151,7 +152,7 @@ def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
     def run() -> Tensor:
         if not cache:
             out = model(ids, use_cache=True)
-            kind = "cache_params" if "cache_params" in out else "past_key_values"
+            kind = next(name for name, x in out.items() if isinstance(x, Cache))
             cache[kind] = out[kind]
         return model(ids[:, :1], use_cache=True, **cache).logits
 

@@ -163,7 +163,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
         outputs: list[Any] = []
         prompt_seconds = watch.time(lambda: outputs.append(_read(model, prompt)))
         output = outputs.pop()
-        cache, last = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        cache, last = output.cache, output.logits[:, -1:].argmax(-1)
         if job.repeated:
             cache.batch_repeat_interleave(job.batch)
             last = last.repeat_interleave(job.batch, 0)
@@ -172,7 +172,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
         def steps(n: int) -> None:
             given = last
             for _ in range(n):
-                given = model(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                given = model(input_ids=given, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
         with model.decoding(cache):
             # the first ones move the cache, and each form of a step is made twice, to be recorded
@@ -192,8 +192,8 @@ def _read(model: Any, prompt: torch.Tensor) -> Any:
     """Read a prompt, a very long one in pieces, as whole it would not fit beside what layers make of it."""
     cache = None
     for piece in prompt.split(PIECE, 1):
-        output = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1)
+        cache = output.cache
     return output
 
 

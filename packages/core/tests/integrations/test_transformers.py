@@ -14,6 +14,7 @@ import torch
 from tokenmix_core.integrations import adapters
 from tokenmix_core.integrations.adapters import norm_of_gated
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
+from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.field import DELTA_RULE, field_model
 
@@ -71,9 +72,14 @@ def test_generation_is_the_same_for_padded_prompts_and_beams(family):
             assert torch.equal(model.generate(ids, attention_mask=mask, **options), expected)
 
 
+def cache_name(family):
+    """What transformers calls the cache of a family's models."""
+    return "cache_params" if CACHE == "past_key_values" and family == "mamba2" else CACHE
+
+
 def in_pieces(model, ids, change=None):
     """Logits of 20, 16 and one token after another, through the cache."""
-    name, cache, logits = "cache_params" if model.config.model_type == "mamba2" else "past_key_values", None, []
+    name, cache, logits = cache_name(model.config.model_type), None, []
     with torch.no_grad():
         for begin, end in ((0, 20), (20, 36), (36, 37)):
             if change is not None and begin:
@@ -286,7 +292,7 @@ def test_what_cannot_be_exchanged_is_refused_with_the_reason(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
 def test_kernels_give_what_the_model_gives_also_in_decoding(family):
     model, ids = field_model(family, head=16, state=16), prompt(1, 6)
-    name = "cache_params" if family == "mamba2" else "past_key_values"
+    name = cache_name(family)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         with use_kernels(model, impl="triton"):

@@ -104,10 +104,10 @@ def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -
     """
     warm_up = steps // 2
     prompt = ids.shape[1] - steps - warm_up
-    cache = model(input_ids=ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
+    cache = model(input_ids=ids[:, :prompt], use_cache=True, logits_to_keep=1).cache
     with clocks(model) as (of_layers, of_scoring):
         for t in range(prompt, ids.shape[1]):
-            model(input_ids=ids[:, t : t + 1], past_key_values=cache)
+            model(input_ids=ids[:, t : t + 1], cache=cache)
             if t + 1 == prompt + warm_up:
                 for clock in (of_layers, of_scoring):
                     clock.milliseconds()

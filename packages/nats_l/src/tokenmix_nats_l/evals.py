@@ -99,7 +99,7 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     cache, rows, start = model.make_cache(), [], 0
     for length in tqdm(lengths, desc="held", unit="length", disable=not options.progress):
         for piece in ids[:, start:length].split(2048, 1):
-            model.model(piece, past_key_values=cache, use_cache=True)
+            model.model(piece, cache=cache, use_cache=True)
         start = length
         least, most = model.state_bounds(length, 1)
         rows.append({"tokens": length, "layer": "all", "bytes": cache.nbytes, "least": least, "most": most})

@@ -40,6 +40,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState
 from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
 from tokenmix_core.modeling.cache import settle
+from tokenmix_core.modeling.cache_name import CACHE, take_cache, takes_either_name
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import check_depth
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
@@ -107,12 +108,13 @@ class HybridizedAttention(NhaMixer):
         )
         self.layer_idx = layer_idx
 
+    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,
         *,
         rotary: Rotation,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         cu_seqlens: Tensor | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
@@ -120,11 +122,11 @@ class HybridizedAttention(NhaMixer):
             # a piece of a padded prompt that is padding alone
             return hidden_states, None
         state: LayerState | None = None
-        if past_key_values is not None:
-            state = past_key_values.fetch(self.layer_idx, hidden_states.device)
+        if cache is not None:
+            state = cache.fetch(self.layer_idx, hidden_states.device)
         o = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=rotary)[0]
-        if past_key_values is not None:
-            past_key_values.release(self.layer_idx)
+        if cache is not None:
+            cache.release(self.layer_idx)
         return o, None
 
 
@@ -140,15 +142,16 @@ class AddsBeforeNorm:
     post_attention_layernorm: RMSNorm
     mlp: SwiGLU
 
+    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         **given: Any,
     ) -> Tensor:
-        given |= {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+        given |= {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
         mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         y, hidden_states = add_and_norm(self.post_attention_layernorm, hidden_states, mixed)
         # what watches the MLP sees its own output
@@ -197,12 +200,13 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         """An empty cache; arguments as `HybridCache`'s."""
         return HybridCache((mixer.make_state() for mixer in nha_mixers(self)), max_length=max_length, offload=offload)  # type: ignore[arg-type]
 
+    @takes_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
@@ -225,7 +229,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
         )
         span, cache = call.span, call.cache
@@ -239,8 +243,8 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             # a mask of four dimensions is taken as it is, and ours needs none
             attention_mask=packed.new_empty(1, 1, 1, 1),
             position_ids=call.position_ids,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{CACHE: cache},
             cu_seqlens=call.cu_seqlens,
             rotary=rotary,
             **kwargs,
@@ -248,7 +252,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         if cache is not None:
             cache.end()
         out.last_hidden_state = span.unpack(out.last_hidden_state)
-        out.past_key_values = cache
+        setattr(out, CACHE, cache)
         if getattr(out, "hidden_states", None) is not None:
             out.hidden_states = tuple(span.unpack(x) for x in out.hidden_states)
         if getattr(out, "router_logits", None) is not None:
@@ -292,7 +296,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        settle(kwargs.get("past_key_values"))
+        settle(take_cache(kwargs))
         return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     _prepare_cache_for_generation = HybridForCausalLM._prepare_cache_for_generation

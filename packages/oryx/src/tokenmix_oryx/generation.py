@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tokenmix_core.modeling import Span
+from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 
@@ -63,7 +64,7 @@ class ModePlan:
         """The mode of a forward call, given its inputs and all tokens so far."""
         new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         batch, tokens = new.shape[:2]
-        cache: OryxCache | None = inputs.get("past_key_values")
+        cache: OryxCache | None = inputs.get(CACHE)
         past = 0 if cache is None else cache.length
         if cache is not None and not self.keep_kv and (past >= self.prompt_tokens or self.prefill == LINEAR):
             cache.promise_linear()

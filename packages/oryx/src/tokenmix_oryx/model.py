@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, HybridModel, Span, register_model
+from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
 from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, said
@@ -188,7 +189,7 @@ class OryxForCausalLM(HybridForCausalLM):
         mode: Any = given.get("mode")
         if isinstance(mode, ModePlan):
             assert tokens is not None, "a plan is followed by generate alone"
-            mode = mode.for_call({"input_ids": tokens[:, -1:], "past_key_values": cache}, tokens)
+            mode = mode.for_call({"input_ids": tokens[:, -1:], CACHE: cache}, tokens)
         mode = self.model.default_mode if mode is None else mode
         return super().step_inputs({**given, "mode": mode}, cache, tokens)
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
+from tokenmix_core.modeling.cache_name import CACHE
 
 LENGTHS = (512, 1024, 2048, 4096)
 _LATENCIES = {
@@ -151,12 +152,12 @@ def measure_inference(
         output = outputs.pop()
 
         def decode(tokens: int, output: Any = output) -> None:
-            logits, cache = output.logits, output.past_key_values
+            logits, cache = output.logits, getattr(output, CACHE)
             for _ in range(tokens):
-                logits = model(input_ids=logits[:, -1:].argmax(-1), past_key_values=cache, use_cache=True).logits
+                logits = model(input_ids=logits[:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits
 
-        with decoding(output.past_key_values):
-            held = cache_bytes(output.past_key_values)
+        with decoding(getattr(output, CACHE)):
+            held = cache_bytes(getattr(output, CACHE))
             # it may move the cache to where steps are recorded
             decode(1)
             step = watch.time(lambda: decode(decode_tokens)) / decode_tokens

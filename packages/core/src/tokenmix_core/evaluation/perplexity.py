@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.modeling.cache_name import CACHE
 
 MAX_BIGRAM_VOCABULARY = 4096
 
@@ -56,8 +57,8 @@ def _row_losses(model: Any, input_ids: Tensor, piece: int) -> Tensor:
         return _cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
     cache, losses = None, []
     for start in range(0, inputs.shape[1], piece):
-        output = model(input_ids=inputs[:, start : start + piece], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=inputs[:, start : start + piece], use_cache=True, **{CACHE: cache})
+        cache = getattr(output, CACHE)
         losses.append(_cross_entropy(output.logits, targets[:, start : start + piece]))
     return torch.cat(losses, 1)
 

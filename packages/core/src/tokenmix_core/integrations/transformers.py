@@ -256,7 +256,7 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
 
             raise ValueError(
                 f"use_kernels: {cls.__name__} of transformers {transformers.__version__} does not call "
-                f"{', '.join(missing)}, as it does in 5.17 to 5.23"
+                f"{', '.join(missing)}, as it does in 5.17 to 5.24"
             )
         # by this name torch.compile would find the module, and the originals in it
         scope = {name: value for name, value in scope.items() if name != "__name__"} | functions

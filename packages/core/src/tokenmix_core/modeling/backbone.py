@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.generic import ModelOutput, can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
 from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.cache_name import NAMES, CacheOutput, takes_either_name
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.packing import begin_call
@@ -28,12 +29,12 @@ from tokenmix_core.nn.state import Bounds, Span
 
 
 @dataclass
-class HybridOutput(ModelOutput):
+class HybridOutput(CacheOutput):
     """The output of the backbone.
 
     Attributes:
         last_hidden_state: `[B, T, D]`, normalised; zero at padding.
-        past_key_values: the cache, when one is kept.
+        cache: the cache, when one is kept; `past_key_values` is the same.
         hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
         auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it; a tuple of
             them where the layers' shapes differ.
@@ -41,7 +42,7 @@ class HybridOutput(ModelOutput):
     """
 
     last_hidden_state: Tensor | None = None
-    past_key_values: HybridCache | None = None
+    cache: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None = None
     cu_seqlens: Tensor | None = None
@@ -80,7 +81,7 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["HybridBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
     # recurrent states cannot be rolled back, which assisted generation would need
     _is_stateful = True
 
@@ -138,6 +139,7 @@ class HybridModel(HybridPreTrainedModel):
         # a list: where a graph ends, torch 2.11 cannot make a generator anew that it has traced
         return HybridCache([mixer.make_state() for mixer in self.mixers], max_length=max_length, offload=offload)
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
@@ -145,7 +147,7 @@ class HybridModel(HybridPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -166,7 +168,7 @@ class HybridModel(HybridPreTrainedModel):
             cu_seqlens: `[N + 1]`, borders of packed sequences (B = 1); for training and scoring, without a cache. The
                 collator's `cu_seq_lens_q` and `cu_seq_lens_k` are the same, `seq_idx [1, T]` another form;
                 `max_length_q` and `max_length_k` are taken and not needed.
-            past_key_values: the cache of a former call; updated.
+            cache: the cache of a former call; updated. `past_key_values` is another name of it.
             use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode,
                 for packed documents, and in a traced graph with an attention_mask.
             output_hidden_states: return all layers' outputs.
@@ -183,7 +185,7 @@ class HybridModel(HybridPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
         )
         self._check_inputs(mixer_inputs)
@@ -216,7 +218,7 @@ class HybridModel(HybridPreTrainedModel):
             cache.end()
         return HybridOutput(
             last_hidden_state=hidden,
-            past_key_values=cache,
+            cache=cache,
             hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
             auxiliary={name: _stacked(values) for name, values in auxiliary.items()} or None,
             cu_seqlens=call.documents,

@@ -11,10 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils.generic import ModelOutput, can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.cache import HybridCache, settle
+from tokenmix_core.modeling.cache_name import CACHE, CacheOutput, take_cache
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
@@ -25,19 +26,19 @@ from tokenmix_core.nn.state import Bounds
 
 
 @dataclass
-class HybridCausalLMOutput(ModelOutput):
+class HybridCausalLMOutput(CacheOutput):
     """The output of the language model.
 
     Attributes:
         loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
         logits: `[B, T or logits_to_keep, vocab]`; None in training mode with labels, unless `output_logits=True`: the
             loss is computed without forming them, which saves their memory.
-        past_key_values, hidden_states, auxiliary: as in `HybridOutput`.
+        cache, hidden_states, auxiliary: as in `HybridOutput`.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    past_key_values: HybridCache | None = None
+    cache: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None = None
 
@@ -69,7 +70,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         return self.model.input_takers
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> HybridCausalLMOutput:
-        return HybridCausalLMOutput(logits=logits, past_key_values=cache)
+        return HybridCausalLMOutput(logits=logits, cache=cache)
 
     @stepping_forward
     @can_return_tuple
@@ -79,7 +80,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         attention_mask: Tensor | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
-        past_key_values: HybridCache | None = None,
+        cache: HybridCache | None = None,
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         labels: Int[Tensor, "B T"] | None = None,
         use_cache: bool | None = None,
@@ -107,8 +108,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         """
         if output_attentions:
             raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
-        if labels is not None and past_key_values is not None:
-            raise ValueError("labels and past_key_values exclude each other: a loss is taken over whole sequences")
+        if labels is not None and cache is not None:
+            raise ValueError("labels and a cache exclude each other: a loss is taken over whole sequences")
         if labels is not None and use_cache is None:
             use_cache = False
         out = self.model(
@@ -116,14 +117,14 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             attention_mask,
             position_ids,
             cu_seqlens,
-            past_key_values,
+            cache,
             inputs_embeds,
             use_cache,
             output_hidden_states,
             return_dict=True,
             **mixer_inputs,
         )
-        hidden, logits, loss, cache = out.last_hidden_state, None, None, out.past_key_values
+        hidden, logits, loss, cache = out.last_hidden_state, None, None, out.cache
         if cache is not None:
             # whoever gets no logits for these tokens would feed them again
             cache.broken = True
@@ -142,7 +143,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         return HybridCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=cache,
+            cache=cache,
             hidden_states=out.hidden_states,
             auxiliary=out.auxiliary,
         )
@@ -215,7 +216,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        settle(kwargs.get("past_key_values"))
+        settle(take_cache(kwargs))
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(*args, **kwargs)
 
@@ -226,14 +227,14 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
                 f"cache_implementation must be None, 'dynamic' or 'offloaded', got {implementation!r}: "
                 "recurrent states and windows have their own cache"
             )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is not None:
             if not isinstance(cache, HybridCache):
-                raise ValueError(f"past_key_values must be a HybridCache, got {type(cache).__name__}")
+                raise ValueError(f"{CACHE} must be a HybridCache, got {type(cache).__name__}")
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:
             max_length = generation_config.max_length or 0
-            model_kwargs["past_key_values"] = self.make_cache(max_length, offload=implementation == "offloaded")
+            model_kwargs[CACHE] = self.make_cache(max_length, offload=implementation == "offloaded")
 
 
 def _targets(

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from tokenmix_core import fields
+from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.loss import LossImpl
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
@@ -72,7 +73,7 @@ class HybridConfig(PreTrainedConfig):
     """
 
     model_type = "tokenmix_hybrid"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "auxiliary"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [*NAMES, "auxiliary"]
 
     vocab_size: int = 50257
     hidden_size: int = 768

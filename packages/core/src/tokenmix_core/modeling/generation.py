@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tokenmix_core.launch import graphs
 from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.cache_name import CACHE, name_of, take_cache
 from tokenmix_core.modeling.choosing import Chooser, choosing_needs_host, draw
 from tokenmix_core.modeling.steps import Steps, StepStore, why_not
 from tokenmix_core.nn.mixer import Mixer
@@ -35,9 +36,11 @@ ASK_EVERY = 16
 def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator of a causal language model's `forward`: steps of a cache that has `steps` are made by them."""
 
+    name = name_of(forward)
+
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = take_cache(kwargs, name)
         steps = cache.steps if isinstance(cache, HybridCache) else None
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
         if steps is None or len(args) > 1 or not steps.takes(given):
@@ -77,7 +80,12 @@ class GeneratesInSteps:
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> Any:
         """Wrap logits `[N, 1, vocab]` of a repeated step as the model's `forward` returns them."""
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        take_cache(kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def decoding(self, cache: HybridCache, *, graph: bool | None = None) -> Iterator[None]:
@@ -124,7 +132,7 @@ class GeneratesInSteps:
 
     def _beam_search(self, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
         search: Any = super()._beam_search  # type: ignore[misc]
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=_outlives(cache, generation_config)):
             return search(input_ids, *args, generation_config=generation_config, **kwargs)
 
@@ -138,7 +146,7 @@ class GeneratesInSteps:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         kept = _outlives(cache, generation_config)
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
@@ -213,7 +221,7 @@ class _Loop:
             self.streamer.end()
         sequences = chooser.tokens[:, : length if stop is None else stop].clone()
         if self.config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
+            return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE: cache})  # type: ignore[arg-type]
         return sequences
 
     def _prefill(self, input_ids: Tensor, given: dict[str, Any]) -> Tensor:

@@ -47,7 +47,7 @@ def begin_call(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    past_key_values: HybridCache | None,
+    cache: HybridCache | None,
     use_cache: bool | None,
 ) -> Call:
     """Decide what a backbone's call keeps and where its tokens lie; the caller ends what it began with `cache.end()`.
@@ -56,35 +56,34 @@ def begin_call(
         model: the backbone, which has a `config`, makes a cache and may recompute activations.
         hidden: the embeddings `[B, T, D]`.
         named: other inputs of the call, from which transformers' names of borders are taken away.
-        attention_mask, position_ids, cu_seqlens, past_key_values, use_cache: as for `HybridModel.forward`.
+        attention_mask, position_ids, cu_seqlens, cache, use_cache: as for `HybridModel.forward`.
 
     Raises:
         ValueError: inputs that do not fit together.
     """
     batch, tokens = hidden.shape[:2]
     recomputes = model.training and model.gradient_checkpointing
-    if past_key_values is not None and not isinstance(past_key_values, HybridCache):
+    if cache is not None and not isinstance(cache, HybridCache):
         raise ValueError(
-            f"past_key_values must be a HybridCache (model.make_cache()), got {type(past_key_values).__name__}, "
+            f"cache (past_key_values) must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
             "which cannot hold what all mixers keep"
         )
-    if recomputes and past_key_values is not None:
+    if recomputes and cache is not None:
         # a second run of a layer would update its state a second time
-        raise ValueError("past_key_values and gradient checkpointing exclude each other: call model.eval() to generate")
-    cached = past_key_values is not None or (bool(use_cache) and not recomputes)
+        raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
+    cached = cache is not None or (bool(use_cache) and not recomputes)
     cu_seqlens = document_borders(
         cu_seqlens, position_ids, attention_mask, named, batch=batch, tokens=tokens, cached=cached
     )
     if use_cache is None:
         # a traced graph with padding keeps a cache when it is told
         traced = attention_mask is not None and torch.compiler.is_compiling()
-        by_default = model.config.use_cache and not model.training and cu_seqlens is None and not traced
-        use_cache = past_key_values is not None or by_default
-    if use_cache and not recomputes and cu_seqlens is not None:
+        use_cache = model.config.use_cache and not model.training and cu_seqlens is None and not traced
+    # a cache that is given is read and updated whatever use_cache says, as transformers' models do
+    if cache is None and use_cache and not recomputes:
+        cache = model.make_cache()
+    if cache is not None and cu_seqlens is not None:
         raise ValueError("cu_seqlens and a cache exclude each other; pass use_cache=False, or rows with padding")
-    cache = None
-    if use_cache and not recomputes:
-        cache = model.make_cache() if past_key_values is None else past_key_values
     mask = real_tokens(attention_mask, batch, tokens, cache)
     if cache is None:
         span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)

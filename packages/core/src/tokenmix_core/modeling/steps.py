@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tokenmix_core.launch import graphs
 from tokenmix_core.launch.early import beginning_early
 from tokenmix_core.modeling.cache import HybridCache, Storage
+from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
 
 # rooms that are recorded of a model at a time
@@ -258,7 +259,7 @@ class Steps:
             out = self.model(
                 input_ids=recorded.ids,
                 position_ids=recorded.positions if positioned else None,
-                past_key_values=self.cache,
+                cache=self.cache,
                 use_cache=True,
                 **inputs,
             )
@@ -272,7 +273,7 @@ class Steps:
 
 # arguments of a call that a step knows by itself
 _TAKEN = frozenset(
-    ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
+    ("input_ids", "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "return_dict",
      "cache_position")
 )  # fmt: skip
 

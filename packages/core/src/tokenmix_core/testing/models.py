@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
+from tokenmix_core.testing.caches import CacheContract
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import addresses, random_pieces
 from tokenmix_core.testing.recording import graphs_everywhere
@@ -34,7 +35,7 @@ def left_padded(lengths: list[int], tokens: int) -> Tensor:
     return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
-class ModelContract:
+class ModelContract(CacheContract):
     """Inherit it as `TestX(ModelContract)` and set `configs`.
 
     Attributes:

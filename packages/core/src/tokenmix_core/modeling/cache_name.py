@@ -1,0 +1,84 @@
+"""The name of the cache in transformers' calls and outputs: `cache` from 5.24 on, `past_key_values` before.
+
+Our models take either name in every call and answer to both in every output, with all versions. What is handed to
+transformers' own functions, and read from their outputs, has the name `CACHE`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils.generic import ModelOutput
+
+NAMES = ("cache", "past_key_values")
+# an output that has the new name can be asked for the old one
+CACHE = NAMES[0] if hasattr(ModelOutput, NAMES[1]) else NAMES[1]
+
+
+def take_cache(given: dict[str, Any], name: str = CACHE) -> Any:
+    """Rename the cache among keyword arguments to `name`, and return it; None where there is none.
+
+    Raises:
+        ValueError: two caches under the two names.
+    """
+    other = NAMES[1] if name == NAMES[0] else NAMES[0]
+    cache = given.pop(other, None)
+    if cache is not None:
+        if given.get(name) not in (None, cache):
+            raise ValueError("cache and past_key_values are two names of one argument: give one of them")
+        given[name] = cache
+    return given.get(name)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name that a function gives its cache."""
+    parameters = inspect.signature(function).parameters
+    return next(name for name in NAMES if name in parameters)
+
+
+def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that takes a cache: keyword arguments may have either name."""
+    name = name_of(forward)
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        take_cache(kwargs, name)
+        return forward(*args, **kwargs)
+
+    return call
+
+
+if CACHE == "cache":
+
+    class CacheOutput(ModelOutput):
+        """An output whose field `cache` also goes by the name `past_key_values`, which transformers sees to."""
+
+else:
+
+    class CacheOutput(ModelOutput):
+        """An output whose field `cache` also goes by the name `past_key_values`, the one that transformers reads."""
+
+        @property
+        def past_key_values(self) -> Any:
+            """The field `cache`."""
+            return self.cache  # type: ignore[attr-defined]
+
+        @past_key_values.setter
+        def past_key_values(self, cache: Any) -> None:
+            self.cache = cache
+
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__(_new_name(key))
+
+        def __contains__(self, key: Any) -> bool:
+            return super().__contains__(_new_name(key))
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            """The value of a key in either name."""
+            return super().get(_new_name(key), default)
+
+    def _new_name(key: Any) -> Any:
+        return NAMES[0] if isinstance(key, str) and key == NAMES[1] else key
