@@ -102,7 +102,8 @@ def test_what_transformers_asks_for(model, ids):
     assert cache.get_query_offset() == 14
     assert cache.get_max_length() == -1
     assert cache.is_sliding == [False, True, False, False]
-    assert cache.is_linear == [True, False, True, False]
+    # generation feeds a cache whose layers are all "linear" the whole prompt again: they would not know its length
+    assert cache.is_linear == [False] * 4
     assert not cache.is_compileable
     assert not cache.is_croppable
     assert cache.is_initialized

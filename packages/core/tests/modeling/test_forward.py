@@ -164,7 +164,7 @@ def test_calls_that_do_not_fit_are_named(model, kwargs, message):
 
 
 def test_a_loss_and_a_cache_exclude_each_other(model, ids):
-    with pytest.raises(ValueError, match="labels and past_key_values exclude each other"):
+    with pytest.raises(ValueError, match="labels and a cache exclude each other"):
         model(ids, labels=ids, past_key_values=model.make_cache())
 
 

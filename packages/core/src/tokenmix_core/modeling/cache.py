@@ -259,8 +259,8 @@ class HybridCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Layer by layer, whether it keeps no single tokens."""
-        return [not any(part.keeps_tokens for part in layer.parts.values()) for layer in self.layers]
+        """Layer by layer, whether it does not know how many tokens it has seen, as transformers means it: all know."""
+        return [False] * len(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes a copy of sequence `beam_idx[i]`."""
