@@ -174,7 +174,7 @@ class OryxForCausalLM(HybridForCausalLM):
                 raise ValueError("a prefill_mode that is a function needs the prompt's tokens: give input_ids")
             prefill = prefill(prompt)
         plan = ModePlan(prefill, generation_mode, _prompt_tokens(inputs, kwargs), keep_kv)
-        return super().generate(inputs, *args, mode=plan, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().generate(inputs, *args, mode=plan, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any

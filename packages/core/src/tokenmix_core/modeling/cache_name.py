@@ -51,34 +51,35 @@ def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-if CACHE == "cache":
+class _OldNameToo(ModelOutput):
+    """What 5.24 does for the old name, for the versions that read it."""
 
-    class CacheOutput(ModelOutput):
-        """An output whose field `cache` also goes by the name `past_key_values`, which transformers sees to."""
+    @property
+    def past_key_values(self) -> Any:
+        """The field `cache`."""
+        return self.cache  # type: ignore[attr-defined]
 
-else:
+    @past_key_values.setter
+    def past_key_values(self, cache: Any) -> None:
+        self.cache = cache
 
-    class CacheOutput(ModelOutput):
-        """An output whose field `cache` also goes by the name `past_key_values`, the one that transformers reads."""
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_new_name(key))
 
-        @property
-        def past_key_values(self) -> Any:
-            """The field `cache`."""
-            return self.cache  # type: ignore[attr-defined]
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(_new_name(key))
 
-        @past_key_values.setter
-        def past_key_values(self, cache: Any) -> None:
-            self.cache = cache
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a key in either name."""
+        return super().get(_new_name(key), default)
 
-        def __getitem__(self, key: Any) -> Any:
-            return super().__getitem__(_new_name(key))
 
-        def __contains__(self, key: Any) -> bool:
-            return super().__contains__(_new_name(key))
+def _new_name(key: Any) -> Any:
+    return NAMES[0] if isinstance(key, str) and key == NAMES[1] else key
 
-        def get(self, key: Any, default: Any = None) -> Any:
-            """The value of a key in either name."""
-            return super().get(_new_name(key), default)
 
-    def _new_name(key: Any) -> Any:
-        return NAMES[0] if isinstance(key, str) and key == NAMES[1] else key
+_Output: Any = _OldNameToo if CACHE != "cache" else ModelOutput
+
+
+class CacheOutput(_Output):
+    """An output whose field `cache` is also read and set by the name `past_key_values`."""

@@ -82,7 +82,7 @@ class GeneratesInSteps:
         """Wrap logits `[N, 1, vocab]` of a repeated step as the model's `forward` returns them."""
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
-    @functools.wraps(GenerationMixin.generate)
+    @functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         take_cache(kwargs)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
