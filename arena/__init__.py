@@ -1,1 +1,1 @@
-"""Every mixer of the workspace, trained and measured under one rule; `README.md` says which."""
+"""The arena trains and measures every mixer of the workspace under one rule; see `README.md`."""

@@ -1,15 +1,11 @@
-"""Who takes part: for each contestant the layers it is made of, as its authors would, and at one size of state."""
+"""Contestants: each mixer's layers as its authors propose them, and candidates for the division of equal state."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM
 
 # register the families and their mixers
 import tokenmix_lte.model  # noqa: F401
@@ -17,8 +13,6 @@ import tokenmix_nats_l.model  # noqa: F401
 import tokenmix_nha.model  # noqa: F401
 import tokenmix_oryx.model  # noqa: F401
 from arena.sizes import Size
-from tokenmix_core.nn.mlp import swiglu_width
-from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training import steer_sparsity
 from tokenmix_lte.training_free import Method
@@ -36,44 +30,40 @@ GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
     "nsa",
     "nats_l",
 )
-# everybody has as many parameters; in the second division as large a state, too
+# PARAMETERS: equal numbers of parameters; STATE: equal state sizes, too
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
-TOLERANCE = {PARAMETERS: 0.01, STATE: 0.05}
-REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
-# ways to hold few tokens of attention that was trained to see all
-EVICTIONS: tuple[Method, ...] = ("tova", "uniform")
-# tokens that the scorer of laLTE reads
-NARROWEST = 13
-# the mode in which a contestant drops what it may
+# methods that bound the KV cache of trained full attention without further training
+EVICTION_METHODS: tuple[Method, ...] = ("tova", "uniform")
+# the least window of laLTE: the tokens that its scorer reads
+MIN_LTE_WINDOW = 13
+# the mode in which a contestant may drop the parts of its state that are listed as `droppable`
 BOUNDED = "linear"
-# the layer of every four that hybrids leave to attention, or to a mixer that keeps keys
-FULL_PLACE = 3
+# index of the full-attention layer in each group of four layers of a hybrid
+FULL_ATTENTION_LAYER = 3
 
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One mixer, or one pattern of them.
+    """One mixer, or one pattern of mixers.
 
     Attributes:
-        name: on the command line and in the names of files.
-        title: in tables.
-        layers: from the size, the fields of the configuration that the mixer decides.
-        candidates: from the size, such fields with a state of constant size, in the order of its bytes, among which
-            the one nearest to the reference's is taken; None where the state grows with the text, which keeps it out of
-            that division.
-        model_type: the family.
-        mixer: a registered mixer that it needs; without it, it does not take part.
-        callbacks: as of a `Recipe`.
-        row_inputs: as of a `Recipe`.
-        modes: the modes that it is measured in, each a line of the tables; none for a model without modes.
-        drops: parts of a layer's state that its bounded form need not keep.
-        extra: it takes part only where a size, or who asks, names it.
-        ablates: the contestant that it is an ablation of, whose rates it takes.
-        held: from the size, the tokens that its full attention holds where it evicts, in each of `EVICTIONS`, which
-            need no training; each is one more line of the tables of associative recall.
+        name: name on the command line and in files.
+        title: name in tables.
+        layers: returns the configuration fields that define the mixers of a size.
+        candidates: yields such fields with a state of constant size, in increasing order of its bytes; the candidate
+            nearest to the reference enters the division of equal state. None if the state grows with the text, which
+            excludes the contestant from that division.
+        model_type: model family.
+        callbacks, row_inputs: passed to the `Recipe`.
+        modes: modes that are evaluated, one table row each; empty for a model without modes.
+        droppable: parts of a layer's state that `BOUNDED` mode need not keep.
+        on_request: True if the contestant takes part only if a size or the command line names it.
+        ablates: name of the contestant that this one is an ablation of; it takes over the learning rates.
+        kv_budget: returns the tokens that full attention retains under each of `EVICTION_METHODS`; each method adds a
+            row to the tables of associative recall.
     """
 
     name: str
@@ -81,55 +71,53 @@ class Contestant:
     layers: Callable[[Size], Fields]
     candidates: Callable[[Size], Iterator[Fields]] | None = None
     model_type: str = "tokenmix_hybrid"
-    mixer: str | None = None
     callbacks: tuple[Callable[[Recipe], Any], ...] = ()
     row_inputs: Callable[[Recipe], Any] | None = None
     modes: tuple[str, ...] = ()
-    drops: tuple[str, ...] = ()
-    extra: bool = False
+    droppable: tuple[str, ...] = ()
+    on_request: bool = False
     ablates: str | None = None
-    held: Callable[[Size], int] | None = None
+    kv_budget: Callable[[Size], int] | None = None
 
-    def takes_part(self, division: str) -> bool:
-        """Tell whether its mixer is registered, and its state can be set where the division wants that."""
-        known = self.mixer is None or self.mixer in known_mixers()
-        return known and (division == PARAMETERS or self.candidates is not None)
+    def eligible(self, division: str) -> bool:
+        """True if the division does not need a bounded state, or the contestant has one."""
+        return division == PARAMETERS or self.candidates is not None
 
 
 def _heads(size: Size) -> int:
-    return size.width // size.head
+    return size.width // size.head_dim
 
 
 def _attention(size: Size, **options: Any) -> dict[str, Any]:
-    return {"num_heads": size.width // size.attention_head, **options}
+    return {"num_heads": size.width // size.attention_head_dim, **options}
 
 
 def _gdn(size: Size) -> dict[str, Any]:
-    # its authors' proportions: keys three quarters of the width, values twice as wide
-    return {"num_heads": max(1, round(0.75 * _heads(size))), "head_dim": size.head, "expand_v": 2.0}
+    # the authors' proportions: keys use three quarters of the width, values are twice as wide
+    return {"num_heads": max(1, round(0.75 * _heads(size))), "head_dim": size.head_dim, "expand_v": 2.0}
 
 
 def _square_gdn(size: Size) -> dict[str, Any]:
-    return {"num_heads": _heads(size), "head_dim": size.head, "expand_v": 1.0}
+    return {"num_heads": _heads(size), "head_dim": size.head_dim, "expand_v": 1.0}
 
 
 def _pattern(*mixers: str, **options: Fields) -> Fields:
-    """Mixers that repeat, with their options by label."""
+    """Return the fields of a repeating pattern of mixers, with their options by label."""
     return {"mixers": list(mixers), "mixer_options": options}
 
 
 def _windows(size: Size) -> Iterator[Fields]:
-    for tokens in range(1, 4 * size.head):
+    for tokens in range(1, 4 * size.head_dim):
         yield _pattern(WINDOW, window={"type": ATTENTION, **_attention(size, window=tokens)})
 
 
 def _mamba2(size: Size, state_size: int) -> Fields:
-    options = {"expand": 2.0, "head_dim": size.attention_head, "state_size": state_size}
+    options = {"expand": 2.0, "head_dim": size.attention_head_dim, "state_size": state_size}
     return _pattern(MAMBA2, mamba2=options)
 
 
 def _nha(size: Size, window: int, slots: int, *, hybrid: bool = False) -> Fields:
-    full = range(FULL_PLACE, size.layers, 4) if hybrid else ()
+    full = range(FULL_ATTENTION_LAYER, size.layers, 4) if hybrid else ()
     return nha_layers(hybrid_windows(size.layers, window, full), num_heads=_heads(size), slots=slots)
 
 
@@ -139,29 +127,29 @@ def _lte(size: Size, window: int, cap: int) -> dict[str, Any]:
 
 def _oryx(family: str) -> Callable[[Size], Fields]:
     def fields(size: Size) -> Fields:
-        layers = _pattern("oryx", oryx={"linear_mixer": FAMILIES[family], "head_dim": size.head})
+        layers = _pattern("oryx", oryx={"linear_mixer": FAMILIES[family], "head_dim": size.head_dim})
         return {**layers, "mode_chunk_size": size.seq_len // 8}
 
     return fields
 
 
-def _gdn_and(mixer: str, size: Size, options: Fields) -> Fields:
-    """Gated DeltaNet and another mixer by turns, as in LTE's paper."""
+def _alternating_gdn(mixer: str, size: Size, options: Fields) -> Fields:
+    """Return layers that alternate Gated DeltaNet and another mixer, as in LTE's paper."""
     return _pattern(GDN, mixer, **{"gated_delta_net": _gdn(size), mixer: options})
 
 
 def _lalte(size: Size, **changes: Any) -> Fields:
-    return _gdn_and(LTE, size, _lte(size, 3 * size.seq_len // 16, size.seq_len // 8) | changes)
+    return _alternating_gdn(LTE, size, _lte(size, 3 * size.seq_len // 16, size.seq_len // 8) | changes)
 
 
-def _in_reach(size: Size) -> int:
-    """Tokens of a window, or that are held, beside laLTE: its window and half its cap, as in its paper."""
+def _token_budget(size: Size) -> int:
+    """Return the window or KV budget of laLTE's baselines: its window plus half its cap, as in its paper."""
     return size.seq_len // 4
 
 
 def _nats_l(size: Size, *, hybrid: bool) -> dict[str, Any]:
     heads = max(1, round(0.75 * _heads(size)))
-    options = {"num_heads": heads, "head_dim": size.head, "expand_v": 2.0, "num_softmax_heads": 2 * heads}
+    options = {"num_heads": heads, "head_dim": size.head_dim, "expand_v": 2.0, "num_softmax_heads": 2 * heads}
     return options | {"rope": not hybrid}
 
 
@@ -171,10 +159,10 @@ def _nats_l_hybrid(size: Size, **changes: Any) -> Fields:
 
 
 def _nsa(size: Size) -> dict[str, Any]:
-    # as many of a row as its authors read of theirs: a quarter by blocks, an eighth by the window
-    heads, block = size.width // size.attention_head, max(16, min(64, size.seq_len // 16))
-    options = {"num_heads": heads, "num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head, "block": block}
-    return options | {"blocks": max(3, size.seq_len // 4 // block), "window": size.seq_len // 8}
+    # the authors' fractions of a row: a quarter by blocks, an eighth by the window
+    heads, block = size.width // size.attention_head_dim, max(16, min(64, size.seq_len // 16))
+    options = {"num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head_dim, "block": block}
+    return _attention(size, **options, blocks=max(3, size.seq_len // 4 // block), window=size.seq_len // 8)
 
 
 _NHA: dict[str, Any] = {"model_type": "tokenmix_nha"}
@@ -182,7 +170,7 @@ _ORYX: dict[str, Any] = {
     "model_type": "tokenmix_oryx",
     "row_inputs": mode_rows,
     "modes": (BOUNDED, "attention"),
-    "drops": ("kv",),
+    "droppable": ("kv",),
 }
 _LTE: dict[str, Any] = {"model_type": "tokenmix_lte", "callbacks": (steer_sparsity,)}
 _NATS_L: dict[str, Any] = {"model_type": "tokenmix_nats_l", "callbacks": (log_shares,)}
@@ -203,7 +191,7 @@ CONTESTANTS = {
             lambda s: _pattern(GDN, gated_delta_net=_gdn(s)),
             lambda s: iter([_pattern(GDN, gated_delta_net=_square_gdn(s))]),
         ),
-        Contestant("mamba2", "Mamba-2", lambda s: _mamba2(s, 128), lambda s: iter([_mamba2(s, s.head // 2)])),
+        Contestant("mamba2", "Mamba-2", lambda s: _mamba2(s, 128), lambda s: iter([_mamba2(s, s.head_dim // 2)])),
         Contestant(
             "gdn-h",
             "GDN-H",
@@ -212,13 +200,15 @@ CONTESTANTS = {
         Contestant(
             "nha",
             "NHA",
-            lambda s: _nha(s, s.near, s.slots),
-            lambda s: (_nha(s, window, max(8, s.head // 4)) for window in range(1, s.head)),
+            lambda s: _nha(s, s.nha_window, s.nha_slots),
+            lambda s: (_nha(s, window, max(8, s.head_dim // 4)) for window in range(1, s.head_dim)),
             **_NHA,
         ),
-        Contestant("nha-h", "NHA-H", lambda s: _nha(s, s.near, s.slots, hybrid=True), **_NHA),
-        Contestant("gsa", "GSA", lambda s: _nha(s, 0, s.slots), lambda s: iter([_nha(s, 0, s.head // 2)]), **_NHA),
-        Contestant("gsa-h", "GSA-H", lambda s: _nha(s, 0, s.slots, hybrid=True), **_NHA),
+        Contestant("nha-h", "NHA-H", lambda s: _nha(s, s.nha_window, s.nha_slots, hybrid=True), **_NHA),
+        Contestant(
+            "gsa", "GSA", lambda s: _nha(s, 0, s.nha_slots), lambda s: iter([_nha(s, 0, s.head_dim // 2)]), **_NHA
+        ),
+        Contestant("gsa-h", "GSA-H", lambda s: _nha(s, 0, s.nha_slots, hybrid=True), **_NHA),
         Contestant("oryx-tm", "Oryx-TM", _oryx("tm"), lambda s: iter([_oryx("tm")(s)]), **_ORYX),
         Contestant("oryx-tg", "Oryx-TG", _oryx("tg"), lambda s: iter([_oryx("tg")(s)]), **_ORYX),
         Contestant(
@@ -227,7 +217,7 @@ CONTESTANTS = {
             _lalte,
             lambda s: (
                 _pattern(GDN, LTE, gated_delta_net=_square_gdn(s), lte=_lte(s, window, cap))
-                for window in range(NARROWEST, 2 * s.head)
+                for window in range(MIN_LTE_WINDOW, 2 * s.head_dim)
                 for cap in (window // 2,)
             ),
             **_LTE,
@@ -235,33 +225,32 @@ CONTESTANTS = {
         Contestant(
             "lansa",
             "laNSA",
-            lambda s: _gdn_and(NSA, s, _nsa(s)),
+            lambda s: _alternating_gdn(NSA, s, _nsa(s)),
             model_type="tokenmix_lte",
-            mixer=NSA,
         ),
-        Contestant("nsa", "NSA", lambda s: _pattern(NSA, nsa=_nsa(s)), model_type="tokenmix_lte", mixer=NSA),
+        Contestant("nsa", "NSA", lambda s: _pattern(NSA, nsa=_nsa(s)), model_type="tokenmix_lte"),
         Contestant("nats-l", "NAtS-L", lambda s: _pattern(NATS_L, nats_l=_nats_l(s, hybrid=False)), **_NATS_L),
         Contestant("nats-l-h", "NAtS-L Hybrid", _nats_l_hybrid, **_NATS_L),
         Contestant(
             "gdn-attention",
             "GDN, attention",
-            lambda s: _gdn_and(ATTENTION, s, _attention(s)),
-            extra=True,
-            held=_in_reach,
+            lambda s: _alternating_gdn(ATTENTION, s, _attention(s)),
+            on_request=True,
+            kv_budget=_token_budget,
         ),
         Contestant(
             "gdn-swa",
             "GDN, window",
-            lambda s: _gdn_and(WINDOW, s, {"type": ATTENTION, **_attention(s, window=_in_reach(s))}),
-            extra=True,
+            lambda s: _alternating_gdn(WINDOW, s, {"type": ATTENTION, **_attention(s, window=_token_budget(s))}),
+            on_request=True,
         ),
-        Contestant("lalte-mlp", "laLTE, MLP", partial(_lalte, scorer="mlp"), extra=True, ablates="lalte", **_LTE),
+        Contestant("lalte-mlp", "laLTE, MLP", partial(_lalte, scorer="mlp"), on_request=True, ablates="lalte", **_LTE),
         *(
             Contestant(
                 f"nats-l-h-{name}",
                 f"NAtS-L Hybrid, {name.replace('-', ' ')}",
                 partial(_nats_l_hybrid, **TABLE_4[name]),
-                extra=True,
+                on_request=True,
                 ablates="nats-l-h",
                 **_NATS_L,
             )
@@ -269,138 +258,21 @@ CONTESTANTS = {
         ),
     )
 }
-# who takes part where nobody is named
-EVERYBODY = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.extra)
+# the contestants of a size that names none
+DEFAULT_CONTESTANTS = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.on_request)
 
 
-def run_in(name: str, division: str, size: Size) -> str:
-    """The division in which a contestant is run for this one: one whose model is the same in both is run once."""
+def training_division(name: str, division: str, size: Size) -> str:
+    """Return the division in which a contestant's runs for `division` are filed.
+
+    A contestant whose model is the same in both divisions is trained once.
+    """
     contestant = CONTESTANTS[name]
     if contestant.candidates is not None and list(contestant.candidates(size)) == [contestant.layers(size)]:
         return PARAMETERS
     return division
 
 
-def taking_part(division: str) -> list[Contestant]:
-    """The contestants of a division, in the order of the tables."""
-    return [contestant for contestant in CONTESTANTS.values() if contestant.takes_part(division)]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A contestant's model in a division.
-
-    Attributes:
-        fields: of its configuration, vocabulary and context aside.
-        parameters: all but the embedding, which every model has alike; the other mode's of Oryx count, too.
-        state_bytes: of one sequence at the longest context of the text task, in bfloat16: the least and the most. They
-            differ where data decide what is kept, and by what may be dropped.
-    """
-
-    fields: Fields = field(hash=False)
-    parameters: int
-    state_bytes: tuple[int, int]
-
-
-def config_of(contestant: Contestant, size: Size, fields: Fields) -> Any:
-    """The configuration of a model that is only counted."""
-    return Recipe("arena", "", model=_shared(size) | dict(fields), model_type=contestant.model_type).model_config()
-
-
-def _shared(size: Size) -> dict[str, Any]:
-    return {"vocab_size": size.words, "hidden_size": size.width, "num_hidden_layers": size.layers}
-
-
-def _on_meta(contestant: Contestant, size: Size, fields: Fields) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config_of(contestant, size, fields))
-
-
-def _count(contestant: Contestant, size: Size, fields: Fields) -> int:
-    return _on_meta(contestant, size, fields).num_parameters(exclude_embeddings=True)
-
-
-def state_bytes(contestant: Contestant, size: Size, fields: Fields, length: int | None = None) -> tuple[int, int]:
-    """The least and the most that the model keeps of a sequence, in bfloat16.
-
-    What a contestant may drop counts at the most and not at the least. The length is by default that of the text task's
-    longest sequence, where every state that is bounded is full.
-    """
-    length = length or size.reach * size.seq_len
-    model = _on_meta(contestant, size, {**fields, "intermediate_size": size.mlp_step})
-    bounds = model.state_bounds(length, 1, torch.bfloat16)
-    dropped = sum(
-        mixer.make_state().parts[name].bounds(length, 1, torch.bfloat16).most
-        for mixer in model.model.mixers
-        for name in contestant.drops
-    )
-    return bounds.least - dropped, bounds.most
-
-
-@cache
-def solve(name: str, division: str, size: Size) -> Model:
-    """A contestant's model with the parameters of the reference, and in the second division with its state.
-
-    The mixer is as it is; the width of the MLPs takes up the difference. Two counts on the meta device give the line
-    on which the number of parameters lies.
-
-    Raises:
-        ValueError: one that does not take part, or that no candidate makes equal within the tolerance.
-    """
-    contestant = CONTESTANTS[name]
-    if not contestant.takes_part(division):
-        raise ValueError(f"{name} does not take part in the division {division!r}")
-    fields = dict(contestant.layers(size))
-    if division == STATE:
-        fields = _nearest_state(contestant, size)
-    target = _target_parameters(size)
-    low, high = (_count(contestant, size, {**fields, "intermediate_size": n * size.mlp_step}) for n in (1, 2))
-    steps = 1 + round((target - low) / (high - low))
-    if steps < 1:
-        raise ValueError(f"{name}: its mixers alone have more parameters than the reference, {low:,} over {target:,}")
-    fields["intermediate_size"] = steps * size.mlp_step
-    parameters = _count(contestant, size, fields)
-    if abs(parameters / target - 1) > TOLERANCE[PARAMETERS]:
-        raise ValueError(f"{name}: {parameters:,} parameters are not equal to {target:,}; lower mlp_step")
-    return Model(fields, parameters, state_bytes(contestant, size, fields))
-
-
-@cache
-def _target_parameters(size: Size) -> int:
-    reference = CONTESTANTS[REFERENCE[PARAMETERS]]
-    mlp = {"intermediate_size": swiglu_width(size.width, multiple=64)}
-    return _count(reference, size, {**reference.layers(size), **mlp})
-
-
-@cache
-def target_state(size: Size) -> int:
-    """The bytes of state of the second division."""
-    reference = CONTESTANTS[REFERENCE[STATE]]
-    assert reference.candidates is not None
-    return state_bytes(reference, size, next(reference.candidates(size)))[0]
-
-
-def _nearest_state(contestant: Contestant, size: Size) -> dict[str, Any]:
-    assert contestant.candidates is not None
-    target, candidates = target_state(size), list(contestant.candidates(size))
-
-    @cache
-    def bytes_of(i: int) -> int:
-        return state_bytes(contestant, size, candidates[i])[0]
-
-    # states grow along the candidates
-    above = bisect_left(range(len(candidates)), target, key=bytes_of)
-    around = [i for i in (above - 1, above) if 0 <= i < len(candidates)]
-    best = min(around, key=lambda i: abs(bytes_of(i) - target))
-    if (off := abs(bytes_of(best) / target - 1)) > TOLERANCE[STATE]:
-        raise ValueError(
-            f"{contestant.name}: no candidate has a state of {target:,} bytes, the nearest is {off:.1%} off"
-        )
-    return dict(candidates[best])
-
-
-def recipe_of(contestant: Contestant, division: str, size: Size, base: Recipe) -> Recipe:
-    """The task's recipe with the contestant's model."""
-    model = _shared(size) | dict(base.model) | dict(solve(contestant.name, division, size).fields)
-    recipe = replace(base, model=model, model_type=contestant.model_type, row_inputs=contestant.row_inputs)
-    return replace(recipe, callbacks=contestant.callbacks + base.callbacks)
+def eligible(division: str) -> list[Contestant]:
+    """Return the contestants of a division, in the order of the tables."""
+    return [contestant for contestant in CONTESTANTS.values() if contestant.eligible(division)]

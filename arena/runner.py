@@ -1,4 +1,4 @@
-"""What is left of a comparison, run: training pieces side by side, costs alone."""
+"""Runs of a comparison: training runs in parallel, cost measurements one per GPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arena.pieces import Comparison, run_costs, run_piece
-from arena.processes import Ended, work_off, workers
+from arena.comparison import Comparison
+from arena.execution import execute, measure_costs
+from arena.workers import Summary, make_workers, run_jobs
 
-Say = Callable[[str], None]
-_say: Say = partial(print, flush=True)
+Log = Callable[[str], None]
+_print: Log = partial(print, flush=True)
 
 
 def run(
@@ -22,38 +23,38 @@ def run(
     deadline: float,
     jobs: int = 1,
     gpus: Sequence[str] = (),
-    say: Say = _say,
-) -> Ended:
-    """Run what is left of a comparison; see `work_off`.
+    log: Log = _print,
+) -> Summary:
+    """Execute the remaining training runs of a comparison; see `run_jobs`.
 
     Args:
         comparison: the comparison.
-        work: a folder for runs that are not finished.
-        commit: of the code.
-        deadline: when to stop, in seconds since the epoch; runs end there with a checkpoint.
-        jobs: pieces that run at a time, each in a process of its own; one runs in this process, unless GPUs are named.
-        gpus: the GPUs that they are spread over, as CUDA_VISIBLE_DEVICES names them; those that are visible by default.
-        say: told of every piece.
+        work: folder of unfinished runs.
+        commit: commit of the code.
+        deadline: seconds since the epoch at which runs stop with a checkpoint.
+        jobs: number of concurrent runs, one process each; a single run uses this process unless `gpus` is given.
+        gpus: GPUs to distribute the runs over, as in CUDA_VISIBLE_DEVICES; default: all visible ones.
+        log: receives one line per run.
 
     Raises:
-        ValueError: a result that was made under another rule, or no job to run with.
+        ValueError: fewer than one job, or a result that was made with other settings.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     options = {"deadline": deadline, "commit": commit, "jobs": jobs}
 
-    def call(piece: Any) -> Callable[[], bool]:
-        return partial(run_piece, piece, comparison, work, **options)
+    def call(run: Any) -> Callable[[], bool]:
+        return partial(execute, run, comparison, work, **options)
 
-    return work_off(comparison.ready, call, workers(jobs, gpus), deadline, say)
+    return run_jobs(comparison.ready_runs, call, make_workers(jobs, gpus), deadline, log)
 
 
 def measure(
-    comparison: Comparison, *, commit: str, deadline: float, gpus: Sequence[str] = (), say: Say = _say
-) -> Ended:
-    """Measure what is left of the costs, one piece at a time on each GPU that is named; arguments as of `run`."""
+    comparison: Comparison, *, commit: str, deadline: float, gpus: Sequence[str] = (), log: Log = _print
+) -> Summary:
+    """Execute the remaining cost measurements, one at a time per GPU; arguments as in `run`."""
 
-    def call(piece: Any) -> Callable[[], bool]:
-        return partial(run_costs, piece, comparison, commit=commit)
+    def call(run: Any) -> Callable[[], bool]:
+        return partial(measure_costs, run, comparison, commit=commit)
 
-    return work_off(comparison.unmeasured, call, workers(max(1, len(gpus)), gpus), deadline, say)
+    return run_jobs(comparison.ready_cost_runs, call, make_workers(max(1, len(gpus)), gpus), deadline, log)

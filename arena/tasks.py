@@ -1,4 +1,4 @@
-"""The tasks, on which everybody is trained and measured: one recipe each, the same for all but for the model."""
+"""Tasks: training data and evaluation suites, equal for all contestants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from arena.contestants import CONTESTANTS, Contestant, recipe_of
+from arena.contestants import CONTESTANTS, Contestant
+from arena.models import with_model
 from arena.sizes import Size
 from tokenmix_core.evaluation.copying import copy_suite
 from tokenmix_core.evaluation.options import EvalOptions, Suite
@@ -22,14 +23,14 @@ MQAR, COPY, NEEDLE, TEXT = "mqar", "copying", "niah", "text"
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn, and the suites that measure it.
+    """A task and the suites that evaluate it.
 
     Attributes:
-        name: on the command line and in the names of files.
-        title: in tables and pictures.
-        vocabulary: of the model.
-        data: the training rows; the data's seed is the run's.
-        suites: of core, by name, with the options that they get.
+        name: name on the command line and in files.
+        title: name in tables and plots.
+        vocabulary: returns the model's vocabulary size.
+        data: returns the training data; its seed is the run's.
+        suites: returns the options of core's suites, by name.
     """
 
     name: str
@@ -53,16 +54,16 @@ TASKS = {
         Task(
             MQAR,
             "Associative recall",
-            lambda s: max(s.words, BYTE_VOCAB),
+            lambda s: max(s.recall_vocab_size, BYTE_VOCAB),
             lambda s: DataRecipe(
                 sources=["mqar"],
                 seq_len=s.seq_len,
-                # as many as words and row have room for
-                mqar_pairs=min(s.seq_len // 4, s.words // 4),
-                mqar_vocab_size=s.words,
+                # limited by the row and by the vocabulary
+                mqar_pairs=min(s.seq_len // 4, s.recall_vocab_size // 4),
+                mqar_vocab_size=s.recall_vocab_size,
                 mqar_ramp=s.ramp,
             ),
-            lambda s: {"mqar": _options(s, lengths=(s.seq_len,), vocab_size=s.words)},
+            lambda s: {"mqar": _options(s, lengths=(s.seq_len,), vocab_size=s.recall_vocab_size)},
         ),
         Task(
             COPY,
@@ -88,17 +89,17 @@ TASKS = {
             TEXT,
             "Text",
             lambda s: BYTE_VOCAB,
-            # sequences that are read beyond T are cut from running text, too
+            # joined documents, as in the evaluation beyond T
             lambda s: DataRecipe(sources=["stdlib"], seq_len=s.seq_len, documents="joined"),
             lambda s: {
-                "perplexity-by-position": _options(s, lengths=(s.reach * s.seq_len,)),
+                "perplexity-by-position": _options(s, lengths=(s.eval_length_factor * s.seq_len,)),
                 "copy": _options(s, lengths=(s.seq_len,)),
             },
         ),
     )
 }
-# by core's name, what measures a model with modes instead, in each of them and across switches
-BY_MODES: dict[str, tuple[str, ...]] = {
+# suites that replace one of core's for a model with modes: each mode alone, and switches between modes
+MODE_SUITES: dict[str, tuple[str, ...]] = {
     "mqar": ("cross-mode-mqar",),
     "copying": ("isolated-copying",),
     "niah": ("cross-mode-niah",),
@@ -114,19 +115,20 @@ ARENA_SUITES: dict[str, Suite] = {
 
 
 def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: int) -> Recipe:
-    """The run of a contestant: what differs from the others' is the model, and what its package adds to its training.
+    """Return the recipe of a run.
 
-    Weights and rows are drawn from the seed, so that everybody reads the same rows in the same order at a seed.
+    Recipes of one task, size, rate and seed differ in the model and in the callbacks that its package adds. The seed
+    determines weights and rows, so all contestants read the same rows in the same order.
     """
-    what = TASKS[task]
-    data = replace(what.data(size), data_seed=seed)
+    definition = TASKS[task]
+    data = replace(definition.data(size), data_seed=seed)
     base = Recipe(
         name=f"arena-{size.name}-{division}-{name}-{task}",
-        description=f"{what.title} in the arena",
+        description=f"{definition.title} in the arena",
         model={
-            "vocab_size": what.vocabulary(size),
-            "max_position_embeddings": max(size.reach * size.seq_len, 2 * size.needle_len),
-            "initializer_range": size.deviation,
+            "vocab_size": definition.vocabulary(size),
+            "max_position_embeddings": max(size.eval_length_factor * size.seq_len, 2 * size.needle_len),
+            "initializer_range": size.initializer_range,
         },
         data=data,
         optimizer=OptimizerRecipe(
@@ -139,22 +141,22 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
         ),
         run=RunRecipe(
             seed=seed,
-            dataloader_num_workers=size.readers,
+            dataloader_num_workers=size.dataloader_workers,
             logging_steps=max(1, size.steps // 100),
-            # at the end alone: a piece that has to stop saves itself
+            # at the end only: a run that reaches the time limit saves a checkpoint
             save_steps=size.steps,
             save_total_limit=1,
         ),
     )
-    return recipe_of(CONTESTANTS[name], division, size, base)
+    return with_model(base, CONTESTANTS[name], division, size)
 
 
 def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptions]:
-    """The suites that measure a contestant on a task, with their options."""
+    """Return the suites that evaluate a contestant on a task, with their options."""
     chosen = {}
     for name, options in TASKS[task].suites(size).items():
-        for suite in BY_MODES[name] if contestant.modes else (name,):
-            # switches are between chunks of training rows
-            at = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
-            chosen[suite] = replace(options, lengths=at)
+        for suite in MODE_SUITES[name] if contestant.modes else (name,):
+            # modes switch between chunks of a training row
+            lengths = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
+            chosen[suite] = replace(options, lengths=lengths)
     return chosen

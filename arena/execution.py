@@ -1,0 +1,178 @@
+"""Execution of one run: train, evaluate and store the result, or measure costs."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import time
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+
+from arena import store
+from arena.comparison import Comparison, CostRun, Run, eviction_budgets, fingerprint, recipe_of
+from arena.contestants import BOUNDED, CONTESTANTS
+from arena.models import solve
+from arena.sizes import Size
+from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
+from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
+from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
+from tokenmix_core.evaluation.suites import evaluate
+from tokenmix_core.testing.results import environment
+from tokenmix_core.training import checkpoint, trainer
+from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_lte.training_free import in_constant_memory
+
+# fraction of a run, at its end, whose mean loss selects the learning rate
+_FINAL_FRACTION = 0.1
+# approximate number of stored points per logged metric
+_POINTS = 20
+
+
+class StopAt(TrainerCallback):
+    """Stop training with a checkpoint at a deadline, in seconds since the epoch."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if time.time() >= self.deadline:
+            control.should_save = control.should_training_stop = True
+
+
+def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, commit: str, jobs: int = 1) -> bool:
+    """Train and evaluate a run, or resume it; return True once its result is stored.
+
+    Args:
+        run: the run.
+        comparison: its comparison.
+        work: folder of unfinished runs.
+        deadline: seconds since the epoch at which training stops with a checkpoint; no evaluation starts after it.
+        commit: commit of the code, stored with the result.
+        jobs: number of concurrent runs, stored because it affects the speed.
+    """
+    size = comparison.size
+    disable_progress_bar()
+    settings = recipe_of(run, size)
+    settings = replace(settings, callbacks=(*settings.callbacks, lambda _: StopAt(deadline)))
+    # the fingerprint separates checkpoints of different settings
+    folder = work / size.name / run.key.path / fingerprint(run, size)
+    diverged = False
+    if not (folder / "config.json").is_file():
+        resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
+        if not resume:
+            # left by a process that was killed before its first checkpoint
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            if trainer.train(settings, folder, resume=resume, progress=False).interrupted:
+                return False
+        except FloatingPointError:
+            diverged = True
+    rows = {}
+    if not diverged and run.seed in size.seeds:
+        if time.time() >= deadline:
+            return False
+        rows = _evaluate(run, size, folder)
+    model = solve(run.contestant, run.division, size)
+    result = {
+        **run._asdict(),
+        "size": size.name,
+        "rule": fingerprint(run, size),
+        "parameters": model.parameters,
+        "state bytes": model.state_bytes,
+        **_training_log(folder, diverged),
+        "rows": rows,
+        "jobs": jobs,
+        "environment": {**environment(), "commit": commit},
+    }
+    store.add(comparison.folder, result)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    return True
+
+
+def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
+    options = suites(CONTESTANTS[run.contestant], run.task, size)
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+
+    def rows_of(model: Any) -> dict[str, list[dict[str, Any]]]:
+        # `evaluate` prints its tables; the report has its own
+        with redirect_stdout(io.StringIO()):
+            results = evaluate(model, tokenizer, list(options), options, suites=ARENA_SUITES)
+        return {name: result["rows"] for name, result in results.items()}
+
+    rows = rows_of(model)
+    for method, budget in eviction_budgets(run, size).items():
+        for name, more in rows_of(in_constant_memory(model, method, held=budget)).items():
+            rows[name] += [{**row, "modes": method} for row in more]
+    return rows
+
+
+def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
+    """Return the loss curve, its final mean (None if diverged), the callbacks' metrics by layer, and the speed.
+
+    Callbacks log `NAME/LAYER`; about `_POINTS` steps of each are stored.
+    """
+    lines = [line for line in read_metrics(folder / trainer.METRICS) if "loss" in line]
+    # evenly spaced, the last line included
+    thinned = lines[:: -max(1, len(lines) // _POINTS)][::-1]
+    names = sorted({name for line in lines for name in line if "/" in name})
+    curve = [(line["step"], line["loss"]) for line in lines]
+    start = curve[-1][0] * (1 - _FINAL_FRACTION)
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return {
+        "last loss": None if diverged else fmean(loss for step, loss in curve if step > start),
+        "loss": [(step, round(loss, 4)) for step, loss in curve if math.isfinite(loss)],
+        "logged": {
+            name: [
+                (line["step"], float(f"{line[name]:.4g}"))
+                for line in thinned
+                if math.isfinite(line.get(name, math.nan))
+            ]
+            for name in names
+        },
+        # the first half includes compilation and short examples
+        "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,
+    }
+
+
+def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
+    """Measure training, prefill and decoding at one context length in each mode; return True.
+
+    The measurement needs a GPU of its own.
+    """
+    size, contestant = comparison.size, CONTESTANTS[run.contestant]
+    model = _random_model(run, size)
+    repeats = 3 if size.supports_claims else 1
+    rows = []
+    for mode in contestant.modes or ("",):
+        # in bounded mode Oryx need not keep a KV cache
+        selected: Any = model.modes(mode, keep_kv=mode != BOUNDED) if mode else nullcontext()
+        with selected:
+            model.eval()
+            inference = measure_inference(model, run.length, repeats=repeats)
+            training = measure_training(model, run.length, repeats=repeats)
+        rows.append({"mode": mode, **inference, "training tokens/s": training["tokens/s"]})
+        rows[-1]["training peak bytes"] = training["peak bytes"]
+    result = {
+        **run._asdict(),
+        "size": size.name,
+        "rule": fingerprint(run, size),
+        "parameters": solve(run.contestant, run.division, size).parameters,
+        "rows": rows,
+        "environment": {**environment(), "commit": commit},
+    }
+    store.add(comparison.folder, result)
+    return True
+
+
+def _random_model(run: CostRun, size: Size) -> Any:
+    # speed depends on neither task, rate nor seed
+    settings = recipe(run.contestant, run.division, next(iter(TASKS)), size, size.rates[0], size.tuning_seed)
+    device, dtype = device_and_dtype()
+    return AutoModelForCausalLM.from_config(settings.model_config(), dtype=dtype).to(device)
