@@ -4,7 +4,44 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import tomllib
+import urllib.parse
+import urllib.request
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from types import ModuleType
+
+CORE = "tokenmix-core"
+
+
+def install_command(requirement: str) -> str:
+    """Return the command that installs a requirement, such as "tokenmix-core[eval]", into the running environment.
+
+    That is `uv sync` for an extra of core in a clone of the workspace, else `uv pip` where uv installed core, else pip.
+    """
+    name, _, extras = requirement.rstrip("]").partition("[")
+    if name == CORE and _in_workspace():
+        return f"uv sync --all-packages {' '.join(f'--extra {extra}' for extra in extras.split(','))}"
+    return f"{'uv ' if _about_core('INSTALLER').strip() == 'uv' else ''}pip install '{requirement}'"
+
+
+def _about_core(file: str) -> str:
+    """Return a file of core's installed metadata, empty if there is none."""
+    try:
+        return distribution(CORE).read_text(file) or ""
+    except PackageNotFoundError:
+        return ""
+
+
+def _in_workspace() -> bool:
+    """Return whether core is an editable member of a uv workspace."""
+    origin = json.loads(_about_core("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        return False
+    path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(origin["url"]).path))
+    root = path.parent.parent / "pyproject.toml"
+    return root.is_file() and "workspace" in tomllib.loads(root.read_text()).get("tool", {}).get("uv", {})
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -19,7 +56,7 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise ImportError(
-            f"{module.split('.')[0]} is not installed; install it with: pip install 'tokenmix-core[{extra}]'"
+            f"{module.split('.')[0]} is not installed; install it with: {install_command(f'{CORE}[{extra}]')}"
         ) from error
 
 

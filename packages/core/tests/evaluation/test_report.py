@@ -13,6 +13,7 @@ from tokenmix_core.evaluation.report import (
     write_report,
     write_result,
 )
+from tokenmix_core.extras import install_command
 
 
 def result(suite="demo", plots=1):
@@ -93,7 +94,7 @@ def test_without_matplotlib_all_but_the_plots_is_written(tmp_path, monkeypatch, 
     files = write_result(result(), tmp_path)
     assert [f.name for f in files] == ["demo.json", "report.md"]
     assert {f.name for f in files} == {f.name for f in tmp_path.iterdir()}, "a plot stands beside other numbers"
-    assert "pip install 'tokenmix-core[plots]'" in capsys.readouterr().err
+    assert install_command("tokenmix-core[plots]") in capsys.readouterr().err
 
 
 def test_report_holds_every_result_of_the_folder_and_nothing_else(tmp_path):

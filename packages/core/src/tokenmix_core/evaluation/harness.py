@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
-from tokenmix_core.extras import require
+from tokenmix_core.extras import install_command, require
 from tokenmix_core.trust import is_trusted
 
 OWN_TASKS = Path(__file__).parent / "tasks"
@@ -152,7 +152,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         except ImportError as error:
             raise ImportError(
                 f"{name} needs a library that is not installed ({error.name or 'see lm-eval'}); install all that "
-                "lm-eval's tasks need with: pip install 'lm-eval[ifeval,longbench,ruler]'"
+                f"lm-eval's tasks need with: {install_command('lm-eval[ifeval,longbench,ruler]')}"
             ) from error
         except OSError as error:
             # datasets, huggingface_hub and requests all derive their network errors from it
