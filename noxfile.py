@@ -187,7 +187,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def benchmarks(session: nox.Session) -> None:
-    """Measure our operations and their peers on whatever this machine has."""
+    """Measure our operations and their peers on this machine's GPU; without one, small shapes in a few minutes."""
     sync(session, "--all-packages", "--all-groups")
     session.run("pytest", *(f"packages/{p}/benchmarks" for p in PACKAGES), "--benchmark-only", *session.posargs)
 

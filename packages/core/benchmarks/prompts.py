@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.evaluation.efficiency import Stopwatch
-from tokenmix_core.testing.benchmarking import table
+from tokenmix_core.testing.benchmarking import WITHOUT_GPU, table
 from tokenmix_core.testing.results import save
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -106,7 +106,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--out", type=Path, help="folder of the JSON; for a GPU that of the documents")
     given = parser.parse_args(arguments)
     folder = given.out or (RESULTS if given.device != "cpu" else None)
-    lengths, found = given.length or [4096, 2**17], []
+    if given.device == "cpu":
+        print(f"prompts.py: {WITHOUT_GPU}", file=sys.stderr, flush=True)
+    lengths, found = given.length or ([4096, 2**17] if given.device != "cpu" else [64]), []
     for row in measure(given.recipes, lengths, only=given.only, device=torch.device(given.device)):
         found.append(row)
         print(table([{key: row[key] for key in TOLD}]), flush=True)

@@ -44,11 +44,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmix_core.testing.benchmarking import table
+from tokenmix_core.testing.benchmarking import WITHOUT_GPU, table
 from tokenmix_core.testing.results import OURS, save
 from tokenmix_core.training.recorded import Losses, RecordedPasses
 
 DEFAULT = ("gated_delta_net-380m", "transformer-380m")
+CPU_SIZES = {"rows": 1, "length": 64, "steps": 1, "rounds": 1}
 RESULTS = Path(__file__).parent / "results" / "step"
 
 # by kind, what names of kernels have; the first that fits
@@ -455,15 +456,18 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
     only = 'models whose name has this, such as "tokenmix", "tokenmix eager", "compiled", "FLA"; may be given again'
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help=only)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each model beside the others")
+    parser.add_argument("--rows", type=int, help="default: 8, on a CPU 1")
+    parser.add_argument("--length", type=int, help="default: 4096, on a CPU 64")
+    parser.add_argument("--steps", type=int, help="of a turn; default: 10, on a CPU 1")
+    parser.add_argument("--rounds", type=int, help="turns of each model beside the others; default: 5, on a CPU 1")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help=f"folder of the JSON; for a GPU {RESULTS.name}/ beside the others")
     given = parser.parse_args(arguments)
     folder = given.out or (RESULTS if given.device != "cpu" else None)
-    sizes = {"rows": given.rows, "length": given.length, "steps": given.steps, "rounds": given.rounds}
+    if given.device == "cpu":
+        print(f"step.py: {WITHOUT_GPU}", file=sys.stderr, flush=True)
+    sizes = {"rows": 8, "length": 4096, "steps": 10, "rounds": 5} if given.device != "cpu" else CPU_SIZES
+    sizes = {name: size if getattr(given, name) is None else getattr(given, name) for name, size in sizes.items()}
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in measure(given.recipes, only=given.only, device=given.device, **sizes):
         found[row["op"], row["impl"]] = row

@@ -3,10 +3,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tokenmix_core.testing import results
+from tokenmix_core.testing.benchmarking import table
 
 ROW = {"op": "ssd", "shape": "B1", "impl": "tokenmix", "fwd_ms": 0.25, "fwdbwd_ms": None, "peak_mb": 512.0}
 
@@ -97,6 +99,29 @@ def test_a_benchmarks_function_runs_by_its_name(tmp_path, capsys):
     assert benchmark.extra_info["rows"] == [ROW]
     with pytest.raises(AssertionError, match="measured nothing"):
         results.run_benchmark(path, Pedantic(), capsys)
+
+
+def test_rows_of_several_kinds_stand_in_one_table_and_below_headers_of_their_own(tmp_path, capsys):
+    other = {"op": "step", "shape": "B1", "impl": "tokenmix", "fwd_ms": 0.5, "floor_ms": 0.125}
+    assert table([ROW, other, ROW]).splitlines() == [
+        "op    shape  impl      fwd_ms  fwdbwd_ms  peak_mb  floor_ms",
+        "ssd   B1     tokenmix  0.250   –          512.000  –",
+        "step  B1     tokenmix  0.500   –          –        0.125",
+        "ssd   B1     tokenmix  0.250   –          512.000  –",
+    ]
+    list(results.kept([ROW, ROW, other, ROW], tmp_path))
+    headers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("op ")]
+    assert ["floor_ms" in header for header in headers] == [False, True, False]
+
+
+def test_a_library_that_logs_keeps_a_standard_error_that_outlives_the_test(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "bench_it.py"
+    script.write_text(f"import sys\nsys.stderr_of_import = sys.stderr\ndef rows(device):\n    yield {ROW}\n")
+    benchmark = SimpleNamespace(pedantic=lambda run, rounds: run(), extra_info={})
+    monkeypatch.setattr(sys, "stderr_of_import", None, raising=False)
+    results.run_benchmark(script, benchmark, capsys)
+    # pytest closes this one
+    assert sys.stderr_of_import is not sys.stderr
 
 
 def test_a_readme_is_filled_between_its_marks_only(tmp_path):

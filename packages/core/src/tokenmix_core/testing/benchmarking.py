@@ -23,6 +23,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 
 Run = Callable[[], object]
+WITHOUT_GPU = "the benchmarks are meant for a GPU; without one they run small shapes, whose times say little"
 
 
 def interleaved_medians(
@@ -247,12 +248,13 @@ def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callab
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Rows as text, a line each, for a terminal."""
+    """Return rows as text, a line each, for a terminal; a row has "–" under keys of other rows."""
 
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    keys = list(rows[0])
-    cells = [keys] + [[cell(row[key]) for key in keys] for row in rows]
+    # rows of several kinds stand in one table
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)

@@ -70,9 +70,12 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
 
 
 def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
-    """The rows, each printed as it comes, and a GPU's saved: a run that is cut short leaves what it had measured."""
-    for i, row in enumerate(rows):
-        print("\n" + table([row]) if i == 0 else table([row]).splitlines()[1], flush=True)
+    """Yield the rows, each printed as it comes, and a GPU's saved: a run that is cut short leaves what it measured."""
+    header: list[str] = []
+    for row in rows:
+        # a row of another kind has columns of its own
+        print(table([row]).splitlines()[1] if list(row) == header else "\n" + table([row]), flush=True)
+        header = list(row)
         # a CPU's times are for the one who runs it; a GPU's are kept
         if torch.cuda.is_available():
             save([row], folder)
@@ -85,7 +88,9 @@ def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "r
     The `rows` of the tables go to `results/`, or a file's `FOLDER` in there, every other function's to a folder of its
     name in there, as they come.
     """
-    script = runpy.run_path(str(path))
+    with capsys.disabled():
+        # libraries that log keep the standard error of their import, and pytest closes its own after the test
+        script = runpy.run_path(str(path))
     measure = script[function]
     folder = path.parent / "results" / (script.get("FOLDER", "") if function == "rows" else function)
     rows: list[dict] = []
