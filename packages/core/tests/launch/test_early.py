@@ -13,7 +13,7 @@ from tokenmix_core.ops import linears, rms_norm, swiglu_linear
 class Kernel:
     """A kernel that knows how to wait; tells of what it is compiled for."""
 
-    arg_names, __name__ = ("x", "n", "EARLY"), "kernel"
+    arg_names, __name__ = ("x", "n", "PDL"), "kernel"
 
     def __init__(self):
         self.compiled = []
@@ -51,8 +51,8 @@ def test_kernels_that_wait_begin_early_where_it_is_asked_for(launched, named):
 
 
 def test_a_kernel_with_a_parameter_behind_is_refused(launched, monkeypatch):
-    monkeypatch.setattr(Kernel, "arg_names", ("x", "EARLY", "n"))
-    with pytest.raises(TypeError, match="n follows EARLY, which must be the last parameter"):
+    monkeypatch.setattr(Kernel, "arg_names", ("x", "PDL", "n"))
+    with pytest.raises(TypeError, match="n follows PDL, which must be the last parameter"):
         launched(True, torch.zeros(4), True, 5)
 
 

@@ -190,7 +190,7 @@ def test_a_weight_that_is_copied_for_a_call_is_not_read_before_the_copy_has_ende
     for weights in ([wide.t()], [wide.t().contiguous()], [wide.t().contiguous(), wide.t()]):
         kernel.linears_forward(x, weights)
     # the launcher decides where nothing is said
-    assert [options.get("EARLY") for options in told.options] == [False, None, False]
+    assert [options.get("PDL") for options in told.options] == [False, None, False]
     assert all(options["w0"].is_contiguous() for options in told.options)
 
 

@@ -12,8 +12,8 @@ import torch
 from tokenmix_core.launch import driver
 from tokenmix_core.launch.switch import flag
 
-# the last parameter of kernels that can begin before the one ahead has ended
-EARLY = "EARLY"
+# the last parameter of kernels that support programmatic dependent launch
+PDL = "PDL"
 _VARIABLE = "TOKENMIX_EARLY_LAUNCHES"
 # CUDA 12.3
 _LEAST_DRIVER = 12_030
@@ -33,7 +33,7 @@ def wanted() -> bool:
 
 @contextmanager
 def beginning_early(device: torch.device) -> Iterator[None]:
-    """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `EARLY`.
+    """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `PDL`.
 
     What such a kernel reads before it waits must not have been written by an earlier launch of the block, nor by the
     last one before it: the weights of a model, and a state that this kernel alone writes, once a step. So a block is

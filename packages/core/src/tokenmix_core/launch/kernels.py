@@ -17,13 +17,13 @@ from torch import Tensor
 from tokenmix_core.launch import early, private, switch
 from tokenmix_core.launch.compiling import compiling
 from tokenmix_core.launch.driver import Loaded, launch, loaded, packed
-from tokenmix_core.launch.early import EARLY
+from tokenmix_core.launch.early import PDL
 
 # a kernel, its grid, arguments in the order of its parameters, and options of the launch
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # with the parameter goes an option of the launch
-_BEGINS_EARLY, _WAITS_ITS_TURN = {EARLY: True, "launch_pdl": True}, {EARLY: False}
+_BEGINS_EARLY, _WAITS_ITS_TURN = {PDL: True, "launch_pdl": True}, {PDL: False}
 # compiled forms remembered by a kernel; beyond that many the first are forgotten
 _REMEMBERED = 1024
 
@@ -151,11 +151,11 @@ class _Launcher:
         self._loaded: dict[tuple, Loaded | None] = {}
         # which arguments are compiled in
         self._constant = private.compiled_in(kernel)
-        # of a kernel that knows how to wait for the one before, how many arguments leave out EARLY
+        # of a kernel that supports programmatic dependent launch, how many arguments leave out PDL
         names = private.argument_names(kernel)
-        if EARLY in names[:-1]:
-            raise TypeError(f"{names[-1]} follows {EARLY}, which must be the last parameter")
-        self._without_early = len(names) - 1 if EARLY in names else -1
+        if PDL in names[:-1]:
+            raise TypeError(f"{names[-1]} follows {PDL}, which must be the last parameter")
+        self._without_early = len(names) - 1 if PDL in names else -1
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
@@ -163,9 +163,9 @@ class _Launcher:
     def in_order(self, args: tuple, options: dict) -> tuple[tuple, dict]:
         """All arguments in the order of the kernel's parameters, and options of the launch.
 
-        A missing argument is a TypeError, and so is one that is given twice. EARLY is given here.
+        A missing argument is a TypeError, and so is one that is given twice. PDL is given here.
         """
-        if len(args) <= self._without_early and EARLY not in options:
+        if len(args) <= self._without_early and PDL not in options:
             options = {**options, **(_BEGINS_EARLY if early.asked.on else _WAITS_ITS_TURN)}
         kind = len(args), *options
         found = self._orders.get(kind)

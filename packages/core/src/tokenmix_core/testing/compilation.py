@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tokenmix_core.launch import private
-from tokenmix_core.launch.early import EARLY
+from tokenmix_core.launch.early import PDL
 
 # bytes of shared memory that a block may have on Hopper
 _SHARED_MEMORY = 232_448
@@ -87,7 +87,7 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
 def _forms(kernel: Any, args: tuple, options: dict) -> Iterator[tuple[tuple, dict]]:
     """A launch, and the same where it may begin early."""
     yield args, options
-    if private.argument_names(kernel)[-1] == EARLY:
+    if private.argument_names(kernel)[-1] == PDL:
         yield (*args[:-1], True), {**options, "launch_pdl": True}
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 _GLUON = "triton.experimental.gluon"
+# where Triton has programmatic dependent launch
+_CUDA = "triton.language.extra.cuda"
 # torch compares no unsigned numbers
 _UINT32 = "uint32"
 
@@ -314,7 +316,10 @@ def _stand_ins() -> dict[str, ModuleType]:
         warpgroup_mma_wait=lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps),
     )
     language = f"{_GLUON}.language"
+    pdl = ModuleType("cuda")
+    vars(pdl).update(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     return {
+        _CUDA: pdl,
         _GLUON: gluon,
         language: gl,
         f"{language}.nvidia.ampere": copies,
@@ -352,7 +357,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
 
     Modules with torch operators are not imported anew: a second registration would take away what the first one holds.
     """
-    prefixes = (f"{package}.", _GLUON, *shared)
+    prefixes = (f"{package}.", _GLUON, _CUDA, *shared)
     before = {
         name: module
         for name, module in sys.modules.items()

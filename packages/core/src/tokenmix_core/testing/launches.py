@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.launch import private, replay, replay_code
-from tokenmix_core.launch.early import EARLY
+from tokenmix_core.launch.early import PDL
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
                 # all arguments in their places, and nothing begins early; what remains are options of a compiler
-                options = {EARLY: False, **options}
+                options = {PDL: False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
 

@@ -1,1 +1,1 @@
-"""Device functions that kernels are written with, and what launches kernels."""
+"""Device functions shared by kernels."""

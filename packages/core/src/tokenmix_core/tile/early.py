@@ -1,27 +1,17 @@
-"""Kernels that begin while the one ahead of them ends; see `launch.early`. Without EARLY nothing is compiled of it."""
+"""Programmatic dependent launch in portable kernels (see `launch.early`): compiled only if `PDL` is set."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def let_next_begin(EARLY: tl.constexpr):
-    """From here on the next kernel may begin where there is room, if it is one that waits."""
-    if EARLY:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+def gdc_launch_and_wait(PDL: tl.constexpr):
+    """Let the next kernel launch, then wait for the kernels before: hides the launch latency alone.
 
-
-@triton.jit
-def await_kernels_before(EARLY: tl.constexpr):
-    """Wait until the kernels before have ended: nothing that they write is read earlier, and nothing is written."""
-    if EARLY:
-        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def take_turn(EARLY: tl.constexpr):
-    """Let the next kernel begin, and wait for those before: saves a launch's time alone."""
-    let_next_begin(EARLY)
-    await_kernels_before(EARLY)
+    After `gdc_launch_dependents` the next kernel starts on free SMs if it is launched with `launch_pdl`. Before
+    `gdc_wait` a kernel must neither write nor read data that a kernel before it writes.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -1,13 +1,14 @@
-"""Common parts of Gluon kernels for Hopper: layouts, copies into shared memory beside the matrix units, borders.
+"""Common parts of Gluon kernels for Hopper: layouts, asynchronous copies, mbarrier pipelines, packed sequences.
 
-Gluon is the part of Triton that names layouts and leaves the order of copies and products to the kernel.
+In Gluon, a part of Triton, a kernel names its layouts and orders its asynchronous copies and WGMMAs itself.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# names of newer versions of Triton, or of older ones
+# newer versions of Triton, then older ones
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -19,32 +20,32 @@ LOWEST = gl.constexpr(-160.0)
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Rows of 16 to 128 elements of 16 bits, 16 bytes a thread."""
+    """Layout of a copy to or from shared memory: rows of 16 to 128 16-bit elements, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def product_layout(columns, warps):
-    """A product of 16 rows a warp."""
+def mma_layout(columns, warps):
+    """Accumulator layout of an MMA whose warps hold 16 rows each."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def group_layout(columns, warps):
-    """A product of 64 rows, whose columns are shared out among groups of four warps."""
+def mma_layout_split_n(columns, warps):
+    """Accumulator layout of an MMA of 64 rows whose columns are split over the warpgroups."""
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns * 4 // warps, 16])
 
 
 @gluon.constexpr_function
 def state_layout(rows, columns, warps):
-    """Rows of a float32 state, 16 bytes a thread; each warp holds `rows` / `warps` of them."""
+    """Layout of a float32 state, 16 bytes per thread; each warp holds `rows` / `warps` rows."""
     lanes = columns // 4
     return gl.BlockedLayout([rows * lanes // (32 * warps), 4], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def tiles_of(shape, part):
-    """The shape of as many smaller tiles as there is room for in one of `shape`."""
+def tiled_shape(shape, part):
+    """Return the shape of the tiles of shape `part` that fit into `shape`: their number, then `part`."""
     count = 1
     for size in shape:
         count *= size
@@ -55,35 +56,35 @@ def tiles_of(shape, part):
 
 @gluon.jit
 def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i=0):
-    """The i-th tile of this shape in the shared memory of another tile, whose elements are as wide."""
-    # Triton 3.8 takes all of it, or nothing
-    room: gl.constexpr = tiles_of(s_x.shape, shape)
+    """Return the i-th tile of this shape in the smem buffer of another tile, whose elements are as wide."""
+    # Triton 3.8 reinterprets whole buffers only
+    whole: gl.constexpr = tiled_shape(s_x.shape, shape)
     if _REINTERPRETS:
-        s_y = s_x.reinterpret(dtype, room, layout).index(i)
+        s_y = s_x.reinterpret(dtype, whole, layout).index(i)
     else:
-        s_y = s_x._reinterpret(dtype, room, layout).index(i)
+        s_y = s_x._reinterpret(dtype, whole, layout).index(i)
     return s_y
 
 
 @gluon.jit
-def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None, FROM_FIRST: gl.constexpr = False):
-    """Begin to copy rows `first` … of a matrix into a shared tile; rows from `rows` on become 0.
+def async_copy_tile(s_x, p_x, first, rows, stride: gl.constexpr, valid=None, THREAD_RELATIVE: gl.constexpr = False):
+    """Start an async copy of the rows from `first` on to an smem tile; rows from `rows` on become 0.
 
-    Where it is told whether the tile is `wanted`, all of its rows exist, and become 0 if it is not. With `FROM_FIRST` a
-    thread reckons places from its first one, which takes fewer registers; some kernels are faster so, some are not.
+    With `valid` all rows of the tile exist, and they become 0 unless `valid`. `THREAD_RELATIVE` computes each thread's
+    addresses relative to its first row: fewer registers, faster in some kernels.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     p_x += first.to(gl.int64) * stride
-    if wanted is not None:
-        m_t = (o_t >= 0) & wanted
-    elif FROM_FIRST:
+    if valid is not None:
+        m_t = (o_t >= 0) & valid
+    elif THREAD_RELATIVE:
         m_t = o_t < rows - first
     else:
         m_t = first + o_t < rows
-    if FROM_FIRST:
-        # rows that all threads copy at once
+    if THREAD_RELATIVE:
+        # rows that one copy instruction of all threads covers
         step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
         p_x += o_t[:, None] % step * stride + o_d[None, :]
         p_x += o_t[:, None] // step * step * stride
@@ -93,57 +94,57 @@ def begin_copy(s_x, p_x, first, rows, stride: gl.constexpr, wanted=None, FROM_FI
 
 
 @gluon.jit
-def await_copies(NEWER: gl.constexpr):
-    """Wait until all groups of copies but the `NEWER` newest are there, for every warp and for the matrix units."""
-    async_copy.wait_group(NEWER)
+def wait_async_copies(PENDING: gl.constexpr):
+    """Wait until at most the `PENDING` newest commit groups are in flight, for all warps and for WGMMA."""
+    async_copy.wait_group(PENDING)
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def anew(o_x):
-    """The same indices, unknown to the compiler: it keeps no offsets made of them before a loop."""
+def opaque(o_x):
+    """Return the indices through an opaque `mov`, so that LICM cannot hoist offsets derived from them out of a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [o_x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def placed_anew(s_x):
-    """The same tile, at a place unknown to the compiler: it keeps no descriptors made of it for later products.
+def opaque_tile(s_x):
+    """Return the smem tile at an opaque address, so that its WGMMA descriptors are rematerialised for each MMA.
 
-    Made for one product they take uniform registers alone. Kept they take a thread's registers, which are spilled, and
-    are brought from there to uniform ones before each product that they serve.
+    A descriptor made for one MMA lives in uniform registers. Hoisted descriptors live in a thread's registers, spill,
+    and are moved to uniform registers before each MMA.
     """
     shape: gl.constexpr = s_x.shape
     layout: gl.constexpr = s_x.layout
-    return reinterpret(s_x, s_x.dtype, shape, layout, anew(0))
+    return reinterpret(s_x, s_x.dtype, shape, layout, opaque(0))
 
 
 @gluon.jit
-def fetch_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexpr = False):
-    """Begin to copy rows that lie `stride` elements apart; rows from `rows` on become zero.
+def async_copy_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
+    """Start an async copy of rows `stride` elements apart; rows from `rows` on become zero.
 
-    Offsets made `ANEW` take instructions where they are needed, and no registers elsewhere.
+    `OPAQUE` offsets are rematerialised: more instructions, no registers held elsewhere.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
-    o_t = (anew(o_t) if ANEW else o_t)[:, None]
+    o_t = (opaque(o_t) if OPAQUE else o_t)[:, None]
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
     async_load(s_x, p_rows + o_t * stride + o_d, mask=o_t < rows)
 
 
 @gluon.jit
-def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexpr = False):
-    """Store a tile from shared memory as rows that lie `stride` elements apart, up to row `rows`; `ANEW` as above."""
+def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
+    """Store an smem tile as rows `stride` elements apart, up to row `rows`; `OPAQUE` as in `async_copy_rows`."""
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
-    o_t = (anew(o_t) if ANEW else o_t)[:, None]
+    o_t = (opaque(o_t) if OPAQUE else o_t)[:, None]
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
     gl.store(p_rows + o_t * stride + o_d, s_x.load(layout), mask=o_t < rows)
 
 
 @gluon.jit
 def widen(b_x):
-    """A 16-bit tile in float32: two numbers in two instructions."""
+    """Convert a 16-bit tile to float32; bfloat16 takes one instruction per element."""
     if b_x.dtype == gl.bfloat16:
         b_x = gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x],
@@ -153,10 +154,10 @@ def widen(b_x):
 
 
 @gluon.jit
-def parts(b_x, dtype: gl.constexpr):
-    """A float32 tile as the sum of two 16-bit ones."""
+def split_hi_lo(b_x, dtype: gl.constexpr):
+    """Split a float32 tile into a 16-bit tile and the 16-bit rest."""
     if dtype == gl.bfloat16:
-        # two numbers an instruction
+        # two elements per instruction
         b_hi = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=gl.bfloat16, is_pure=True, pack=2
         )
@@ -167,9 +168,9 @@ def parts(b_x, dtype: gl.constexpr):
 
 @gluon.jit
 def scale_tile(b_x, b_y):
-    """X ⊙ Y for a 16-bit tile and factors in float32, which are taken in two parts: two numbers in two instructions."""
+    """Return X ⊙ Y for 16-bit X and float32 Y; for bfloat16, Y is split: two elements in two instructions."""
     if b_x.dtype == gl.bfloat16:
-        b_hi, b_lo = parts(b_y, gl.bfloat16)
+        b_hi, b_lo = split_hi_lo(b_y, gl.bfloat16)
         b_x = gl.inline_asm_elementwise(
             "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}", "=r,r,r,r", [b_x, b_hi, b_lo],
             dtype=gl.bfloat16, is_pure=True, pack=2,
@@ -181,19 +182,19 @@ def scale_tile(b_x, b_y):
 
 @gluon.jit
 def log2(x):
-    """The logarithm of a normal number, in one instruction."""
+    """Return the base-2 logarithm of normal numbers, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def causal_decay(b_row, b_col, o_row, o_col):
-    """`exp2(b_row − b_col)` where the row's token is at or after the column's, else 0."""
+    """Return `exp2(b_row − b_col)`, but 0 if the row's token precedes the column's."""
     return gl.exp2(gl.where(o_row[:, None] >= o_col[None, :], b_row[:, None] - b_col[None, :], float("-inf")))
 
 
 @gluon.jit
-def either(p_x, p_other):
-    """x; where it is absent another pointer, which nothing is read from or written to."""
+def pointer_or(p_x, p_other):
+    """Return the pointer `p_x` or, if it is None, a placeholder that is never dereferenced."""
     if p_x is None:
         return p_other
     else:
@@ -202,13 +203,13 @@ def either(p_x, p_other):
 
 @gluon.jit
 def add(x, y):
-    """The sum, for `gl.associative_scan`."""
+    """Return x + y, the combine function of `gl.associative_scan`."""
     return x + y
 
 
 @gluon.jit
 def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
-    """As `tile.sequences.sequence_span`: a sequence's first row and length."""
+    """Return a sequence's first row and length, as `tile.sequences.sequence_span`."""
     if PACKED:
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
@@ -220,7 +221,7 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
 
 @gluon.jit
 def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
-    """As `tile.sequences.first_chunk`: the slot of a sequence's first chunk of C tokens."""
+    """Return the slot of a sequence's first chunk of C tokens, as `tile.sequences.first_chunk`."""
     if PACKED:
         slot = begin // C + i_n
     else:
@@ -230,7 +231,7 @@ def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
 
 @gluon.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
-    """As `tile.sequences.locate_chunk`: a slot's sequence, its first row and length, and the chunk's first token."""
+    """Return the sequence, first row, length and first token of slot `i_c`, as `tile.sequences.locate_chunk`."""
     if PACKED:
         BN: gl.constexpr = 256
         sequences = 0
@@ -250,30 +251,16 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.const
 
 
 @gluon.jit
-def let_next_begin():
-    """From here on the next kernel may begin where there is room, if it is launched with `launch_pdl`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+def gdc_launch_and_wait(PDL: gl.constexpr):
+    """Let the next kernel launch, then wait for the kernels before; see `tile.early`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @gluon.jit
-def await_kernels_before():
-    """Wait until the kernel before has ended: what is launched with `launch_pdl` reads and writes nothing earlier."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def take_turn(EARLY: gl.constexpr):
-    """As `early.take_turn`."""
-    if EARLY:
-        let_next_begin()
-        await_kernels_before()
-
-
-@gluon.jit
-def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Barriers whose phases end when so many have arrived."""
+def allocate_mbarriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Allocate and initialise `count` mbarriers whose phases complete after `arrivals` arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(barriers.index(i), arrivals)
@@ -281,7 +268,16 @@ def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def await_tile(full, i, count, places: gl.constexpr):
-    """Wait until the i-th tile of a ring is there, or the last one."""
+def parity(i, NUM_STAGES: gl.constexpr):
+    """Return the phase bit that a consumer of the i-th tile of a pipeline waits for on its stage's full barrier.
+
+    A producer waits for the opposite bit on the empty barrier: the first `NUM_STAGES` tiles pass at once.
+    """
+    return (i // NUM_STAGES) & 1
+
+
+@gluon.jit
+def wait_full(full, i, count, NUM_STAGES: gl.constexpr):
+    """Wait for the full barrier of the i-th tile of a pipeline, or of the last one."""
     i = gl.minimum(i, count - 1)
-    mbarrier.wait(full.index(i % places), (i // places) & 1)
+    mbarrier.wait(full.index(i % NUM_STAGES), parity(i, NUM_STAGES))

@@ -1,4 +1,4 @@
-"""Which keys a query sees."""
+"""Attention masks."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def within(x, size):
-    """Tell whether 0 ≤ x < size, in one comparison: a number below 0 is a large one without a sign."""
+    """True if 0 ≤ x < size, in one comparison: a negative number is a large unsigned one."""
     return tl.cast(x, tl.uint32) < tl.cast(size, tl.uint32)
 
 
 @triton.jit
 def visible(distance, o_k, keys, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Tell whether a query sees the key at position `o_k`, `distance` before it, for shapes that broadcast.
+    """True if a query sees the key at position `o_k`, `distance` before it; shapes broadcast.
 
-    A query is at a position of a key, or is none and may see what it likes. `sinks` is None where there are none.
+    Rows beyond the last query may get either value. `sinks` is None if there are no sinks.
     """
     if WINDOW:
         m_s = within(distance, window)

@@ -1,4 +1,4 @@
-"""Loads and stores of a chunk's rows; tokens beyond its end read as zero and are never written."""
+"""Loads and stores of a chunk's rows; tokens beyond its end read as zero and are not written."""
 
 import triton
 import triton.language as tl
@@ -6,59 +6,59 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(p_rows, stride, rows, BT: tl.constexpr, D: tl.constexpr):
-    """A tile `[BT, D]` of rows that lie `stride` elements apart; rows from `rows` on are zero."""
+    """Load a tile `[BT, D]` of rows `stride` elements apart; rows from `rows` on are zero."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, D)
     return tl.load(p_rows + o_t[:, None] * stride + o_d[None, :], mask=o_t[:, None] < rows, other=0.0)
 
 
 @triton.jit
 def store_rows(p_rows, b_x, stride, rows, BT: tl.constexpr, D: tl.constexpr):
-    """Store a tile `[BT, D]` as rows that lie `stride` elements apart, up to row `rows`."""
+    """Store a tile `[BT, D]` as rows `stride` elements apart, up to row `rows`."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, D)
     tl.store(p_rows + o_t[:, None] * stride + o_d[None, :], b_x.to(p_rows.dtype.element_ty), mask=o_t[:, None] < rows)
 
 
 @triton.jit
 def load_vector(p_vector, stride, rows, BT: tl.constexpr):
-    """`[BT]` float32 values that lie `stride` elements apart; zero from `rows` on."""
+    """Load `[BT]` values `stride` elements apart as float32; zero from `rows` on."""
     o_t = tl.arange(0, BT)
     return tl.load(p_vector + o_t * stride, mask=o_t < rows, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_vector(p_vector, b_x, stride, rows, BT: tl.constexpr):
-    """Store `[BT]` values that lie `stride` elements apart, up to element `rows`."""
+    """Store `[BT]` values `stride` elements apart, up to element `rows`."""
     o_t = tl.arange(0, BT)
     tl.store(p_vector + o_t * stride, b_x.to(p_vector.dtype.element_ty), mask=o_t < rows)
 
 
 @triton.jit
 def inverse_norm(b_x, DOT: tl.constexpr):
-    """(Σ x² + 1e−6)^−½ of each row of a tile `[BT, K]`.
+    """Return (Σ x² + 1e−6)^−½ of each row of a tile `[BT, K]`.
 
-    The sums are the diagonal of X Xᵀ: an operand of other products is not brought into registers again.
+    The sums are the diagonal of X Xᵀ, so that a shared-memory operand of other MMAs is not loaded into registers again.
     """
     return diagonal_inverse_norm(tl.dot(b_x, tl.trans(b_x), input_precision=DOT), b_x.shape[0])
 
 
 @triton.jit
 def diagonal_inverse_norm(b_xx, BT: tl.constexpr):
-    """(d + 1e−6)^−½ of the diagonal d of a tile `[BT, BT]`."""
+    """Return (d + 1e−6)^−½ of the diagonal d of a tile `[BT, BT]`."""
     o_t = tl.arange(0, BT)
     return tl.rsqrt(tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_xx, 0.0), 1) + 1e-6)
 
 
 @triton.jit
 def column(b_x, INDEX: tl.constexpr):
-    """Column INDEX of a tile `[BT, 4]`.
+    """Return column INDEX of a tile `[BT, 4]`.
 
-    Vectors that scale rows and columns of products are kept side by side in memory: a tile of them is loaded once,
-    while single vectors would be loaded anew, element by element, in every layout they are used in.
+    Vectors that scale rows and columns of accumulators are interleaved in memory: one tile of them is loaded once;
+    single vectors would be loaded element by element for each layout that uses them.
     """
     return tl.sum(tl.where(tl.arange(0, 4)[None, :] == INDEX, b_x, 0.0), 1)
 
 
 @triton.jit
 def last_of(b_x, rows, BT: tl.constexpr):
-    """The element of `b_x [BT]` at the last of `rows` tokens."""
+    """Return the element of `b_x [BT]` at the last of `rows` tokens."""
     return tl.sum(tl.where(tl.arange(0, BT) == tl.minimum(rows, BT) - 1, b_x, 0.0), 0)

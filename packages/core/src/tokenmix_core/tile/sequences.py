@@ -1,4 +1,4 @@
-"""Where a program's tokens lie, in unpacked and in packed batches, without tables made beforehand."""
+"""Offsets of sequences and chunks in unpacked and packed batches, computed from `cu_seqlens` without index tables."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
-    """The first row (int64) and the length of sequence `i_n`, rows counted over the flattened `[B · T]`."""
+    """Return the first row (int64, in the flattened `[B · T]`) and the length of sequence `i_n`."""
     if PACKED:
         begin = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - begin).to(tl.int32)
@@ -18,10 +18,10 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
 
 @triton.jit
 def first_chunk(i_n, begin, T, C, PACKED: tl.constexpr):
-    """The slot of sequence `i_n`'s first chunk of C tokens.
+    """Return the slot of sequence `i_n`'s first chunk of C tokens.
 
-    In a packed batch slots are `begin // C + i_n` onwards: sequences never share one, and `T // C + N` slots suffice,
-    so that no table of offsets is needed.
+    In a packed batch a sequence's slots start at `begin // C + i_n`: sequences never share a slot, `T // C + N` slots
+    suffice, and no table of offsets is needed.
     """
     if PACKED:
         slot = begin // C + i_n
@@ -32,10 +32,11 @@ def first_chunk(i_n, begin, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: tl.constexpr):
-    """Which chunk of C tokens lies in slot `i_c` (see `first_chunk`).
+    """Find the chunk of C tokens in slot `i_c` (see `first_chunk`).
 
-    Returns the sequence, its first row, its length, and the chunk's first token in it, which is past the length where
-    the slot is unused.
+    Returns:
+        the sequence, its first row, its length, and the chunk's first token in it, which is past the length if the
+        slot is unused.
     """
     if PACKED:
         BN: tl.constexpr = 256

@@ -1,4 +1,4 @@
-"""Softmax over keys that arrive tile by tile, with base-2 exponentials."""
+"""Online softmax over KV tiles, with base-2 exponentials."""
 
 import triton
 import triton.language as tl
@@ -6,25 +6,25 @@ import triton.language as tl
 
 @triton.jit
 def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
-    """Take a tile of scores `b_s [BM, BN]` into the running row maximum `b_m` and row sum `b_l`.
+    """Update the running row maximum `b_m` and row sum `b_l` by a tile of scores `b_s [BM, BN]`.
 
-    `scale` > 0 turns scores into base-2 exponents; `b_m` is kept before it, so that scaling and subtraction are one
-    instruction. Hidden scores are −∞; `MASKED` tells that a row may hold nothing else.
+    `scale` > 0 turns scores into base-2 exponents; `b_m` is unscaled, so that scaling and subtraction are one
+    instruction. Masked scores are −∞; `MASKED` allows rows in which all are masked.
 
     Returns:
-        the probabilities before division by the row sum, the factor that older sums shrink by, `b_m`, `b_l`.
+        the unnormalised probabilities, the factor that rescales older sums, `b_m`, `b_l`.
     """
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
     b_p = tl.exp2(b_s * scale - (b_top * scale)[:, None])
-    # not a difference of products: as a multiply-add it would miss 1 by a rounding, tile after tile
+    # subtract before scaling: a fused multiply-add would miss 1 by a rounding in each tile
     b_shrink = tl.exp2((b_m - b_top) * scale)
     return b_p, b_shrink, b_new, b_l * b_shrink + tl.sum(b_p, 1)
 
 
 @triton.jit
 def finish_softmax(b_m, b_l, scale):
-    """The factor that turns sums into outputs, and the natural log-sum-exp; 0 and −∞ for rows that saw no key."""
+    """Return the factor that normalises the accumulator and the natural log-sum-exp; 0 and −∞ if a row sees no key."""
     ln2: tl.constexpr = 0.6931471805599453
     m_l = b_l > 0
     b_l = tl.where(m_l, b_l, 1.0)

@@ -1,14 +1,14 @@
-"""Inverses of small unit lower triangular matrices, by blocks of 16 rows: one warp holds such a block in registers.
+"""Inverses of small unit lower triangular matrices, by blocks of 16 rows that one warp holds in registers.
 
 For I + L with L strictly lower, halves give
 
     (I + [[L₀₀, 0], [L₁₀, L₁₁]])⁻¹ = [[A₀, 0], [−A₁ L₁₀ A₀, A₁]],
 
-applied from single rows upwards. Every factor is a piece of the matrix or of its inverse, so nothing grows beyond what
-the inverse holds; powers of L, which a Neumann series needs, reach 10⁶ where keys repeat, and cancel only in exact
-arithmetic.
+applied from single rows upwards. Every factor is a block of the matrix or of its inverse, so no intermediate exceeds
+the entries of the inverse. Powers of L, which a Neumann series needs, reach 10⁶ if keys repeat, and cancel only in
+exact arithmetic.
 
-Matrices go through products as pairs of parts, made once for all products of a matrix.
+Each matrix is split into bfloat16 high and low parts once, for all of its MMAs.
 """
 
 import triton
@@ -16,8 +16,8 @@ import triton.language as tl
 
 
 @triton.jit
-def parts(b_x, PRECISION: tl.constexpr):
-    """A float32 tile as the sum of two bfloat16 ones, for PRECISION "bf16x3"; else itself twice."""
+def split_hi_lo(b_x, PRECISION: tl.constexpr):
+    """Split a float32 tile into two bfloat16 tiles for PRECISION "bf16x3"; else return it twice."""
     if PRECISION == "bf16x3":
         b_hi = b_x.to(tl.bfloat16)
         return b_hi, (b_x - b_hi.to(tl.float32)).to(tl.bfloat16)
@@ -26,8 +26,8 @@ def parts(b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def product(x, y, b_z, PRECISION: tl.constexpr):
-    """Z + X Y for X and Y in parts: without the product of their rests, or as `tl.dot` makes it to PRECISION."""
+def split_dot(x, y, b_z, PRECISION: tl.constexpr):
+    """Return Z + X Y for split X and Y: bf16×3 (without low × low), or `tl.dot` in PRECISION."""
     if PRECISION == "bf16x3":
         b_z = tl.dot(x[1], y[0], b_z)
         b_z = tl.dot(x[0], y[1], b_z)
@@ -44,9 +44,9 @@ def inverse_16(b_l, PRECISION: tl.constexpr):
     b_a = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i // 2 == o_j // 2, b_l, 0.0)
     for log_size in tl.static_range(1, 4):
         m_pair = (o_i >> (log_size + 1) == o_j >> (log_size + 1)) & (o_i >> log_size != o_j >> log_size)
-        a = parts(b_a, PRECISION)
-        la = product(parts(tl.where(m_pair, -b_l, 0.0), PRECISION), a, zero, PRECISION)
-        b_a = product(a, parts(la, PRECISION), b_a, PRECISION)
+        a = split_hi_lo(b_a, PRECISION)
+        la = split_dot(split_hi_lo(tl.where(m_pair, -b_l, 0.0), PRECISION), a, zero, PRECISION)
+        b_a = split_dot(a, split_hi_lo(la, PRECISION), b_a, PRECISION)
     return b_a
 
 
@@ -57,22 +57,22 @@ def inverse_64(
     """(I + L)⁻¹ of a strictly lower `[64, 64]` matrix, given and returned as its ten blocks `[16, 16]`, row by row."""
     b_00, b_11 = inverse_16(l_00, PRECISION), inverse_16(l_11, PRECISION)
     b_22, b_33 = inverse_16(l_22, PRECISION), inverse_16(l_33, PRECISION)
-    a_00, a_11 = parts(b_00, PRECISION), parts(b_11, PRECISION)
-    a_22, a_33 = parts(b_22, PRECISION), parts(b_33, PRECISION)
+    a_00, a_11 = split_hi_lo(b_00, PRECISION), split_hi_lo(b_11, PRECISION)
+    a_22, a_33 = split_hi_lo(b_22, PRECISION), split_hi_lo(b_33, PRECISION)
     # rows of blocks: A_ij = −A_ii Σ_m L_im A_mj
     zero = tl.zeros([16, 16], tl.float32)
-    l_1 = parts(-l_10, PRECISION)
-    b_10 = product(a_11, parts(product(l_1, a_00, zero, PRECISION), PRECISION), zero, PRECISION)
-    a_10 = parts(b_10, PRECISION)
-    l_1, l_2 = parts(-l_20, PRECISION), parts(-l_21, PRECISION)
-    b_x = product(l_2, a_10, product(l_1, a_00, zero, PRECISION), PRECISION)
-    b_20 = product(a_22, parts(b_x, PRECISION), zero, PRECISION)
-    b_21 = product(a_22, parts(product(l_2, a_11, zero, PRECISION), PRECISION), zero, PRECISION)
-    a_20, a_21 = parts(b_20, PRECISION), parts(b_21, PRECISION)
-    l_1, l_2, l_3 = parts(-l_30, PRECISION), parts(-l_31, PRECISION), parts(-l_32, PRECISION)
-    b_x = product(l_2, a_10, product(l_1, a_00, zero, PRECISION), PRECISION)
-    b_30 = product(a_33, parts(product(l_3, a_20, b_x, PRECISION), PRECISION), zero, PRECISION)
-    b_x = product(l_3, a_21, product(l_2, a_11, zero, PRECISION), PRECISION)
-    b_31 = product(a_33, parts(b_x, PRECISION), zero, PRECISION)
-    b_32 = product(a_33, parts(product(l_3, a_22, zero, PRECISION), PRECISION), zero, PRECISION)
+    l_1 = split_hi_lo(-l_10, PRECISION)
+    b_10 = split_dot(a_11, split_hi_lo(split_dot(l_1, a_00, zero, PRECISION), PRECISION), zero, PRECISION)
+    a_10 = split_hi_lo(b_10, PRECISION)
+    l_1, l_2 = split_hi_lo(-l_20, PRECISION), split_hi_lo(-l_21, PRECISION)
+    b_x = split_dot(l_2, a_10, split_dot(l_1, a_00, zero, PRECISION), PRECISION)
+    b_20 = split_dot(a_22, split_hi_lo(b_x, PRECISION), zero, PRECISION)
+    b_21 = split_dot(a_22, split_hi_lo(split_dot(l_2, a_11, zero, PRECISION), PRECISION), zero, PRECISION)
+    a_20, a_21 = split_hi_lo(b_20, PRECISION), split_hi_lo(b_21, PRECISION)
+    l_1, l_2, l_3 = split_hi_lo(-l_30, PRECISION), split_hi_lo(-l_31, PRECISION), split_hi_lo(-l_32, PRECISION)
+    b_x = split_dot(l_2, a_10, split_dot(l_1, a_00, zero, PRECISION), PRECISION)
+    b_30 = split_dot(a_33, split_hi_lo(split_dot(l_3, a_20, b_x, PRECISION), PRECISION), zero, PRECISION)
+    b_x = split_dot(l_3, a_21, split_dot(l_2, a_11, zero, PRECISION), PRECISION)
+    b_31 = split_dot(a_33, split_hi_lo(b_x, PRECISION), zero, PRECISION)
+    b_32 = split_dot(a_33, split_hi_lo(split_dot(l_3, a_22, zero, PRECISION), PRECISION), zero, PRECISION)
     return b_00, b_10, b_11, b_20, b_21, b_22, b_30, b_31, b_32, b_33

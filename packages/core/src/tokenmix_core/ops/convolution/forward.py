@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 from tokenmix_core.tile.sequences import locate_chunk
 from tokenmix_core.tuning import ShortConvRun
 
@@ -210,10 +210,10 @@ def step_channels(
 @triton.jit
 def short_conv_step_kernel(
     x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A sequence and BD channels a program."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     step_channels(x, weight, bias, state, o, i_b, i_d, stride_x, D, W, BD, SILU)
 
@@ -223,10 +223,10 @@ def short_conv_step_kernel(
 def short_conv_steps_kernel(
     x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, o0, o1, o2,
     stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """The same for the channels of three inputs, one after the other; the last may have none."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
     if i_d < n0:

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import next_power_of_2
@@ -14,7 +15,6 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
 from tokenmix_core.ops.delta_layer.steps import Inputs
 from tokenmix_core.ops.gates.kernels import softplus
-from tokenmix_core.tile.early import await_kernels_before, let_next_begin
 
 
 @triton.jit
@@ -49,10 +49,11 @@ def delta_layer_step_kernel(
     q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
     state, arrivals, o, y, stride_q, stride_k, stride_v, stride_a, stride_b, stride_gate, scale, max_beta, eps,
     H, group, parts, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    BD: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr = False,
+    BD: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """BV columns of a head's state a program; the last program of a sequence and key head does what waits for all."""
-    let_next_begin(EARLY)
+    if PDL:
+        gdc_launch_dependents()
     tiles = group * parts * (V // BV)
     i_t, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_h = (i_nh // H).to(tl.int64), i_nh % H
@@ -63,7 +64,8 @@ def delta_layer_step_kernel(
     p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
     # no other kernel of a step writes it
     b_s = tl.load(p_s)
-    await_kernels_before(EARLY)
+    if PDL:
+        gdc_wait()
 
     m_k, o_k = o_k < HEAD_K, i_h * HEAD_K + o_k
     o_v = i_s % parts * V + o_c

@@ -9,7 +9,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
 from tokenmix_core.tuning import StateStep
 
@@ -36,13 +36,13 @@ def pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr
 def recurrent_kernel(
     q, k, v, g, beta, writes, cu_seqlens, o, state_in, state_out, scale, T, H, group,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr = False,
+    PACKED: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`.
 
     A STEP is one token, without a loop, which costs the compiler registers. WRITES tokens share a factor in `writes`.
     """
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV

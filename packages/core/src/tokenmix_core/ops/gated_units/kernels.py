@@ -8,7 +8,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 # rows and elements of a tile
 BM, BD = 8, 256
@@ -24,11 +24,9 @@ def tile_of(rows, D, BM: tl.constexpr, BD: tl.constexpr):
 
 @cached_launch
 @triton.jit(do_not_specialize=["rows"])
-def swiglu_kernel(
-    a, b, h, stride_a, stride_b, rows, D, BM: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False
-):
+def swiglu_kernel(a, b, h, stride_a, stride_b, rows, D, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False):
     """h of a tile."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_a = tl.load(a + o_r * stride_a + o_d, mask=mask, other=0.0).to(tl.float32)
     b_b = tl.load(b + o_r * stride_b + o_d, mask=mask, other=0.0).to(tl.float32)

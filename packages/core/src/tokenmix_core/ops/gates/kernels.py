@@ -9,7 +9,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 
 @triton.jit
@@ -22,10 +22,10 @@ def softplus(b_x):
 @triton.jit(do_not_specialize=["rows"])
 def delta_gates_kernel(
     a, b, A_log, dt_bias, g, beta, stride_a, stride_b, rows, max_beta,
-    HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False,
+    HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A block of tokens."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_t = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_h = tl.arange(0, BD)
     m_h = o_h < HV

@@ -9,7 +9,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 
 @triton.jit
@@ -36,10 +36,10 @@ def norm_factor(b_h, eps, SIZE: tl.constexpr):
 def rms_norm_kernel(
     x, branch, z, weight, total, y, stride_x, stride_branch, stride_z, rows, groups, eps,
     SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, EARLY: tl.constexpr = False,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A block of rows; the sum is written, too, where there is a branch."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_g = tl.program_id(1)
     o_row, o_t, o_g, m_r = locate(tl.program_id(0), rows, groups, i_g, BM, PARTS)
     o_d = tl.arange(0, BD)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.launch.early import EARLY
+from tokenmix_core.launch.early import PDL
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.convolution.forward import sigmoid
 from tokenmix_core.ops.projections.sizes import MOST_WEIGHTS
-from tokenmix_core.tile.early import await_kernels_before, let_next_begin
 
 _NUMBERS = [f"n{i}" for i in range(MOST_WEIGHTS)]
 
@@ -46,19 +46,21 @@ def find_rows(
 @triton.jit(do_not_specialize=_NUMBERS)
 def one_row_kernel(
     x, gate, residual, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, D,
-    BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False,
+    BN: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """BN numbers of a product with one row: silu(gate) · x, or x; weights are asked for a tile ahead.
 
     A residual is added to the rounded product, of one weight alone.
     """
-    let_next_begin(EARLY)
+    if PDL:
+        gdc_launch_dependents()
     i_n, w, y, N = find_rows(w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, BN)
     o_n, o_d = i_n * BN + tl.arange(0, BN), tl.arange(0, BD)
     m_n = (o_n < N)[:, None]
     p_w = w + o_n.to(tl.int64)[:, None] * D + o_d[None, :]
     b_w = tl.load(p_w, mask=m_n & (o_d < D)[None, :], other=0.0)
-    await_kernels_before(EARLY)
+    if PDL:
+        gdc_wait()
     b_y = tl.zeros([BN, BD], tl.float32)
     for i in range(0, D, BD):
         b_x = tl.load(x + i + o_d, mask=i + o_d < D, other=0.0)
@@ -107,7 +109,7 @@ def linears_forward(
     assert gate is residual is None or len(x) == 1
     assert residual is None or len(weights) == 1
     # a weight that is copied here must not be read before the copy has ended
-    early = {} if all(w.is_contiguous() for w in weights) else {EARLY: False}
+    early = {} if all(w.is_contiguous() for w in weights) else {PDL: False}
     weights = [w.contiguous() for w in weights]
     (B, D), ns = x.shape, [len(w) for w in weights]
     outputs = [x.new_empty(B, N) for N in ns]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.conste
 @triton.jit(do_not_specialize=["rows", "turned"])
 def rotate_kernel(
     x, weight, cos, sin, y, stride_x, rows, turned, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A block of heads; `turned` tokens have angles, which rows of a batch may share."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
     o_t = o_r // H
@@ -76,10 +76,10 @@ def rotate_kernel(
 def rotate_step_kernel(
     q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, stride_q, stride_k, stride_v, s_kb, s_kp, s_kh,
     s_vb, s_vp, s_vh, turned, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A head of q, k or, if it is given, v of one token a program."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     heads = HQ + H if v is None else HQ + 2 * H
     i_h = tl.program_id(0) % heads
     i_n = (tl.program_id(0) // heads).to(tl.int64)

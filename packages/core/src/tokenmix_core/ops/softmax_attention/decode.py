@@ -18,7 +18,7 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_product, key_tiles, load_tile
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 from tokenmix_core.tile.masks import visible
 from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
@@ -80,10 +80,10 @@ def _attention_decode(
 @cached_launch
 @triton.jit
 def _merge_splits(
-    o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr, EARLY: tl.constexpr = False
+    o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr = False
 ):  # fmt: skip
     """The outputs of a query and head from those of all shares of its keys."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BS)
     o_d = tl.arange(0, BV)
@@ -102,10 +102,10 @@ def _merge_splits(
 @triton.jit(do_not_specialize=["rows"])
 def _merge_two(
     o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A block of queries and heads: their outputs over two disjoint sets of keys, as one over both."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BV)
     m_r = o_r < rows

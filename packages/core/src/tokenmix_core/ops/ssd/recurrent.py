@@ -6,7 +6,7 @@ import triton.language as tl
 
 from tokenmix_core import tuning
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 from tokenmix_core.tile.sequences import sequence_span
 
 
@@ -32,10 +32,10 @@ def ssd_recurrent_kernel(
     q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
     stride_q, stride_k, stride_v, scale, T, G, HV,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A sequence, head and tile of V a program; a STEP is one token, without a loop, which would cost registers."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 # numbers of a tensor that a program holds at once
 _NUMBERS = 2048
@@ -38,10 +38,10 @@ def gate_of(gates, stride, i: tl.constexpr, o_r, m_r):
 @triton.jit(do_not_specialize=["R"])
 def gated_sum_kernel(
     compressed, selected, window, gates, o, s_c, s_s, s_w, s_g, R, V, BR: tl.constexpr, BV: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """o of BR rows."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_r, o_v, m_r, m_x = rows_of(R, V, BR, BV)
     b_o = gate_of(gates, s_g, 0, o_r, m_r) * load_rows(compressed, s_c, o_r, o_v, m_x)
     b_o += gate_of(gates, s_g, 1, o_r, m_r) * load_rows(selected, s_s, o_r, o_v, m_x)

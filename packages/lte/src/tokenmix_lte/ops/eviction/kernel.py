@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 # far places that a warp holds in registers
 _OF_A_WARP = 512
@@ -17,10 +17,10 @@ _OF_A_WARP = 512
 @triton.jit
 def evict_step_kernel(
     k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, reach, H, K,
-    BC: tl.constexpr, BK: tl.constexpr, UNIFORM: tl.constexpr, EARLY: tl.constexpr = False,
+    BC: tl.constexpr, BK: tl.constexpr, UNIFORM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Pop the token that leaves the ring, put it among the far ones if it is good enough, and write the new one."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_c, o_k = tl.arange(0, BC), tl.arange(0, BK)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 # numbers of a tensor that a program holds at once
 _NUMBERS = 2048
@@ -39,10 +39,10 @@ def inverse_rms(b_x, V, eps):
 @triton.jit(do_not_specialize=["R"])
 def merge_forward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, y, R, H, V, eps,
-    BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, EARLY: tl.constexpr = False,
+    BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """y of BR rows."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_r, o_v = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BV)
     m_r, m_v = o_r < R, o_v < V
     m_x, o_x = m_r[:, None] & m_v[None, :], o_r[:, None] * V + o_v[None, :]

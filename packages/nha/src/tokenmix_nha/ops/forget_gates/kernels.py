@@ -11,7 +11,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_units.kernels import BD, BM, tile_of
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.early import take_turn
+from tokenmix_core.tile.early import gdc_launch_and_wait
 
 
 @triton.jit
@@ -26,10 +26,10 @@ def log_sigmoid(b_f):
 @cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def forget_gates_kernel(
-    f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = False
+    f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False
 ):
     """log σ(f) / τ of a tile."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + o_r * D + o_d, log_sigmoid(b_f) * inverse, mask=mask)

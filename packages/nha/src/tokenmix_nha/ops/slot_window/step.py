@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.early import await_kernels_before, let_next_begin
 from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
@@ -27,10 +27,11 @@ def slot_window_step_kernel(
     scale, inverse, window, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
     LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """All query heads of one head of one sequence, which counts its tokens for itself: no other program reads that."""
-    let_next_begin(EARLY)
+    if PDL:
+        gdc_launch_dependents()
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
@@ -39,7 +40,8 @@ def slot_window_step_kernel(
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
-    await_kernels_before(EARLY)
+    if PDL:
+        gdc_wait()
     b_k, b_v = tl.load(k + i_nh * K + o_k), tl.load(v + i_nh * V + o_v)
     b_ks = b_k
     if OWN_SLOT_KEYS:

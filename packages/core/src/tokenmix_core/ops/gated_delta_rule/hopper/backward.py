@@ -49,12 +49,12 @@ from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
     add,
-    anew,
     causal_decay,
-    either,
     first_chunk,
     log2,
-    product_layout,
+    mma_layout,
+    opaque,
+    pointer_or,
     scale_tile,
     store_rows,
     widen,
@@ -64,7 +64,7 @@ from tokenmix_core.tile.hopper import (
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * widen(s_y.load(product_layout(D, 4))), 1), row)
+    return gl.convert_layout(gl.sum(b_x * widen(s_y.load(mma_layout(D, 4))), 1), row)
 
 
 @gluon.jit
@@ -105,9 +105,9 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
     ROOM: gl.constexpr = room(dtype, D)
-    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
-    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(D, 4), 2)
+    row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(D, 4), 2)
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     for i in range(warm):
         mbarrier.wait(barriers.index(FULL + i % PLACES), (i // PLACES) & 1)
@@ -119,10 +119,10 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         s_q, s_k, s_do = q_s.index(here), k_s.index(here), do_s.index(here)
         g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
         g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
-        at = anew(0)
+        at = opaque(0)
         s_r, s_s, s_ds, s_dy, s_ef = r_1.index(at), s_1.index(at), ds_1.index(at), dy_1.index(at), ef_1.index(at)
         s_e, s_f = square(s_ef, 0, D), square(s_ef, 1, D)
-        o_i, o_j, o_t = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col)), anew(gl.arange(0, BT, line))
+        o_i, o_j, o_t = opaque(gl.arange(0, BT, row)), opaque(gl.arange(0, BT, col)), opaque(gl.arange(0, BT, line))
         # counted from the last chunk
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
@@ -148,7 +148,7 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * ROOM, D)
         b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
-        b_q = s_q.load(product_layout(D, 4))
+        b_q = s_q.load(mma_layout(D, 4))
         b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / ROOM)
         dot_i, b_dq = unnormalise(b_dq, b_q, rq_i, row, D)
         b_dq = b_dq.to(dtype)
@@ -163,7 +163,7 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_f = multiply(s_dy, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(DS_THERE), i & 1)
         b_dk = multiply(s_r, s_ds.permute((1, 0)), D)
-        o_i, o_j = anew(gl.arange(0, BT, row)), anew(gl.arange(0, BT, col))
+        o_i, o_j = opaque(gl.arange(0, BT, row)), opaque(gl.arange(0, BT, col))
         b_c = causal_decay(b_i + log2(r_i), g_b.load(col), o_i, o_j + 1)
         b_c *= -columns(g_w, g_r, col, dtype, ROOM)[None, :]
         b_f = warpgroup_mma_wait(1, deps=[b_f])
@@ -195,7 +195,7 @@ def write_gradients(pointers, tiles, places, barriers, scale, length, steps, war
         b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / ROOM)
         mbarrier.arrive(barriers.index(DY_READ))
         mbarrier.arrive(barriers.index(S_READ))
-        dot_k_i, b_dk = unnormalise(b_dk, s_k.load(product_layout(D, 4)), r_i, row, D)
+        dot_k_i, b_dk = unnormalise(b_dk, s_k.load(mma_layout(D, 4)), r_i, row, D)
         s_db.store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         s_ef.store(b_dk.to(dtype))
         store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
@@ -238,7 +238,7 @@ def backward_kernel(
         p_gates, None, slot, i_hv, HV, first, end, chunks, segment, length, line, True, False, passed is not None
     )
     o_state = (i_n.to(gl.int64) * HV + i_hv) * D * D
-    p_initial, known, wanted = either(passed, gates) + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
+    p_initial, known, wanted = pointer_or(passed, gates) + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
     if passed is not None and (started == end) & (end < chunks):
         known = D
     if dfinal_state is not None and started == chunks:
@@ -272,7 +272,7 @@ def backward_kernel(
     o_vo, o_s = o_t * D, ((slot + token // BT) * HV + i_hv) * D * D
     p_gates += token.to(gl.int64) * 4
     inputs = (q + o_qk, k + o_qk, do + o_vo, inverse + o_t * BT, residual + o_vo, states + o_s, p_gates)
-    ends = (p_initial, either(dinitial_state, gates) + o_state, dv + o_vo)
+    ends = (p_initial, pointer_or(dinitial_state, gates) + o_state, dv + o_vo)
     outputs = (g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)

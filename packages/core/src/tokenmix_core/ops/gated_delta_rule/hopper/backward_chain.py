@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.tile.hopper import (
-    anew,
+    async_copy_rows,
     causal_decay,
-    fetch_rows,
     log2,
-    product_layout,
+    mma_layout,
+    opaque,
     scale_tile,
     store_rows,
     widen,
@@ -87,23 +87,23 @@ def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.cons
         b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
         b_r = load_gate(p_gates + 2, rows, line)
         mbarrier.wait(barriers.index(EMPTY + here), (i // PLACES + 1) & 1)
-        fetch_rows(k_s.index(here), p_k, H * D, rows, 4)
-        fetch_rows(q_s.index(here), p_q, H * D, rows, 4)
-        fetch_rows(do_s.index(here), p_do, HV * D, rows, 4)
+        async_copy_rows(k_s.index(here), p_k, H * D, rows, 4)
+        async_copy_rows(q_s.index(here), p_q, H * D, rows, 4)
+        async_copy_rows(do_s.index(here), p_do, HV * D, rows, 4)
         async_copy.mbarrier_arrive(barriers.index(FULL + here), increment_count=False)
         gates_s.index(here * 4).store(b_b)
         gates_s.index(here * 4 + 1).store(divisible(b_w, b_r, k_s.dtype))
         gates_s.index(here * 4 + 2).store(b_r)
         mbarrier.arrive(barriers.index(FULL + here))
         mbarrier.wait(barriers.index(A_READ), (i + 1) & 1)
-        fetch_rows(s_a, p_a, HV * BT, rows, 4)
+        async_copy_rows(s_a, p_a, HV * BT, rows, 4)
         async_copy.mbarrier_arrive(barriers.index(A_THERE), increment_count=False)
         if i >= warm:
             mbarrier.wait(barriers.index(R_READ), (i - warm + 1) & 1)
-            fetch_rows(r_1.index(0), p_r, HV * D, rows, 4)
+            async_copy_rows(r_1.index(0), p_r, HV * D, rows, 4)
             async_copy.mbarrier_arrive(barriers.index(R_THERE), increment_count=False)
             mbarrier.wait(barriers.index(S_READ), (i - warm + 1) & 1)
-            fetch_rows(s_1.index(0), p_s, D, D, 4)
+            async_copy_rows(s_1.index(0), p_s, D, D, 4)
             async_copy.mbarrier_arrive(barriers.index(S_THERE), increment_count=False)
         p_q -= BT * H * D
         p_k -= BT * H * D
@@ -119,8 +119,8 @@ def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.cons
 def make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale):
     """P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the norms of q from the diagonal of Q Qᵀ."""
     BT: gl.constexpr = s_p.shape[0]
-    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
+    row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     b_n = warpgroup_mma_wait(0, deps=[multiply(s_q, s_q.permute((1, 0)), BT)])
     b_n = gl.rsqrt(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_n, 0.0), 1) + 1e-6)
@@ -149,8 +149,8 @@ def run_back(
     D: gl.constexpr = k_s.shape[2]
     # dS is held with this factor
     ROOM: gl.constexpr = room(dtype, D)
-    tile: gl.constexpr = product_layout(D, 4)
-    flat: gl.constexpr = product_layout(BT, 4)
+    tile: gl.constexpr = mma_layout(D, 4)
+    flat: gl.constexpr = mma_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
@@ -164,7 +164,7 @@ def run_back(
         s_q, s_k, s_dot = q_s.index(here), k_s.index(here), do_s.index(here).slice(FIRST, 64, 1).permute((1, 0))
         g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
         g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
-        at = anew(0)
+        at = opaque(0)
         s_s, s_dy = s_1.index(at), dy_1.index(at)
         s_dst, s_dyt = ds_1.index(at).slice(FIRST, 64, 1).permute((1, 0)), s_dy.slice(FIRST, 64, 1).permute((1, 0))
         mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
@@ -226,5 +226,5 @@ def run_back(
         p_dv -= BT * HV * D
         rows += BT
     # offsets that are known to be those from before would be kept all along
-    p_tile = anew(0) + o_k[None, :] * D + o_v[:, None]
+    p_tile = opaque(0) + o_k[None, :] * D + o_v[:, None]
     gl.store(p_final + p_tile, b_ds * (1 / ROOM), mask=o_v[:, None] < wanted)

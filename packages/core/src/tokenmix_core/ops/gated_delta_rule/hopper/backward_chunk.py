@@ -18,11 +18,11 @@ from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
     add,
+    async_copy_rows,
     causal_decay,
-    fetch_rows,
-    group_layout,
     locate_chunk,
-    product_layout,
+    mma_layout,
+    mma_layout_split_n,
     reinterpret,
     row_layout,
     store_rows,
@@ -35,7 +35,7 @@ SMALLEST = gl.constexpr(2.0**-8)
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Begin A B."""
-    zero = gl.zeros([64, N], gl.float32, product_layout(N, 4))
+    zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
@@ -48,13 +48,13 @@ def accumulate(a, b, acc):
 @gluon.jit
 def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """diag(x) X."""
-    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, group_layout(D, WARPS)))[:, None]
+    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, mma_layout_split_n(D, WARPS)))[:, None]
 
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(group_layout(D, WARPS)).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """The gradient of x from r times that of x̂ = r x, with r = (Σ x² + ε)^−½: r dx̂ − r x̂ (x̂ · dx̂)."""
-    b_x = s_x.load(group_layout(D, WARPS)).to(gl.float32)
+    b_x = s_x.load(mma_layout_split_n(D, WARPS)).to(gl.float32)
     return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D, WARPS)
 
 
@@ -136,9 +136,9 @@ def backward_chunk_kernel(
     """
     dtype: gl.constexpr = q.dtype.element_ty
     ROOM: gl.constexpr = room(dtype, K)
-    row: gl.constexpr = gl.SliceLayout(1, product_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, product_layout(BT, 4))
-    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(K, 4), 2)
+    row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(K, 4), 2)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_slot, i_hv = gl.program_id(0), gl.program_id(1)
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 4)
@@ -161,13 +161,13 @@ def backward_chunk_kernel(
         s_dq = square(s_do, 0, V)
     else:
         s_dq = gl.allocate_shared_memory(dtype, [BT, BT], shared)
-    fetch_rows(s_do, do + o_vo, HV * V, rows, 4)
-    fetch_rows(s_dy, dv + o_vo, HV * V, rows, 4)
-    fetch_rows(s_r, residual + o_vo, HV * V, rows, 4)
-    fetch_rows(s_q, q + o_qk, H * K, rows, 4)
+    async_copy_rows(s_do, do + o_vo, HV * V, rows, 4)
+    async_copy_rows(s_dy, dv + o_vo, HV * V, rows, 4)
+    async_copy_rows(s_r, residual + o_vo, HV * V, rows, 4)
+    async_copy_rows(s_q, q + o_qk, H * K, rows, 4)
     async_copy.commit_group()
-    fetch_rows(s_state, states + o_s, V, K, 4)
-    fetch_rows(s_k, k + o_qk, H * K, rows, 4)
+    async_copy_rows(s_state, states + o_s, V, K, 4)
+    async_copy_rows(s_k, k + o_qk, H * K, rows, 4)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -204,7 +204,7 @@ def backward_chunk_kernel(
     b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk])
     s_f.store(b_ft)
-    fetch_rows(s_state, dstates + o_s, V, K, 4)
+    async_copy_rows(s_state, dstates + o_s, V, K, 4)
     async_copy.commit_group()
     b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * ROOM, K)
     fence_async_shared()

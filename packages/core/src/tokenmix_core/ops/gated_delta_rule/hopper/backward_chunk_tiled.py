@@ -23,15 +23,15 @@ from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import WARPS
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_rows,
     barrier,
     causal_decay,
-    fetch_rows,
-    group_layout,
     locate_chunk,
+    mma_layout_split_n,
     reinterpret,
     row_layout,
     store_rows,
+    wait_async_copies,
 )
 
 
@@ -49,8 +49,8 @@ def backward_chunk_kernel(
     """
     dtype: gl.constexpr = q.dtype.element_ty
     ROOM: gl.constexpr = room(dtype, K)
-    square: gl.constexpr = group_layout(BT, WARPS)
-    tile: gl.constexpr = group_layout(K, WARPS)
+    square: gl.constexpr = mma_layout_split_n(BT, WARPS)
+    tile: gl.constexpr = mma_layout_split_n(K, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -80,18 +80,18 @@ def backward_chunk_kernel(
     # what leaves takes the place of a tile of S
     s_out = reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
     for i in gl.static_range(TILES):
-        fetch_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
-        fetch_rows(s_dy.index(i), dv + o_vo + i * 64, HV * V, rows, WARPS)
-        fetch_rows(s_r.index(i), residual + o_vo + i * 64, HV * V, rows, WARPS)
-    fetch_rows(s_q, q + o_qk, H * K, rows, WARPS)
+        async_copy_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
+        async_copy_rows(s_dy.index(i), dv + o_vo + i * 64, HV * V, rows, WARPS)
+        async_copy_rows(s_r.index(i), residual + o_vo + i * 64, HV * V, rows, WARPS)
+    async_copy_rows(s_q, q + o_qk, H * K, rows, WARPS)
     async_copy.commit_group()
-    fetch_rows(states_2.index(0), p_s, V, K, WARPS)
-    fetch_rows(s_k, k + o_qk, H * K, rows, WARPS)
+    async_copy_rows(states_2.index(0), p_s, V, K, WARPS)
+    async_copy_rows(s_k, k + o_qk, H * K, rows, WARPS)
     async_copy.commit_group()
     if TILES > 1:
-        fetch_rows(states_2.index(1), p_s + 64, V, K, WARPS)
+        async_copy_rows(states_2.index(1), p_s + 64, V, K, WARPS)
     else:
-        fetch_rows(states_2.index(1), p_ds, V, K, WARPS)
+        async_copy_rows(states_2.index(1), p_ds, V, K, WARPS)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -105,7 +105,7 @@ def backward_chunk_kernel(
     b_zero = gl.zeros([BT, K], gl.float32, tile)
 
     # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, in the roundings that meet K and Q
-    await_copies(2)
+    wait_async_copies(2)
     b_e, b_f = zero, zero
     for i in gl.static_range(TILES):
         b_e = accumulate(s_do.index(i), s_r.index(i).permute((1, 0)), b_e)
@@ -122,15 +122,15 @@ def backward_chunk_kernel(
     # dO Sᵀ and dY Sᵀ
     b_dq, b_dk = b_zero, b_zero
     for i in gl.static_range(TILES):
-        await_copies(1)
+        wait_async_copies(1)
         b_dq = accumulate(s_do.index(i), states_2.index(i % 2).permute((1, 0)), b_dq)
         b_dk = accumulate(s_dy.index(i), states_2.index(i % 2).permute((1, 0)), b_dk)
         b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
         barrier()
         if i + 2 < TILES:
-            fetch_rows(states_2.index(i % 2), p_s + (i + 2) * 64, V, K, WARPS)
+            async_copy_rows(states_2.index(i % 2), p_s + (i + 2) * 64, V, K, WARPS)
         elif i + 2 == TILES:
-            fetch_rows(states_2.index(i % 2), p_ds, V, K, WARPS)
+            async_copy_rows(states_2.index(i % 2), p_ds, V, K, WARPS)
         async_copy.commit_group()
     s_e.store(b_e)
     s_et.store(b_et)
@@ -150,7 +150,7 @@ def backward_chunk_kernel(
     store_rows(dq + o_dqk, s_out, HV * K, rows, WARPS)
     barrier()
     if TILES > 1:
-        fetch_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
+        async_copy_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
     async_copy.commit_group()
 
     # dK̂ = −γ dY Sᵀ + F β K̂ + β X
@@ -162,12 +162,12 @@ def backward_chunk_kernel(
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
     b_x = b_zero
     for i in gl.static_range(TILES):
-        await_copies(1)
+        wait_async_copies(1)
         b_x = accumulate(s_r.index(i), states_2.index((TILES + i) % 2).permute((1, 0)), b_x)
         b_x = warpgroup_mma_wait(0, deps=[b_x])
         barrier()
         if i + 2 < TILES:
-            fetch_rows(states_2.index((TILES + i) % 2), p_ds + (i + 2) * 64, V, K, WARPS)
+            async_copy_rows(states_2.index((TILES + i) % 2), p_ds + (i + 2) * 64, V, K, WARPS)
         async_copy.commit_group()
     b_x = scale_rows(b_x, gl.exp2(last - b_i) * d_i, K, WARPS)
     out_i = dot_rows(b_x, s_k, row, K, WARPS) * (r_i / d_i)

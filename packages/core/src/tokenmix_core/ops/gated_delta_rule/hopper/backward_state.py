@@ -18,11 +18,11 @@ from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.segments import pass_back
 from tokenmix_core.ops.gated_delta_rule.steps import Reverse
 from tokenmix_core.tile.hopper import (
-    either,
-    fetch_rows,
+    async_copy_rows,
     first_chunk,
-    group_layout,
-    product_layout,
+    mma_layout,
+    mma_layout_split_n,
+    pointer_or,
     store_rows,
 )
 
@@ -51,10 +51,10 @@ def backward_state_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held with this factor
     ROOM: gl.constexpr = room(dtype, K, L2NORM)
-    tile: gl.constexpr = product_layout(K, WARPS)
-    flat: gl.constexpr = product_layout(BT, WARPS)
+    tile: gl.constexpr = mma_layout(K, WARPS)
+    flat: gl.constexpr = mma_layout(BT, WARPS)
     # P' is shared out among all warps: a warp group for each part of its columns
-    square: gl.constexpr = group_layout(BT, WARPS)
+    square: gl.constexpr = mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     flat_col: gl.constexpr = gl.SliceLayout(0, flat)
@@ -72,13 +72,13 @@ def backward_state_kernel(
     slot = first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
-    p_do, p_dv = do + (begin * HV + i_hv) * V, either(dv, do) + (begin * HV + i_hv) * V
+    p_do, p_dv = do + (begin * HV + i_hv) * V, pointer_or(dv, do) + (begin * HV + i_hv) * V
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
-    p_ds, p_s, p_m = either(dstates, do) + o_s, states + o_s, either(remainders, states) + o_s
-    p_end = either(ends, gates) + (slot * HV + i_hv) * V
+    p_ds, p_s, p_m = pointer_or(dstates, do) + o_s, states + o_s, pointer_or(remainders, states) + o_s
+    p_end = pointer_or(ends, gates) + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -112,13 +112,15 @@ def backward_state_kernel(
     zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
 
     token = gl.maximum(started - 1, 0) * BT
-    fetch_rows(k_2.index(0), p_k + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
-    fetch_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
-    fetch_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
-    fetch_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
-    fetch_rows(s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
+    async_copy_rows(k_2.index(0), p_k + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
+    async_copy_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
+    async_copy_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
+    async_copy_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
+    async_copy_rows(s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
     if REMAINDERS:
-        fetch_rows(m_2.index(0), p_m + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
+        async_copy_rows(
+            m_2.index(0), p_m + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS
+        )
     async_copy.commit_group()
     b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
     for i in range(started - first):
@@ -132,13 +134,13 @@ def backward_state_kernel(
         async_copy.wait_group(0)
         if i_c > first:
             before = token.to(gl.int64) - BT
-            fetch_rows(k_2.index(then), p_k + before * s_qk, s_qk, BT, WARPS)
-            fetch_rows(q_2.index(then), p_q + before * s_qk, s_qk, BT, WARPS)
-            fetch_rows(a_2.index(then), p_a + before * s_at, s_at, BT, WARPS)
-            fetch_rows(do_2.index(then), p_do + before * s_vo, s_vo, BT, WARPS)
-            fetch_rows(s_2.index(then), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+            async_copy_rows(k_2.index(then), p_k + before * s_qk, s_qk, BT, WARPS)
+            async_copy_rows(q_2.index(then), p_q + before * s_qk, s_qk, BT, WARPS)
+            async_copy_rows(a_2.index(then), p_a + before * s_at, s_at, BT, WARPS)
+            async_copy_rows(do_2.index(then), p_do + before * s_vo, s_vo, BT, WARPS)
+            async_copy_rows(s_2.index(then), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             if REMAINDERS:
-                fetch_rows(m_2.index(then), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+                async_copy_rows(m_2.index(then), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 

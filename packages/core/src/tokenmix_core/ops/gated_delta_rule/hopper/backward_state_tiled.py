@@ -14,13 +14,13 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, l
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import SIZES
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_rows,
     barrier,
-    either,
-    fetch_rows,
     first_chunk,
-    group_layout,
+    mma_layout_split_n,
+    pointer_or,
     store_rows,
+    wait_async_copies,
 )
 
 
@@ -33,7 +33,7 @@ def halves(x, D: gl.constexpr):
 @gluon.jit
 def product_with(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
     """⟨dS', S⟩ by columns of V, of half of the rows; S in two parts."""
-    tile: gl.constexpr = group_layout(s_parts.shape[1], WARPS)
+    tile: gl.constexpr = mma_layout_split_n(s_parts.shape[1], WARPS)
     b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
     if REMAINDERS:
         b_s += s_parts.index(1).permute((1, 0)).load(tile).to(gl.float32)
@@ -43,9 +43,9 @@ def product_with(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
 @gluon.jit
 def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
     """Begin to copy the i-th half of S, in both parts."""
-    fetch_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+    async_copy_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
     if REMAINDERS:
-        fetch_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+        async_copy_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
 
 
 @cached_launch
@@ -68,8 +68,8 @@ def backward_state_kernel(
     # dS is held with this factor
     ROOM: gl.constexpr = room(dtype, K, L2NORM)
     # either half of the columns is itself shared out between the groups
-    tile: gl.constexpr = group_layout(K // 2, WARPS)
-    flat: gl.constexpr = group_layout(BT, WARPS)
+    tile: gl.constexpr = mma_layout_split_n(K // 2, WARPS)
+    flat: gl.constexpr = mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, flat)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -86,13 +86,13 @@ def backward_state_kernel(
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
-    p_do, p_dv = do + o_vo, either(dv, do) + o_vo
+    p_do, p_dv = do + o_vo, pointer_or(dv, do) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    p_ds, p_s, p_m = either(dstates, do) + o_s, states + o_s, either(remainders, states) + o_s
-    p_end = either(ends, gates) + (slot * HV + i_hv) * V + i_v * BV
+    p_ds, p_s, p_m = pointer_or(dstates, do) + o_s, states + o_s, pointer_or(remainders, states) + o_s
+    p_end = pointer_or(ends, gates) + (slot * HV + i_hv) * V + i_v * BV
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -127,14 +127,14 @@ def backward_state_kernel(
 
     token = gl.maximum(started - 1, 0) * BT
     before = token.to(gl.int64)
-    fetch_rows(k_2.index(0), p_k + before * s_qk, s_qk, length - token, WARPS)
-    fetch_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
+    async_copy_rows(k_2.index(0), p_k + before * s_qk, s_qk, length - token, WARPS)
+    async_copy_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
     async_copy.commit_group()
     chunk = (token // BT).to(gl.int64) * HV * K * V
     fetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0, REMAINDERS)
     async_copy.commit_group()
-    fetch_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
-    fetch_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
+    async_copy_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
+    async_copy_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
     async_copy.commit_group()
     b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
     for i in range(started - first):
@@ -147,7 +147,7 @@ def backward_state_kernel(
         some = gl.where(i_c > first, K, 0)
         last = b_last
         share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM, share_of(writes, slot + i_c, i_hv, HV))
-        await_copies(2)
+        wait_async_copies(2)
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -160,25 +160,25 @@ def backward_state_kernel(
 
         # its terms cancel, so that both have to be as they were before they were rounded
         ds_0, ds_1 = halves(b_ds, K)
-        await_copies(1)
+        wait_async_copies(1)
         b_end = product_with(ds_0, parts, row, REMAINDERS)
         barrier()
         fetch_half(parts, p_s + here, p_m + here, V, BT * K, 1, REMAINDERS)
         async_copy.commit_group()
-        fetch_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
-        fetch_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
+        async_copy_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
+        async_copy_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
         async_copy.commit_group()
 
         b_factors, b_i, n_i = factors_of_scores(s_q, g_b, g_p, g_q, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_factors).to(dtype))
         g_p.store(gl.exp2(b_i) * n_i * ROOM)
-        await_copies(2)
+        wait_async_copies(2)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
         b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g_w.load(col)[None, :], is_async=True)
-        await_copies(1)
+        wait_async_copies(1)
         b_end += product_with(ds_1, parts, row, REMAINDERS)
         barrier()
         fetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0, REMAINDERS)
@@ -208,8 +208,8 @@ def backward_state_kernel(
             store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds = warpgroup_mma_wait(0, deps=[b_ds])
         barrier()
-        fetch_rows(s_a, p_a + then * BT * s_at, s_at, some, WARPS)
-        fetch_rows(s_do, p_do + then * BT * s_vo, s_vo, some, WARPS)
+        async_copy_rows(s_a, p_a + then * BT * s_at, s_at, some, WARPS)
+        async_copy_rows(s_do, p_do + then * BT * s_vo, s_vo, some, WARPS)
         async_copy.commit_group()
     async_copy.wait_group(0)
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
@@ -25,12 +26,11 @@ from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
 from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
 from tokenmix_core.tile.hopper import (
-    await_kernels_before,
+    async_copy_rows,
     causal_decay,
-    either,
-    fetch_rows,
     first_chunk,
-    product_layout,
+    mma_layout,
+    pointer_or,
     store_rows,
 )
 
@@ -66,11 +66,11 @@ def copy_chunks(
             share = gl.load(p_w)
             p_w += HV
         mbarrier.wait(empty.index(here), (i // PLACES + 1) & 1)
-        fetch_rows(k_s.index(here), p_k, s_qk, rows, 4)
-        fetch_rows(v_s.index(here), p_v, s_vo, rows, 4)
-        fetch_rows(a_s.index(here), p_a, s_at, rows, 4)
+        async_copy_rows(k_s.index(here), p_k, s_qk, rows, 4)
+        async_copy_rows(v_s.index(here), p_v, s_vo, rows, 4)
+        async_copy_rows(a_s.index(here), p_a, s_at, rows, 4)
         if QUERIES:
-            fetch_rows(q_s.index(here), p_q, s_qk, rows, 4)
+            async_copy_rows(q_s.index(here), p_q, s_qk, rows, 4)
         async_copy.mbarrier_arrive(full.index(here), increment_count=False)
         gates_s.index(here * 4).store(b_b)
         gates_s.index(here * 4 + 1).store(b_w)
@@ -98,8 +98,8 @@ def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, 
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     K: gl.constexpr = k_s.shape[2]
-    tile: gl.constexpr = product_layout(K, 4)
-    flat: gl.constexpr = product_layout(BT, 4)
+    tile: gl.constexpr = mma_layout(K, 4)
+    flat: gl.constexpr = mma_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
@@ -162,9 +162,9 @@ def write_outputs(
     full, empty, states, residuals = barriers
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
-    square: gl.constexpr = product_layout(BT, 4)
+    square: gl.constexpr = mma_layout(BT, 4)
     BV: gl.constexpr = s_s.shape[1]
-    tile: gl.constexpr = product_layout(BV, 4)
+    tile: gl.constexpr = mma_layout(BV, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     row_o: gl.constexpr = gl.SliceLayout(1, tile)
@@ -285,7 +285,7 @@ def forward_kernel(
     mbarrier.init(residuals_2.index(0), groups)
     mbarrier.init(residuals_2.index(1), 1)
 
-    await_kernels_before()
+    gdc_wait()
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
     i_s, i_hv, i_n, begin, length, first = locate_segment(
         i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4
@@ -306,9 +306,9 @@ def forward_kernel(
     chunks, early = gl.cdiv(end - begun, BT), (first - begun) // BT
     span = (rows, early, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
-    p_initial, known = either(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
+    p_initial, known = pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
     if first == 0:
-        p_initial = either(initial_state, gates) + o_state
+        p_initial = pointer_or(initial_state, gates) + o_state
         known = V if initial_state is not None else 0
     if begun < first:
         known = 0
@@ -320,9 +320,9 @@ def forward_kernel(
     if writes is not None:
         p_w = writes + slot.to(gl.int64) * HV + i_hv
     inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates, p_w)
-    ends = (p_initial, either(final_state, gates) + o_state, p_gates)
+    ends = (p_initial, pointer_or(final_state, gates) + o_state, p_gates)
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    outputs = (either(o, v) + o_vo, either(residual, v) + o_vo, either(states, v) + o_s)
+    outputs = (pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo, pointer_or(states, v) + o_s)
     # the first group takes the registers that the others leave of 512, or 504, a thread of each
     if groups == 2:
         gl.warp_specialize(

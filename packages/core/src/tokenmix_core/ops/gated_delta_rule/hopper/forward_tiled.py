@@ -13,14 +13,14 @@ from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_rows,
     barrier,
-    either,
-    fetch_rows,
     first_chunk,
-    group_layout,
+    mma_layout_split_n,
+    pointer_or,
     row_layout,
     store_rows,
+    wait_async_copies,
 )
 
 # columns of V a program, the rows of its transposed state
@@ -44,8 +44,8 @@ def forward_kernel(
     """
     SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty
-    tile: gl.constexpr = group_layout(K, WARPS)
-    flat: gl.constexpr = group_layout(BT, WARPS)
+    tile: gl.constexpr = mma_layout_split_n(K, WARPS)
+    flat: gl.constexpr = mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, flat)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -63,12 +63,12 @@ def forward_kernel(
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
-    p_v, p_o, p_r = v + o_vo, either(o, v) + o_vo, either(residual, v) + o_vo
+    p_v, p_o, p_r = v + o_vo, pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
     # an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    p_s, p_m = either(states, v) + o_s, either(remainders, v) + o_s
+    p_s, p_m = pointer_or(states, v) + o_s, pointer_or(remainders, v) + o_s
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
@@ -93,16 +93,16 @@ def forward_kernel(
     if initial_state is not None and first == 0:
         b_s = gl.load(initial_state + o_state + o_tile)
     if (first > 0) & (begun == first):
-        b_s = gl.load(either(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
+        b_s = gl.load(pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BT, BT], gl.float32, flat)
 
     token = begun.to(gl.int64)
-    fetch_rows(k_2.index(0), p_k + token * s_qk, s_qk, length - begun, WARPS)
-    fetch_rows(v_2.index(0), p_v + token * s_vo, s_vo, length - begun, WARPS)
-    fetch_rows(a_2.index(0), p_a + token * s_at, s_at, length - begun, WARPS)
+    async_copy_rows(k_2.index(0), p_k + token * s_qk, s_qk, length - begun, WARPS)
+    async_copy_rows(v_2.index(0), p_v + token * s_vo, s_vo, length - begun, WARPS)
+    async_copy_rows(a_2.index(0), p_a + token * s_at, s_at, length - begun, WARPS)
     if not SAVE:
-        fetch_rows(q_2.index(0), p_q + token * s_qk, s_qk, length - begun, WARPS)
+        async_copy_rows(q_2.index(0), p_q + token * s_qk, s_qk, length - begun, WARPS)
     async_copy.commit_group()
     b_b, b_w, b_r, b_last = load_gates(p_gates, begun, length, line)
     for i in range(gl.cdiv(end - begun, BT)):
@@ -118,15 +118,15 @@ def forward_kernel(
         s_s.permute((1, 0)).store(b_h)
         if SAVE:
             s_m.permute((1, 0)).store((b_s - b_h.to(gl.float32)).to(dtype))
-        await_copies(0)
+        wait_async_copies(0)
         b_y = warpgroup_mma(s_s.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         after = start.to(gl.int64) + BT
         left = length - start - BT
-        fetch_rows(k_2.index(then), p_k + after * s_qk, s_qk, left, WARPS)
-        fetch_rows(v_2.index(then), p_v + after * s_vo, s_vo, left, WARPS)
-        fetch_rows(a_2.index(then), p_a + after * s_at, s_at, left, WARPS)
+        async_copy_rows(k_2.index(then), p_k + after * s_qk, s_qk, left, WARPS)
+        async_copy_rows(v_2.index(then), p_v + after * s_vo, s_vo, left, WARPS)
+        async_copy_rows(a_2.index(then), p_a + after * s_at, s_at, left, WARPS)
         if not SAVE:
-            fetch_rows(q_2.index(then), p_q + after * s_qk, s_qk, left, WARPS)
+            async_copy_rows(q_2.index(then), p_q + after * s_qk, s_qk, left, WARPS)
         async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, start + BT, length, line)
 

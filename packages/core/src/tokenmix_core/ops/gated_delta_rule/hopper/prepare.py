@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
@@ -17,11 +18,10 @@ from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,
     add,
-    fetch_rows,
-    let_next_begin,
+    async_copy_rows,
     locate_chunk,
-    parts,
     reinterpret,
+    split_hi_lo,
     store_rows,
 )
 
@@ -106,20 +106,20 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
         s_row.slice(16 * i, 16, 1).store(b_a.to(dtype))
         for j in gl.static_range(i + 1, 4):
             s_row.slice(16 * j, 16, 1).store(nothing)
-        a_ii, l_i = parts(b_a, dtype), ()
+        a_ii, l_i = split_hi_lo(b_a, dtype), ()
         for m in gl.static_range(i):
             b_row, b_col = s_gates.index(4 + m).slice(16 * i, 16).load(row), s_c.slice(16 * m, 16).load(col)
-            l_i += (parts(kk[i * (i + 1) // 2 + m] * (b_row[:, None] * b_col[None, :]), dtype),)
+            l_i += (split_hi_lo(kk[i * (i + 1) // 2 + m] * (b_row[:, None] * b_col[None, :]), dtype),)
         for j in gl.static_range(i):
             b_x = zero
             for m in gl.static_range(j, i):
                 b_x = product(at[m * (m + 1) // 2 + j], l_i[m], b_x)
-            xt = parts(b_x, dtype)
+            xt = split_hi_lo(b_x, dtype)
             s_row.slice(16 * j, 16, 1).store(product(a_ii, xt, zero).to(dtype))
             if i < 3:
-                at += (parts(product(xt, a_ii, zero), dtype),)
+                at += (split_hi_lo(product(xt, a_ii, zero), dtype),)
         if i < 3:
-            at += (parts(s_l.index(i).permute((1, 0)).load(BLOCK), dtype),)
+            at += (split_hi_lo(s_l.index(i).permute((1, 0)).load(BLOCK), dtype),)
         store_rows(p_a + 16 * i * stride, s_row, stride, rows - 16 * i, 1)
 
 
@@ -155,7 +155,7 @@ def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED
 def fetch_keys(s_k, k, token, i_h, H: gl.constexpr, rows, K: gl.constexpr):
     """Begin to copy a chunk's keys, 64 columns a tile."""
     for i in gl.static_range(K // 64):
-        fetch_rows(s_k.index(i), k + (token * H + i_h) * K + i * 64, H * K, rows, 1)
+        async_copy_rows(s_k.index(i), k + (token * H + i_h) * K + i * 64, H * K, rows, 1)
     async_copy.commit_group()
 
 
@@ -170,7 +170,7 @@ def prepare_kernel(
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     group: gl.constexpr = HV // H
-    let_next_begin()
+    gdc_launch_dependents()
     s_k = gl.allocate_shared_memory(dtype, [K // 64, BT, 64], gl.NVMMASharedLayout(128, 16))
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, state_layout, take_turn
+from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, gdc_launch_and_wait, state_layout
 
 
 @gluon.jit
@@ -18,10 +18,10 @@ def add_both(a, b, c, d):
 def hopper_step_kernel(
     q, k, v, g, beta, o, state, scale, H, group,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr, L2NORM: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    PDL: gl.constexpr = False,
 ):  # fmt: skip
     """BV columns of a head's state a program, taken twice, BK rows at a time: to be read out, and to be updated."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
     i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
     i_n, i_hv = i_nh // (H * group), i_nh % (H * group)

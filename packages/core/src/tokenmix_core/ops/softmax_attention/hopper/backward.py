@@ -27,15 +27,15 @@ from tokenmix_core.ops.softmax_attention.selection import first_place, list_tile
 from tokenmix_core.ops.softmax_attention.tiles import key_tiles, query_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
     LOG2_E,
-    anew,
-    await_copies,
+    async_copy_tile,
     barrier,
-    begin_copy,
     locate_chunk,
-    placed_anew,
-    product_layout,
+    mma_layout,
+    opaque,
+    opaque_tile,
     row_layout,
     store_rows,
+    wait_async_copies,
 )
 from tokenmix_core.tile.masks import visible
 
@@ -67,7 +67,7 @@ def allocate_tiles(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: gl
 @gluon.jit
 def columns_before(b_row, columns: gl.constexpr):
     """A number for each row, minus 0, 1, … by column, where a thread's columns are constants away from its first."""
-    o_c = gl.arange(0, columns, gl.SliceLayout(0, product_layout(columns, gl.num_warps())))[None, :]
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, mma_layout(columns, gl.num_warps())))[None, :]
     return b_row[:, None] - o_c % 8 - o_c // 8 * 8
 
 
@@ -78,8 +78,8 @@ def columns_behind(b_row, columns: gl.constexpr):
     Triton must not know the number: it takes a multiple of 16 minus the rows 0, 1, … for multiples of 16, too, and then
     compares but one of several columns.
     """
-    o_c = gl.arange(0, columns, gl.SliceLayout(0, product_layout(columns, gl.num_warps())))
-    return anew(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, mma_layout(columns, gl.num_warps())))
+    return opaque(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
 
 
 @gluon.jit
@@ -94,19 +94,19 @@ def meet_keys(
     """
     pointers, queries_s, b_lse, b_delta, span, o_q, window, sinks, scale = given
     keys, far_sinks, hidden, full, end, count = span
-    sh_k, sh_v = placed_anew(here_s[0]), placed_anew(here_s[1])
+    sh_k, sh_v = opaque_tile(here_s[0]), opaque_tile(here_s[1])
     BT: gl.constexpr = sh_k.shape[0]
-    scores: gl.constexpr = product_layout(BT, gl.num_warps())
-    sums: gl.constexpr = product_layout(sh_k.shape[1], gl.num_warps())
+    scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+    sums: gl.constexpr = mma_layout(sh_k.shape[1], gl.num_warps())
     zeros = gl.zeros([BT, BT], gl.float32, scores)
-    await_copies(0)
-    b_s = warpgroup_mma(placed_anew(queries_s[0]), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_dp = warpgroup_mma(placed_anew(queries_s[1]), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    wait_async_copies(0)
+    b_s = warpgroup_mma(opaque_tile(queries_s[0]), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma(opaque_tile(queries_s[1]), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     i_next = i + 1 + gl.where(i + 1 < far_sinks, 0, hidden)
     # nothing comes after the last tile
     left = gl.where(i + 1 < count, keys, 0)
-    begin_copy(next_s[0], pointers[0], i_next * BT, left, s_kt, FROM_FIRST=True)
-    begin_copy(next_s[1], pointers[1], i_next * BT, left, s_vt, FROM_FIRST=True)
+    async_copy_tile(next_s[0], pointers[0], i_next * BT, left, s_kt, THREAD_RELATIVE=True)
+    async_copy_tile(next_s[1], pointers[1], i_next * BT, left, s_vt, THREAD_RELATIVE=True)
     async_copy.commit_group()
     b_s = warpgroup_mma_wait(1, [b_s])
     b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
@@ -149,8 +149,8 @@ def _backward_queries(
             store_zeros(dq + o_head, i_t * BT, queries, HQ * D, BT, D)
     if wanted:
         rows: gl.constexpr = row_layout(D, gl.num_warps())
-        scores: gl.constexpr = product_layout(BT, gl.num_warps())
-        sums: gl.constexpr = product_layout(D, gl.num_warps())
+        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+        sums: gl.constexpr = mma_layout(D, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
         p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
@@ -164,12 +164,12 @@ def _backward_queries(
         # places that Triton tells apart: in a ring products and copies would wait for each other
         even_s = allocate_tiles(q.dtype.element_ty, BT, D, D)
         odd_s = allocate_tiles(q.dtype.element_ty, BT, D, D)
-        begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
-        begin_copy(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
+        async_copy_tile(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
+        async_copy_tile(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
         i_k = gl.where(far_sinks > 0, 0, hidden)
-        begin_copy(even_s[0], p_k, i_k * BT, keys, s_kt)
-        begin_copy(even_s[1], p_v, i_k * BT, keys, s_vt)
+        async_copy_tile(even_s[0], p_k, i_k * BT, keys, s_kt)
+        async_copy_tile(even_s[1], p_v, i_k * BT, keys, s_vt)
         async_copy.commit_group()
 
         o_row = (i_b * HQ + i_h) * TQ + start
@@ -177,7 +177,7 @@ def _backward_queries(
         o_d = gl.arange(0, D, gl.SliceLayout(0, rows))
         p_o = o + o_head + o_t.to(gl.int64)[:, None] * (HQ * D) + o_d[None, :]
         b_o = gl.load(p_o, mask=(o_t < queries)[:, None], other=0.0).to(gl.float32)
-        await_copies(1)
+        wait_async_copies(1)
         b_delta = gl.sum(b_o * sh_do.load(rows).to(gl.float32), 1)
         if THROUGH_LSE:
             b_delta -= gl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
@@ -200,7 +200,7 @@ def _backward_queries(
         if count % 2 == 1:
             i_k, b_dq = meet_keys(count - 1, i_k, b_dq, even_s, odd_s, given, s_kt, s_vt, CAUSAL, WINDOW)
         # through shared memory, so that a thread stores 16 bytes at once
-        await_copies(0)
+        wait_async_copies(0)
         sh_q.store((b_dq * scale).to(dq.dtype.element_ty))
         barrier()
         store_rows(dq + o_head + (i_t * BT).to(gl.int64) * (HQ * D), sh_q, HQ * D, queries - i_t * BT, gl.num_warps())
@@ -226,9 +226,9 @@ def allocate_queries(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: 
 def bring_queries(queries_s, pointers, i_h, steps, first, queries, s_qt: gl.constexpr, s_dt: gl.constexpr):
     """Begin to copy a tile of queries from `first` on, of the i-th head behind `pointers`, and what belongs to them."""
     i_h = i_h.to(gl.int64)
-    begin_copy(queries_s[0], pointers[0] + i_h * steps[0], first, queries, s_qt, FROM_FIRST=True)
-    begin_copy(queries_s[1], pointers[1] + i_h * steps[1], first, queries, s_dt, FROM_FIRST=True)
-    begin_copy(queries_s[2], pointers[2] + i_h * steps[2], first, queries, TERMS, FROM_FIRST=True)
+    async_copy_tile(queries_s[0], pointers[0] + i_h * steps[0], first, queries, s_qt, THREAD_RELATIVE=True)
+    async_copy_tile(queries_s[1], pointers[1] + i_h * steps[1], first, queries, s_dt, THREAD_RELATIVE=True)
+    async_copy_tile(queries_s[2], pointers[2] + i_h * steps[2], first, queries, TERMS, THREAD_RELATIVE=True)
     async_copy.commit_group()
 
 
@@ -246,12 +246,12 @@ def begin_weights(keys_s, queries_s):
     sh_q, sh_do, sh_terms = queries_s
     BN: gl.constexpr = sh_k.shape[0]
     BM: gl.constexpr = sh_q.shape[0]
-    zeros = gl.zeros([BN, BM], gl.float32, product_layout(BM, gl.num_warps()))
+    zeros = gl.zeros([BN, BM], gl.float32, mma_layout(BM, gl.num_warps()))
     b_terms = sh_terms.permute((1, 0))
     b_st = warpgroup_mma(adds_lse, b_terms, zeros, use_acc=False, is_async=True)
-    b_st = warpgroup_mma(placed_anew(sh_k), placed_anew(sh_q).permute((1, 0)), b_st, is_async=True)
+    b_st = warpgroup_mma(opaque_tile(sh_k), opaque_tile(sh_q).permute((1, 0)), b_st, is_async=True)
     b_dpt = warpgroup_mma(adds_delta, b_terms, zeros, use_acc=False, is_async=True)
-    b_dpt = warpgroup_mma(placed_anew(sh_v), placed_anew(sh_do).permute((1, 0)), b_dpt, is_async=True)
+    b_dpt = warpgroup_mma(opaque_tile(sh_v), opaque_tile(sh_do).permute((1, 0)), b_dpt, is_async=True)
     return b_st, b_dpt
 
 
@@ -272,8 +272,8 @@ def meet_queries(
     more = i + 1 < count
     BT: gl.constexpr = here_s[0].shape[0]
     dtype: gl.constexpr = here_s[0].dtype
-    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(here_s[0].shape[1], gl.num_warps()), 2)
-    await_copies(0)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(here_s[0].shape[1], gl.num_warps()), 2)
+    wait_async_copies(0)
     b_st, b_dpt = begin_weights(keys_s, here_s)
     i_next, i_h = next_tile(i_q, i_h, near, stop)
     t_next = listed(order, i_next, more)
@@ -287,10 +287,10 @@ def meet_queries(
         m_s = visible(distance, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
         b_pt = gl.where(m_s, b_pt, 0.0)
     b_left = gl.convert_layout(b_pt.to(dtype), left)
-    b_dv = warpgroup_mma(b_left, placed_anew(here_s[1]), b_dv, is_async=True)
+    b_dv = warpgroup_mma(b_left, opaque_tile(here_s[1]), b_dv, is_async=True)
     b_dpt = warpgroup_mma_wait(1, [b_dpt])
     b_right = gl.convert_layout((b_pt * b_dpt).to(dtype), left)
-    b_dk = warpgroup_mma(b_right, placed_anew(here_s[0]), b_dk, is_async=True)
+    b_dk = warpgroup_mma(b_right, opaque_tile(here_s[0]), b_dk, is_async=True)
     # what stands among the waited for is not overwritten before
     b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
     return (i_next, t_next, i_h), (b_dk, b_dv)
@@ -346,15 +346,15 @@ def _backward_keys(
             terms + ((i_b * HQ + i_h) * TQ + start) * TERMS,
         )
         steps = (s_qh, s_dh, TQ * TERMS)
-        begin_copy(sh_k, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
-        begin_copy(sh_v, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
+        async_copy_tile(sh_k, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
+        async_copy_tile(sh_v, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
         cursor = (near, t_q, near * 0)
         bring_queries(even_s, pointers, near * 0, steps, t_q * BT, queries, s_qt, s_dt)
 
         keys_s = (sh_k, sh_v, adding_terms(0, BT), adding_terms(EACH, BT))
-        o_k = first + gl.arange(0, BT, gl.SliceLayout(1, product_layout(BT, gl.num_warps())))
+        o_k = first + gl.arange(0, BT, gl.SliceLayout(1, mma_layout(BT, gl.num_warps())))
         given = (pointers, keys_s, order, (queries, keys, near, full, end, stop, count), o_k, window, sinks, scale)
-        zeros = gl.zeros([BT, D], gl.float32, product_layout(D, gl.num_warps()))
+        zeros = gl.zeros([BT, D], gl.float32, mma_layout(D, gl.num_warps()))
         sums = (zeros, zeros)
         for i in range(0, count - 1, 2):
             cursor, sums = meet_queries(
@@ -368,7 +368,7 @@ def _backward_keys(
                 count - 1, cursor, sums, even_s, odd_s, given, steps, s_qt, s_dt, CAUSAL, WINDOW
             )
         b_dk, b_dv = sums
-        await_copies(0)
+        wait_async_copies(0)
         sh_k.store((b_dk * scale).to(dk.dtype.element_ty))
         sh_v.store(b_dv.to(dv.dtype.element_ty))
         barrier()

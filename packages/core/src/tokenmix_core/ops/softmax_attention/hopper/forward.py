@@ -20,20 +20,20 @@ from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_from_last, tile_of_queries
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_tile,
     barrier,
-    begin_copy,
     locate_chunk,
-    product_layout,
+    mma_layout,
     store_rows,
+    wait_async_copies,
 )
 from tokenmix_core.tile.hopper_softmax import (
-    bounded,
-    finish,
-    for_threads,
-    raise_greatest,
-    takes_all_maxima,
-    thread_sums,
+    expand_to_quads,
+    finalize,
+    needs_running_max,
+    quad_row_sums,
+    sums_in_range,
+    update_row_max,
 )
 from tokenmix_core.tile.masks import visible
 
@@ -55,8 +55,8 @@ def _forward(
         i_t = first_row // BT
         keys = queries
     if i_t * BT < queries:
-        scores: gl.constexpr = product_layout(BT, gl.num_warps())
-        sums: gl.constexpr = product_layout(D, gl.num_warps())
+        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+        sums: gl.constexpr = mma_layout(D, gl.num_warps())
         row: gl.constexpr = gl.SliceLayout(1, scores)
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
         dtype: gl.constexpr = q.dtype.element_ty
@@ -71,7 +71,7 @@ def _forward(
         sh_q = gl.allocate_shared_memory(dtype, [BT, D], shared)
         sh_k = gl.allocate_shared_memory(dtype, [PLACES, BT, D], shared)
         sh_v = gl.allocate_shared_memory(dtype, [PLACES, BT, D], shared)
-        begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
+        async_copy_tile(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
 
         o_m = gl.arange(0, BT, row)
         zeros = gl.zeros([BT, BT], gl.float32, scores)
@@ -81,37 +81,39 @@ def _forward(
         # one round, and another one with maxima of all tiles where its sums ask for that
         rounds = count * 0 + 1
         all_maxima = count * 0
-        if takes_all_maxima(dtype):
+        if needs_running_max(dtype):
             all_maxima += 1
         while rounds == 1:
             i_k = tile_from_last(0, count, far_sinks, hidden)
-            begin_copy(sh_k.index(0), p_k, i_k * BT, keys, s_kt, FROM_FIRST=D == 128)
+            async_copy_tile(sh_k.index(0), p_k, i_k * BT, keys, s_kt, THREAD_RELATIVE=D == 128)
             if PLACES == 1:
                 async_copy.commit_group()
-            begin_copy(sh_v.index(0), p_v, i_k * BT, keys, s_vt, FROM_FIRST=D == 128)
+            async_copy_tile(sh_v.index(0), p_v, i_k * BT, keys, s_vt, THREAD_RELATIVE=D == 128)
             async_copy.commit_group()
             b_o = gl.zeros([BT, D], gl.float32, sums)
             b_shift = gl.zeros([BT], gl.float32, row)
             b_m = gl.full([BT], float("-inf"), gl.float32, row)
-            b_sums = thread_sums(zeros)
+            b_sums = quad_row_sums(zeros)
             for i in range(count):
                 # of keys and values, or of keys, whose values are on their way
-                await_copies(2 - PLACES)
+                wait_async_copies(2 - PLACES)
                 b_s = warpgroup_mma(sh_q, sh_k.index(i % PLACES).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 i_next = tile_from_last(i + 1, count, far_sinks, hidden)
                 if PLACES == 2:
-                    begin_copy(
-                        sh_k.index((i + 1) % 2), p_k, i_next * BT, keys, s_kt, i + 1 < count, FROM_FIRST=D == 128
+                    async_copy_tile(
+                        sh_k.index((i + 1) % 2), p_k, i_next * BT, keys, s_kt, i + 1 < count, THREAD_RELATIVE=D == 128
                     )
-                    begin_copy(
-                        sh_v.index((i + 1) % 2), p_v, i_next * BT, keys, s_vt, i + 1 < count, FROM_FIRST=D == 128
+                    async_copy_tile(
+                        sh_v.index((i + 1) % 2), p_v, i_next * BT, keys, s_vt, i + 1 < count, THREAD_RELATIVE=D == 128
                     )
                     async_copy.commit_group()
                 b_s = warpgroup_mma_wait(0, [b_s])
                 if PLACES == 1:
                     # a place is written again when every warp's product has read it
                     barrier()
-                    begin_copy(sh_k.index(0), p_k, i_next * BT, keys, s_kt, i + 1 < count, FROM_FIRST=D == 128)
+                    async_copy_tile(
+                        sh_k.index(0), p_k, i_next * BT, keys, s_kt, i + 1 < count, THREAD_RELATIVE=D == 128
+                    )
                     async_copy.commit_group()
                 if (i_k < full) | (i_k >= end):
                     o_k = gl.arange(0, BT, gl.SliceLayout(0, scores))[None, :]
@@ -119,29 +121,31 @@ def _forward(
                     m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
                     b_s = gl.where(m_s, b_s, float("-inf"))
                 if (i == 0) | (all_maxima == 1):
-                    b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
-                    b_sums *= for_threads(b_shrink, zeros)
+                    b_m, b_shift, b_shrink = update_row_max(b_s, b_m, scale)
+                    b_sums *= expand_to_quads(b_shrink, zeros)
                     b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
                 b_p = gl.exp2(b_s * scale - b_shift[:, None])
-                b_sums += thread_sums(b_p)
+                b_sums += quad_row_sums(b_p)
                 b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
                 if PLACES == 1:
-                    await_copies(1)
+                    wait_async_copies(1)
                 b_o = warpgroup_mma(b_left, sh_v.index(i % PLACES), b_o, is_async=True)
                 # what stands among the waited for is not overwritten before
                 b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
                 if PLACES == 1:
                     barrier()
-                    begin_copy(sh_v.index(0), p_v, i_next * BT, keys, s_vt, i + 1 < count, FROM_FIRST=D == 128)
+                    async_copy_tile(
+                        sh_v.index(0), p_v, i_next * BT, keys, s_vt, i + 1 < count, THREAD_RELATIVE=D == 128
+                    )
                     async_copy.commit_group()
                 i_k = i_next
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
-            rounds = gl.where(bounded(b_l) | (all_maxima == 1), 0, 1)
+            rounds = gl.where(sums_in_range(b_l) | (all_maxima == 1), 0, 1)
             all_maxima = rounds
             # tiles are written again when every warp's products have read them
-            await_copies(0)
+            wait_async_copies(0)
 
-        b_norm, b_lse = finish(b_shift, b_l)
+        b_norm, b_lse = finalize(b_shift, b_l)
         o_row = (i_b * HQ + i_h) * TQ + start + i_t * BT
         gl.store(lse + o_row + o_m, b_lse, mask=i_t * BT + o_m < queries)
         # through shared memory, so that a thread stores 16 bytes at once

@@ -25,20 +25,20 @@ from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, constants
 from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_from_last, tile_of_queries
 from tokenmix_core.tile.hopper import (
-    allocate_barriers,
-    await_tile,
-    fetch_rows,
+    allocate_mbarriers,
+    async_copy_rows,
     locate_chunk,
-    product_layout,
+    mma_layout,
     store_rows,
+    wait_full,
 )
 from tokenmix_core.tile.hopper_softmax import (
-    bounded,
-    finish,
-    for_threads,
-    raise_greatest,
-    takes_all_maxima,
-    thread_sums,
+    expand_to_quads,
+    finalize,
+    needs_running_max,
+    quad_row_sums,
+    sums_in_range,
+    update_row_max,
 )
 from tokenmix_core.tile.masks import visible
 
@@ -68,10 +68,10 @@ def bring_keys(n, pointers, tiles, barriers, span, s_kt: gl.constexpr, s_vt: gl.
         before = (i // PLACES + 1) & 1
         first = tile_from_last(i - n, count, far_sinks, hidden) * BN
         mbarrier.wait(keys_empty.index(here), before)
-        fetch_rows(k_s.index(here), p_k + first.to(gl.int64) * s_kt, s_kt, keys - first, 4)
+        async_copy_rows(k_s.index(here), p_k + first.to(gl.int64) * s_kt, s_kt, keys - first, 4)
         async_copy.mbarrier_arrive(keys_full.index(here), increment_count=False)
         mbarrier.wait(values_empty.index(here), before)
-        fetch_rows(v_s.index(here), p_v + first.to(gl.int64) * s_vt, s_vt, keys - first, 4)
+        async_copy_rows(v_s.index(here), p_v + first.to(gl.int64) * s_vt, s_vt, keys - first, 4)
         async_copy.mbarrier_arrive(values_full.index(here), increment_count=False)
 
 
@@ -83,10 +83,10 @@ def copy_keys(pointers, tiles, barriers, span, s_qt: gl.constexpr, s_kt: gl.cons
     queries, _, _, _, count = span
     groups: gl.constexpr = sh_q.shape[0]
     for group in gl.static_range(groups):
-        fetch_rows(sh_q.index(group), pointers[0] + group * 64 * s_qt, s_qt, queries - group * 64, 4)
+        async_copy_rows(sh_q.index(group), pointers[0] + group * 64 * s_qt, s_qt, queries - group * 64, 4)
     async_copy.mbarrier_arrive(asked.index(0), increment_count=False)
     bring_keys(0, pointers, tiles, barriers, span, s_kt, s_vt)
-    if not takes_all_maxima(sh_q.dtype):  # noqa: SIM102
+    if not needs_running_max(sh_q.dtype):  # noqa: SIM102
         if one_more_round(verdict, told):
             bring_keys(count, pointers, tiles, barriers, span, s_kt, s_vt)
 
@@ -97,7 +97,7 @@ def mask_tile(b_s, i_k, o_q, bounds, CAUSAL: gl.constexpr, WINDOW: gl.constexpr)
     keys, full, end, window, sinks = bounds
     BN: gl.constexpr = b_s.shape[1]
     if (i_k < full) | (i_k >= end):
-        o_k = gl.arange(0, BN, gl.SliceLayout(0, product_layout(BN, 4)))[None, :]
+        o_k = gl.arange(0, BN, gl.SliceLayout(0, mma_layout(BN, 4)))[None, :]
         distance = (o_q - i_k * BN)[:, None] - o_k
         m_s = visible(distance, i_k * BN + o_k, keys, window, sinks, CAUSAL, WINDOW)
         b_s = gl.where(m_s, b_s, float("-inf"))
@@ -119,24 +119,24 @@ def one_round(
     dtype: gl.constexpr = k_s.dtype
     BN: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
-    scores: gl.constexpr = product_layout(BN, 4)
-    sums: gl.constexpr = product_layout(D, 4)
+    scores: gl.constexpr = mma_layout(BN, 4)
+    sums: gl.constexpr = mma_layout(D, 4)
     row: gl.constexpr = gl.SliceLayout(1, scores)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     last = n + count - 1
     zeros = gl.zeros([64, BN], gl.float32, scores)
     b_o = gl.zeros([64, D], gl.float32, sums)
-    await_tile(keys_full, n, last + 1, PLACES)
+    wait_full(keys_full, n, last + 1, PLACES)
     fence_async_shared()
     b_s = warpgroup_mma(s_q, k_s.index(n % PLACES).permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, [b_s])
     mbarrier.arrive(keys_empty.index(n % PLACES))
     b_s = mask_tile(b_s, tile_from_last(0, count, far_sinks, hidden), o_q, bounds, CAUSAL, WINDOW)
-    b_m, b_shift, b_shrink = raise_greatest(b_s, gl.full([64], float("-inf"), gl.float32, row), scale)
+    b_m, b_shift, b_shrink = update_row_max(b_s, gl.full([64], float("-inf"), gl.float32, row), scale)
     b_p = gl.exp2(b_s * scale - b_shift[:, None])
-    b_sums = thread_sums(b_p)
+    b_sums = quad_row_sums(b_p)
     b_left = gl.convert_layout(b_p.to(dtype), left)
-    await_tile(keys_full, n + 1, last + 1, PLACES)
+    wait_full(keys_full, n + 1, last + 1, PLACES)
     for i in range(n + 1, last + 1):
         here, before = i % PLACES, (i - 1) % PLACES
         fence_async_shared()
@@ -149,13 +149,13 @@ def one_round(
         mbarrier.arrive(keys_empty.index(here))
         b_s = mask_tile(b_s, tile_from_last(i - n, count, far_sinks, hidden), o_q, bounds, CAUSAL, WINDOW)
         if EXACT:
-            b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
-            b_sums *= for_threads(b_shrink, zeros)
+            b_m, b_shift, b_shrink = update_row_max(b_s, b_m, scale)
+            b_sums *= expand_to_quads(b_shrink, zeros)
         b_p = gl.exp2(b_s * scale - b_shift[:, None])
-        b_sums += thread_sums(b_p)
+        b_sums += quad_row_sums(b_p)
         b_weights = b_p.to(dtype)
         # this wait keeps the assembler from putting the next one before the softmax
-        await_tile(keys_full, i + 1, last + 1, PLACES)
+        wait_full(keys_full, i + 1, last + 1, PLACES)
         b_o, b_left = warpgroup_mma_wait(0, [b_sum, b_left])
         mbarrier.arrive(values_empty.index(before))
         if EXACT:
@@ -181,18 +181,18 @@ def attend(
     queries, _, _, _, count = span
     dtype: gl.constexpr = k_s.dtype
     D: gl.constexpr = k_s.shape[2]
-    sums: gl.constexpr = product_layout(D, 4)
-    row: gl.constexpr = gl.SliceLayout(1, product_layout(k_s.shape[1], 4))
+    sums: gl.constexpr = mma_layout(D, 4)
+    row: gl.constexpr = gl.SliceLayout(1, mma_layout(k_s.shape[1], 4))
     s_q = sh_q.index(GROUP)
     FIRST: gl.constexpr = GROUP * 64
     o_m = FIRST + gl.arange(0, 64, row)
     o_q = position + o_m
     mbarrier.wait(asked.index(0), 0)
     b_o, b_shift, b_l = one_round(
-        0, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=takes_all_maxima(dtype)
+        0, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=needs_running_max(dtype)
     )
-    if not takes_all_maxima(dtype):
-        asks = gl.where(bounded(b_l), 0, 1)
+    if not needs_running_max(dtype):
+        asks = gl.where(sums_in_range(b_l), 0, 1)
         verdict.slice(GROUP * 32, 32).store(gl.full([32], asks, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
         mbarrier.arrive(told.index(0))
         if one_more_round(verdict, told):
@@ -200,7 +200,7 @@ def attend(
                 count, s_q, tiles, barriers, span, bounds, o_q, scale, CAUSAL, WINDOW, EXACT=True
             )
 
-    b_norm, b_lse = finish(b_shift, b_l)
+    b_norm, b_lse = finalize(b_shift, b_l)
     gl.store(p_lse + o_m, b_lse, mask=o_m < queries)
     # through shared memory, in the place of this group's queries, so that a thread stores 16 bytes at once
     s_q.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
@@ -242,12 +242,12 @@ def _forward(
     v_s = gl.allocate_shared_memory(dtype, [places, BN, D], shared)
     # each of 128 threads tells of its copies, each group of what it has read
     barriers = (
-        allocate_barriers(1, 128),
-        allocate_barriers(places, 128),
-        allocate_barriers(places, groups),
-        allocate_barriers(places, 128),
-        allocate_barriers(places, groups),
-        allocate_barriers(1, groups),
+        allocate_mbarriers(1, 128),
+        allocate_mbarriers(places, 128),
+        allocate_mbarriers(places, groups),
+        allocate_mbarriers(places, 128),
+        allocate_mbarriers(places, groups),
+        allocate_mbarriers(1, groups),
     )
     o_first = i_b * TQ + start + i_t * BM
     inputs = (

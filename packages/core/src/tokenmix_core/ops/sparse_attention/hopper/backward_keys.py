@@ -40,12 +40,12 @@ from tokenmix_core.ops.sparse_attention.pieces import (
 )
 from tokenmix_core.tile.hopper import (
     LOG2_E,
-    anew,
-    await_copies,
     barrier,
-    placed_anew,
-    product_layout,
+    mma_layout,
+    opaque,
+    opaque_tile,
     row_layout,
+    wait_async_copies,
 )
 from tokenmix_core.tile.masks import within
 
@@ -79,9 +79,9 @@ def meet_queries(
     queries, shift, near, full, end, stop, count = span
     BT: gl.constexpr = here_s[0].shape[0]
     dtype: gl.constexpr = here_s[0].dtype
-    left_k: gl.constexpr = gl.DotOperandLayout(0, product_layout(here_s[0].shape[1], gl.num_warps()), 2)
-    left_v: gl.constexpr = gl.DotOperandLayout(0, product_layout(here_s[1].shape[1], gl.num_warps()), 2)
-    await_copies(0)
+    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_layout(here_s[0].shape[1], gl.num_warps()), 2)
+    left_v: gl.constexpr = gl.DotOperandLayout(0, mma_layout(here_s[1].shape[1], gl.num_warps()), 2)
+    wait_async_copies(0)
     b_st, b_dpt = begin_weights(keys_s, here_s)
     i_next, i_h = next_tile(i_q, i_h, near, stop)
     # nothing comes after the last tile
@@ -93,14 +93,14 @@ def meet_queries(
         distance = columns_behind(i_q * BT + shift - o_k, BT)
         b_pt = gl.where(within(distance, gl.maximum(b_end - o_k, 0)[:, None]), b_pt, 0.0)
     b_left = gl.convert_layout(b_pt.to(dtype), left_v)
-    b_dv = warpgroup_mma(b_left, placed_anew(here_s[1]), b_dv, is_async=True)
+    b_dv = warpgroup_mma(b_left, opaque_tile(here_s[1]), b_dv, is_async=True)
     b_dpt = warpgroup_mma_wait(1, [b_dpt])
     b_dst = b_pt * b_dpt
     if FACTORS:
-        o_q = i_q * BT + shift + gl.arange(0, BT, gl.SliceLayout(0, product_layout(BT, gl.num_warps())))
+        o_q = i_q * BT + shift + gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))
         b_dm += gl.sum(gl.where(o_q[None, :] >= b_away[:, None], b_dst, 0.0), 1)
     b_right = gl.convert_layout(b_dst.to(dtype), left_k)
-    b_dk = warpgroup_mma(b_right, placed_anew(here_s[0]), b_dk, is_async=True)
+    b_dk = warpgroup_mma(b_right, opaque_tile(here_s[0]), b_dk, is_async=True)
     # what stands among the waited for is not overwritten before
     b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
     return (i_next, i_h), (b_dk, b_dv, b_dm)
@@ -117,9 +117,9 @@ def _kept_attention_backward_keys(
     """A piece of a tile of columns a program: some of the tiles of queries that see it, of all heads of the group."""
     i_p = gl.program_id(0)
     if i_p < gl.load(totals + ALL_PIECES):
-        scores: gl.constexpr = product_layout(BT, gl.num_warps())
-        sums_k: gl.constexpr = product_layout(K, gl.num_warps())
-        sums_v: gl.constexpr = product_layout(V, gl.num_warps())
+        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+        sums_k: gl.constexpr = mma_layout(K, gl.num_warps())
+        sums_v: gl.constexpr = mma_layout(V, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
         rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(V, gl.num_warps()))
@@ -177,9 +177,9 @@ def _kept_attention_backward_keys(
         if total % 2 == 1:
             cursor, sums = meet_queries(total - 1, cursor, sums, even_s, odd_s, given, steps, s_qt, s_dt, factors)
         b_dk, b_dv, b_dm = sums
-        await_copies(0)
+        wait_async_copies(0)
         # read once more: what the loop does not need would take its registers
-        i_x = gl.load(piece_tiles + anew(i_p))
+        i_x = gl.load(piece_tiles + opaque(i_p))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
         )
@@ -199,7 +199,7 @@ def _kept_attention_backward_keys(
                 p_dm = dm + (i_b * H + i_hk) * TK + start + o_k
                 gl.store(p_dm, gl.where(kept, b_dm, 0.0), mask=o_k < keys)
         else:
-            piece = anew(i_p) - gl.load(p_fact + FIRST_PIECE * tiles)
+            piece = opaque(i_p) - gl.load(p_fact + FIRST_PIECE * tiles)
             o_part = (gl.load(p_fact + FIRST_PART * tiles) + piece).to(gl.int64) * BT
             store_part(parts_k + o_part * K, b_dk, BT, sums_k)
             store_part(parts_v + o_part * V, b_dv, BT, sums_v)

@@ -23,14 +23,14 @@ from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
     LOG2_E,
-    await_copies,
+    async_copy_tile,
     barrier,
-    begin_copy,
     locate_chunk,
-    placed_anew,
-    product_layout,
+    mma_layout,
+    opaque_tile,
     row_layout,
     store_rows,
+    wait_async_copies,
 )
 from tokenmix_core.tile.masks import within
 
@@ -61,8 +61,8 @@ def bring_columns(columns_s, i, b_list, given, s_kt: gl.constexpr, s_vt: gl.cons
         # nothing comes after the last tile
         left = gl.where(i < total, keys, 0)
         first = (near + i - far) * BT
-        begin_copy(sh_k, p_k, first, left, s_kt, FROM_FIRST=True)
-        begin_copy(sh_v, p_v, first, left, s_vt, FROM_FIRST=True)
+        async_copy_tile(sh_k, p_k, first, left, s_kt, THREAD_RELATIVE=True)
+        async_copy_tile(sh_v, p_v, first, left, s_vt, THREAD_RELATIVE=True)
     async_copy.commit_group()
     return b_list
 
@@ -81,15 +81,15 @@ def meet_columns(
     _, of_list, span = given
     p_list, begin, far, count = of_list
     _, near, full, end, _ = span
-    sh_k, sh_v = placed_anew(here_s[0]), placed_anew(here_s[1])
+    sh_k, sh_v = opaque_tile(here_s[0]), opaque_tile(here_s[1])
     BT: gl.constexpr = sh_k.shape[0]
-    scores: gl.constexpr = product_layout(BT, gl.num_warps())
-    sums: gl.constexpr = product_layout(sh_k.shape[1], gl.num_warps())
+    scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+    sums: gl.constexpr = mma_layout(sh_k.shape[1], gl.num_warps())
     column: gl.constexpr = gl.SliceLayout(0, scores)
     zeros = gl.zeros([BT, BT], gl.float32, scores)
-    await_copies(0)
-    b_s = warpgroup_mma(placed_anew(sh_q), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_dp = warpgroup_mma(placed_anew(sh_do), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    wait_async_copies(0)
+    b_s = warpgroup_mma(opaque_tile(sh_q), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma(opaque_tile(sh_do), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_list = bring_columns(next_s, i + 1, b_list, given, s_kt, s_vt, UNIT)
     b_s = warpgroup_mma_wait(1, [b_s])
     b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
@@ -131,8 +131,8 @@ def _kept_attention_backward_queries(
         keys = queries
     if i_t * BT < queries:
         rows: gl.constexpr = row_layout(V, gl.num_warps())
-        scores: gl.constexpr = product_layout(BT, gl.num_warps())
-        sums: gl.constexpr = product_layout(K, gl.num_warps())
+        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+        sums: gl.constexpr = mma_layout(K, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
         rows_v: gl.constexpr = gl.SliceLayout(1, rows)
@@ -151,8 +151,8 @@ def _kept_attention_backward_queries(
         # places that Triton tells apart: in a ring products and copies would wait for each other
         even_s = allocate_tiles(q.dtype.element_ty, BT, K, V)
         odd_s = allocate_tiles(q.dtype.element_ty, BT, K, V)
-        begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
-        begin_copy(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
+        async_copy_tile(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
+        async_copy_tile(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
         given = ((p_k, p_v), (p_list, begin, far, count), (keys, near, full, end, total))
         b_list = read_list(p_list, 0, count, BT, UNIT, rows_k)
@@ -163,7 +163,7 @@ def _kept_attention_backward_queries(
         o_d = gl.arange(0, V, gl.SliceLayout(0, rows))
         p_o = o + ((i_b * TQ + start) * HQ + i_h) * V + o_t.to(gl.int64)[:, None] * (HQ * V) + o_d[None, :]
         b_o = gl.load(p_o, mask=(o_t < queries)[:, None], other=0.0).to(gl.float32)
-        await_copies(1)
+        wait_async_copies(1)
         b_delta = gl.sum(b_o * sh_do.load(rows).to(gl.float32), 1)
         if dlse is not None:
             b_delta -= gl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
@@ -188,7 +188,7 @@ def _kept_attention_backward_queries(
                 total - 1, b_list, b_dq, even_s, odd_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
             )  # fmt: skip
         # through shared memory, so that a thread stores 16 bytes at once
-        await_copies(0)
+        wait_async_copies(0)
         sh_q.store((b_dq * scale).to(dq.dtype.element_ty))
         barrier()
         p_dq = dq + ((i_b * TQ + start + i_t * BT) * HQ + i_h) * K

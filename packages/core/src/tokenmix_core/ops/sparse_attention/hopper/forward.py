@@ -21,21 +21,21 @@ from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns, seen
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_tile,
     barrier,
-    begin_copy,
     locate_chunk,
-    product_layout,
+    mma_layout,
     row_layout,
     store_rows,
+    wait_async_copies,
 )
 from tokenmix_core.tile.hopper_softmax import (
-    bounded,
-    finish,
-    for_threads,
-    raise_greatest,
-    takes_all_maxima,
-    thread_sums,
+    expand_to_quads,
+    finalize,
+    needs_running_max,
+    quad_row_sums,
+    sums_in_range,
+    update_row_max,
 )
 
 
@@ -59,8 +59,8 @@ def _kept_attention_forward(
         i_t = first_row // BM
         keys = queries
     if i_t * BM < queries:
-        scores: gl.constexpr = product_layout(BN, gl.num_warps())
-        sums: gl.constexpr = product_layout(V, gl.num_warps())
+        scores: gl.constexpr = mma_layout(BN, gl.num_warps())
+        sums: gl.constexpr = mma_layout(V, gl.num_warps())
         row: gl.constexpr = gl.SliceLayout(1, scores)
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
         rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
@@ -79,7 +79,7 @@ def _kept_attention_forward(
         sh_q = gl.allocate_shared_memory(dtype, [BM, K], shared)
         sh_k = gl.allocate_shared_memory(dtype, [2, BN, K], shared)
         sh_v = gl.allocate_shared_memory(dtype, [2, BN, V], shared)
-        begin_copy(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt)
+        async_copy_tile(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt)
 
         o_m = gl.arange(0, BM, row)
         zeros = gl.zeros([BM, BN], gl.float32, scores)
@@ -89,7 +89,7 @@ def _kept_attention_forward(
         # one round, and another one with maxima of all tiles where its sums ask for that
         rounds = total * 0 + 1
         all_maxima = total * 0
-        if takes_all_maxima(dtype):
+        if needs_running_max(dtype):
             all_maxima += 1
         while rounds == 1:
             i = gl.maximum(total - 1, 0)
@@ -100,9 +100,9 @@ def _kept_attention_forward(
             b_o = gl.zeros([BM, V], gl.float32, sums)
             b_shift = gl.zeros([BM], gl.float32, row)
             b_m = gl.full([BM], float("-inf"), gl.float32, row)
-            b_sums = thread_sums(zeros)
+            b_sums = quad_row_sums(zeros)
             for n in range(total):
-                await_copies(0)
+                wait_async_copies(0)
                 b_s = warpgroup_mma(sh_q, sh_k.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 # nothing comes after the last tile
                 left = gl.where(i > 0, keys, 0)
@@ -120,23 +120,23 @@ def _kept_attention_forward(
                     o_k = columns(p_list, begin, i, far, count, near, BN, UNIT, gl.SliceLayout(0, scores))
                     b_s = gl.where(seen(first + o_m, o_k, i < far, window, UNIT, WINDOW), b_s, float("-inf"))
                 if (n == 0) | (all_maxima == 1):
-                    b_m, b_shift, b_shrink = raise_greatest(b_s, b_m, scale)
-                    b_sums *= for_threads(b_shrink, zeros)
+                    b_m, b_shift, b_shrink = update_row_max(b_s, b_m, scale)
+                    b_sums *= expand_to_quads(b_shrink, zeros)
                     b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
                 b_p = gl.exp2(b_s * scale - b_shift[:, None])
-                b_sums += thread_sums(b_p)
+                b_sums += quad_row_sums(b_p)
                 b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
                 b_o = warpgroup_mma(b_left, sh_v.index(n % 2), b_o, is_async=True)
                 # what stands among the waited for is not overwritten before
                 b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
                 i -= 1
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
-            rounds = gl.where(bounded(b_l) | (all_maxima == 1), 0, 1)
+            rounds = gl.where(sums_in_range(b_l) | (all_maxima == 1), 0, 1)
             all_maxima = rounds
             # tiles are written again when every warp's products have read them
-            await_copies(0)
+            wait_async_copies(0)
 
-        b_norm, b_lse = finish(b_shift, b_l)
+        b_norm, b_lse = finalize(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
         # through shared memory, so that a thread stores 16 bytes at once; BM is BN where K and V differ
         sh_o = sh_v.index(0)

@@ -18,16 +18,16 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.ssd.hopper.vectors import allocate_vectors, as_matrix, load_numbers, store_decays
 from tokenmix_core.ops.ssd.steps import Inputs
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_rows,
     barrier,
     causal_decay,
-    fetch_rows,
     first_chunk,
-    group_layout,
     locate_chunk,
-    product_layout,
+    mma_layout,
+    mma_layout_split_n,
     sequence_span,
     store_rows,
+    wait_async_copies,
 )
 
 
@@ -45,11 +45,11 @@ def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED:
 
 
 @gluon.jit
-def fetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, ANEW: gl.constexpr = False):
+def fetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
     """Begin to copy a chunk's rows, in parts of as many columns as a tile has, to place i of two."""
     PARTS: gl.constexpr = x_2.shape[0] // 2
     for p in gl.static_range(PARTS):
-        fetch_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, ANEW)
+        async_copy_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, OPAQUE)
 
 
 @gluon.jit
@@ -92,11 +92,11 @@ def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2,
     """The parts of the state, transposed, after `chunks` whole chunks that begin at these addresses."""
     BT: gl.constexpr = k_2.shape[1]
     W: gl.constexpr = gl.num_warps()
-    tile: gl.constexpr = product_layout(k_2.shape[2], W)
+    tile: gl.constexpr = mma_layout(k_2.shape[2], W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     rows = gl.where(chunks > 0, BT, 0)
     fetch_parts(k_2, 0, k, stride_k, rows, W)
-    fetch_rows(v_2.index(0), v, stride_v, rows, W)
+    async_copy_rows(v_2.index(0), v, stride_v, rows, W)
     async_copy.commit_group()
     b_g = load_numbers(g, HV, rows, 1)
     for i in range(chunks):
@@ -105,17 +105,17 @@ def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2,
         if dt is not None:
             b_dt = load_numbers(dt + (i * BT).to(gl.int64) * HV, HV, BT, 1)
             as_matrix(to_2.index(here), 1, BT).store(b_dt * b_to)
-        await_copies(0)
+        wait_async_copies(0)
         o_t, rows = ((i + 1) * BT).to(gl.int64), gl.where(i + 1 < chunks, BT, 0)
         fetch_parts(k_2, then, k + o_t * stride_k, stride_k, rows, W, True)
-        fetch_rows(v_2.index(then), v + o_t * stride_v, stride_v, rows, W, True)
+        async_copy_rows(v_2.index(then), v + o_t * stride_v, stride_v, rows, W, True)
         async_copy.commit_group()
         b_g = load_numbers(g + o_t * HV, HV, rows, 1)
         to_j = to_2.index(here).load(gl.SliceLayout(0, left))
         b_v = (v_2.index(here).permute((1, 0)).load(left).to(gl.float32) * to_j[None, :]).to(v_2.dtype)
         b_s = enter_state(b_s, b_v, k_2, here, gl.exp2(gl.sum(total, 0)))
         b_s = await_state(b_s, b_v)
-    await_copies(0)
+    wait_async_copies(0)
     return b_s
 
 
@@ -140,10 +140,10 @@ def hopper_forward_kernel(
     # wide keys in parts of 128
     KP: gl.constexpr = min(K, 128)
     PARTS: gl.constexpr = K // KP
-    tile: gl.constexpr = product_layout(KP, W)
-    flat: gl.constexpr = product_layout(BT, W)
+    tile: gl.constexpr = mma_layout(KP, W)
+    flat: gl.constexpr = mma_layout(BT, W)
     # P is shared out among all warps: a warp group for each part of its columns
-    square: gl.constexpr = group_layout(BT, W)
+    square: gl.constexpr = mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
@@ -189,7 +189,7 @@ def hopper_forward_kernel(
         )  # fmt: skip
     fetch_parts(q_2, 0, p_q, stride_q, length, W)
     fetch_parts(k_2, 0, p_k, stride_k, length, W)
-    fetch_rows(v_2.index(0), p_v, stride_v, length, W)
+    async_copy_rows(v_2.index(0), p_v, stride_v, length, W)
     async_copy.commit_group()
     b_g = load_numbers(g + o_h, HV, length, 1)
     total, b_to = store_decays(b_2.index(0), from_2.index(0), to_2.index(0), b_g, scale)
@@ -206,7 +206,7 @@ def hopper_forward_kernel(
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero_p = gl.zeros([BT, BT], gl.float32, square)
     zero_o = gl.zeros([BV, BT], gl.float32, flat)
-    await_copies(0)
+    wait_async_copies(0)
     b_p = meet_keys(q_2, k_2, 0, zero_p)
     b_p = warpgroup_mma_wait(0, deps=[b_p])
     for i_t in range(gl.cdiv(length, BT)):
@@ -234,7 +234,7 @@ def hopper_forward_kernel(
         if token < length:
             fetch_parts(q_2, then, p_q + o_t * stride_q, stride_q, length - token, W, True)
             fetch_parts(k_2, then, p_k + o_t * stride_k, stride_k, length - token, W, True)
-            fetch_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
+            async_copy_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
             async_copy.commit_group()
         from_j = from_2.index(here).load(gl.SliceLayout(0, flat))
         b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
@@ -256,7 +256,7 @@ def hopper_forward_kernel(
             as_matrix(dt_2.index(then), 1, BT).store(b_dt)
             as_matrix(enter_2.index(then), 1, BT).store(b_dt * b_to)
         # the next chunk's Q Kᵀ, beside the state's products; after the last chunk of nothing
-        await_copies(0)
+        wait_async_copies(0)
         b_p = meet_keys(q_2, k_2, then, zero_p)
         done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)
         b_p, b_s = done[0], done[2:]

@@ -18,13 +18,13 @@ from tokenmix_core.ops.ssd.hopper.group import group_gradients_kernel
 from tokenmix_core.ops.ssd.hopper.products import multiply
 from tokenmix_core.ops.ssd.steps import Gradients, Inputs
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_rows,
     barrier,
     causal_decay,
-    fetch_rows,
-    group_layout,
     locate_chunk,
+    mma_layout_split_n,
     store_rows,
+    wait_async_copies,
 )
 from tokenmix_core.tuning import SSDHopper
 
@@ -34,7 +34,7 @@ CHUNK = gl.constexpr(64)
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(group_layout(D, gl.num_warps())).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, gl.num_warps())).to(gl.float32), 1), row)
 
 
 @gluon.jit
@@ -55,10 +55,10 @@ def hopper_gradients_kernel(
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = group_layout(BT, W)
+    square: gl.constexpr = mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
-    left: gl.constexpr = gl.DotOperandLayout(0, group_layout(K, W), 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout_split_n(K, W), 2)
     # not the layout of copies: their addresses would be kept from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -87,13 +87,13 @@ def hopper_gradients_kernel(
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
     o_out = (first * HV + i_h) * K
     o_s = (i_c.to(gl.int64) * HV + i_h) * K * V
-    fetch_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
-    fetch_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
-    fetch_rows(s_v, v + first * stride_v + i_h * V, stride_v, rows, W)
-    fetch_rows(s_do, do + first * stride_do + i_h * V, stride_do, rows, W)
-    fetch_rows(s_s, states + o_s, V, K, W)
+    async_copy_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
+    async_copy_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
+    async_copy_rows(s_v, v + first * stride_v + i_h * V, stride_v, rows, W)
+    async_copy_rows(s_do, do + first * stride_do + i_h * V, stride_do, rows, W)
+    async_copy_rows(s_s, states + o_s, V, K, W)
     if not OVERLAY:
-        fetch_rows(s_d, gradients + o_s, V, K, W)
+        async_copy_rows(s_d, gradients + o_s, V, K, W)
     async_copy.commit_group()
     if OVERLAY:
         b_d = gl.load(gradients + o_s + o_lk[:, None] * V + o_lv[None, :])
@@ -104,7 +104,7 @@ def hopper_gradients_kernel(
     if dt is not None:
         dt_i = gl.load(dt + (first + o_i) * HV + i_h, mask=o_i < rows, other=0.0).to(gl.float32)
         dt_j = gl.convert_layout(dt_i, col)
-    await_copies(0)
+    wait_async_copies(0)
     if not OVERLAY:
         b_d = s_d.load(lines)
     end = gl.sum(gl.sum(s_s.load(lines).to(gl.float32) * b_d.to(gl.float32), 1), 0)
@@ -137,11 +137,11 @@ def hopper_gradients_kernel(
     # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
     b_dq = multiply(s_do, s_s.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, group_layout(K, W)))[:, None]
+    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, mma_layout_split_n(K, W)))[:, None]
     crossing_i += dot_rows(b_dq, s_q, row, K)
     if OVERLAY:
         barrier()
-        fetch_rows(s_d, gradients + o_s, V, K, W)
+        async_copy_rows(s_d, gradients + o_s, V, K, W)
         async_copy.commit_group()
     b_dv = multiply(s_p.permute((1, 0)), s_do, V)
     b_dv = warpgroup_mma_wait(0, deps=[b_dv])
@@ -156,15 +156,15 @@ def hopper_gradients_kernel(
         barrier()
         store_rows(dq + o_out, s_do, HV * K, rows, W)
     if OVERLAY:
-        await_copies(0)
+        wait_async_copies(0)
     b_kd = multiply(s_k, s_d, V)
     b_kd = warpgroup_mma_wait(0, deps=[b_kd])
-    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, group_layout(V, W)))[:, None]
+    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, mma_layout_split_n(V, W)))[:, None]
     later_i = dot_rows(b_kd, s_v, row, V)
     if dt is not None:
         gl.store(ddt + (first + o_i) * HV + i_h, ddt_i + later_i, mask=o_i < rows)
         later_i, to_i = later_i * dt_i, to_i * dt_i
-        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, group_layout(V, W)))[:, None]
+        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, mma_layout_split_n(V, W)))[:, None]
     b_dv += b_kd
     barrier()
     s_do.store(b_dv.to(dtype))

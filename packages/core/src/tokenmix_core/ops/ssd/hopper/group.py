@@ -29,13 +29,13 @@ from tokenmix_core.ops.ssd.hopper.vectors import (
     store_row_sums,
 )
 from tokenmix_core.tile.hopper import (
-    await_copies,
+    async_copy_rows,
     barrier,
-    fetch_rows,
-    group_layout,
     locate_chunk,
+    mma_layout_split_n,
     row_layout,
     store_rows,
+    wait_async_copies,
 )
 
 CHUNK = gl.constexpr(64)
@@ -52,8 +52,8 @@ def group_gradients_kernel(
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = group_layout(K, W)
-    narrow: gl.constexpr = group_layout(V, W)
+    wide: gl.constexpr = mma_layout_split_n(K, W)
+    narrow: gl.constexpr = mma_layout_split_n(V, W)
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     lines: gl.constexpr = row_layout(V, W)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -82,29 +82,29 @@ def group_gradients_kernel(
     own_h, skip_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4)
     o_s = (i_c.to(gl.int64) * HV + i_r * R) * K * V
     p_v, p_do = v + first * stride_v + i_r * R * V, do + first * stride_do + i_r * R * V
-    fetch_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
-    fetch_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
-    fetch_rows(v_2.index(0), p_v, stride_v, rows, W)
-    fetch_rows(do_2.index(0), p_do, stride_do, rows, W)
-    fetch_rows(s_2.index(0), states + o_s, V, K, W)
-    fetch_rows(d_2.index(0), gradients + o_s, V, K, W)
+    async_copy_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
+    async_copy_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
+    async_copy_rows(v_2.index(0), p_v, stride_v, rows, W)
+    async_copy_rows(do_2.index(0), p_do, stride_do, rows, W)
+    async_copy_rows(s_2.index(0), states + o_s, V, K, W)
+    async_copy_rows(d_2.index(0), gradients + o_s, V, K, W)
     async_copy.commit_group()
     store_decays(b_h, from_h, to_h, load_numbers(g + first * HV + i_r * R, HV, rows, R), scale)
     if dt is not None:
         dt_h = allocate_vectors(R, BT)
         as_matrix(dt_h, R, BT).store(load_numbers(dt + first * HV + i_r * R, HV, rows, R))
     b_dq, b_dk = gl.zeros([BT, K], gl.float32, wide), gl.zeros([BT, K], gl.float32, wide)
-    sum_dp = gl.zeros([BT, BT], gl.float32, group_layout(BT, W))
+    sum_dp = gl.zeros([BT, BT], gl.float32, mma_layout_split_n(BT, W))
     for r in range(R):
         here, then = r % 2, (r + 1) % 2
         s_v, s_do, s_s, s_d = v_2.index(here), do_2.index(here), s_2.index(here), d_2.index(here)
-        await_copies(0)
+        wait_async_copies(0)
         if r + 1 < R:
             p_v, p_do, o_s = p_v + V, p_do + V, o_s + K * V
-            fetch_rows(v_2.index(then), p_v, stride_v, rows, W)
-            fetch_rows(do_2.index(then), p_do, stride_do, rows, W)
-            fetch_rows(s_2.index(then), states + o_s, V, K, W)
-            fetch_rows(d_2.index(then), gradients + o_s, V, K, W)
+            async_copy_rows(v_2.index(then), p_v, stride_v, rows, W)
+            async_copy_rows(do_2.index(then), p_do, stride_do, rows, W)
+            async_copy_rows(s_2.index(then), states + o_s, V, K, W)
+            async_copy_rows(d_2.index(then), gradients + o_s, V, K, W)
             async_copy.commit_group()
         end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
 

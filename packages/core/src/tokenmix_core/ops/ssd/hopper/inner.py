@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenmix_core.ops.ssd.hopper.vectors import store_row_sums
-from tokenmix_core.tile.hopper import causal_decay, group_layout
+from tokenmix_core.tile.hopper import causal_decay, mma_layout_split_n
 
 
 @gluon.jit
@@ -15,7 +15,7 @@ def inner_gradients(b_qk, b_dp, s_b, s_dt, b_skip, row_h, column_h, own_h, skip_
     dO Vᵀ.
     """
     BT: gl.constexpr = b_qk.shape[0]
-    square: gl.constexpr = group_layout(BT, gl.num_warps())
+    square: gl.constexpr = mma_layout_split_n(BT, gl.num_warps())
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, state_layout, take_turn
+from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, gdc_launch_and_wait, state_layout
 
 
 @cached_launch
@@ -12,10 +12,10 @@ from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, state_layo
 def hopper_step_kernel(
     q, k, v, g, dt, D, o, state, stride_q, stride_k, stride_v, scale, G, HV,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr,
-    EARLY: gl.constexpr = False,
+    PDL: gl.constexpr = False,
 ):  # fmt: skip
     """BV columns of a head's state a program, BK rows at a time as they arrive."""
-    take_turn(EARLY)
+    gdc_launch_and_wait(PDL)
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
     i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
     i_n, i_h = (i_nh // HV).to(gl.int64), i_nh % HV

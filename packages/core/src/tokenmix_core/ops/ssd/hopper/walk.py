@@ -33,7 +33,14 @@ from tokenmix_core.ops.ssd.hopper.vectors import (
     store_row_sums,
 )
 from tokenmix_core.ops.ssd.steps import Gradients, Inputs
-from tokenmix_core.tile.hopper import anew, await_copies, barrier, fetch_rows, group_layout, store_rows
+from tokenmix_core.tile.hopper import (
+    async_copy_rows,
+    barrier,
+    mma_layout_split_n,
+    opaque,
+    store_rows,
+    wait_async_copies,
+)
 
 
 @gluon.constexpr_function
@@ -47,10 +54,10 @@ def fetch_chunk(s_q, s_k, s_v, s_do, p_q, p_k, p_v, p_do, o_t, stride_q, stride_
     """Begin to copy the tokens of a chunk, from row `o_t` on."""
     W: gl.constexpr = gl.num_warps()
     o_t = o_t.to(gl.int64)
-    fetch_rows(s_q, p_q + o_t * stride_q, stride_q, rows, W, True)
-    fetch_rows(s_k, p_k + o_t * stride_k, stride_k, rows, W, True)
-    fetch_rows(s_v, p_v + o_t * stride_v, stride_v, rows, W, True)
-    fetch_rows(s_do, p_do + o_t * stride_do, stride_do, rows, W, True)
+    async_copy_rows(s_q, p_q + o_t * stride_q, stride_q, rows, W, True)
+    async_copy_rows(s_k, p_k + o_t * stride_k, stride_k, rows, W, True)
+    async_copy_rows(s_v, p_v + o_t * stride_v, stride_v, rows, W, True)
+    async_copy_rows(s_do, p_do + o_t * stride_do, stride_do, rows, W, True)
 
 
 @gluon.jit
@@ -78,8 +85,8 @@ def walk_gradients_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = state_layout(K, V, W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
-    wide: gl.constexpr = group_layout(K, W)
-    narrow: gl.constexpr = group_layout(V, W)
+    wide: gl.constexpr = mma_layout_split_n(K, W)
+    narrow: gl.constexpr = mma_layout_split_n(V, W)
     by_head: gl.constexpr = head_rows(W)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_h, i_s = gl.program_id(0) % HV, gl.program_id(0) // HV
@@ -112,7 +119,7 @@ def walk_gradients_kernel(
         q_2.index(0), k_2.index(0), v_2.index(0), do_2.index(0), p_q, p_k, p_v, p_do, o_t,
         stride_q, stride_k, stride_v, stride_do, rows,
     )  # fmt: skip
-    fetch_rows(s_s, p_s + i_t.to(gl.int64) * HV * K * V, V, K, W)
+    async_copy_rows(s_s, p_s + i_t.to(gl.int64) * HV * K * V, V, K, W)
     async_copy.commit_group()
     b_g = load_numbers(g + o_h + o_t * HV, HV, rows, 1)
     total, b_to = store_decays(b_h.index(0), from_h.index(0), to_h.index(0), b_g, scale)
@@ -140,7 +147,7 @@ def walk_gradients_kernel(
         s_q, s_k, s_v, s_do = q_2.index(here), k_2.index(here), v_2.index(here), do_2.index(here)
         token = (gl.cdiv(length, BT) - 1 - i) * BT
         rows, o_t = length - token, (gl.maximum(token - BT, 0)).to(gl.int64)
-        await_copies(0)
+        wait_async_copies(0)
         b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
         b_dq, b_kd = multiply(s_do, s_s.permute((1, 0)), K), multiply(s_k, s_d, V)
         # the gradients of the chunk after this one leave beside these products
@@ -181,7 +188,7 @@ def walk_gradients_kernel(
         fence_async_shared()
         barrier()
         if token > 0:
-            fetch_rows(s_s, p_s + (token // BT - 1).to(gl.int64) * HV * K * V, V, K, W, True)
+            async_copy_rows(s_s, p_s + (token // BT - 1).to(gl.int64) * HV * K * V, V, K, W, True)
             async_copy.commit_group()
 
         # dQ += dP K; dV += Pᵀ dO; dK += dPᵀ Q; D ← e^b_C D + Qᵀ (scale e^b dO)
@@ -213,7 +220,7 @@ def walk_gradients_kernel(
         if dt is not None:
             as_matrix(dt_h.index(then), 1, BT).store(b_dt)  # type: ignore[union-attr]
             as_matrix(enter_h.index(then), 1, BT).store(b_dt * b_to)
-    await_copies(0)
+    wait_async_copies(0)
     last = (gl.cdiv(length, BT) + 1) % 2
     if length > 0:
         store_chunk(
@@ -221,7 +228,7 @@ def walk_gradients_kernel(
             o_h, HV, length,
         )  # fmt: skip
     if initial_gradient is not None:
-        gl.store(initial_gradient + o_state + anew(o_k)[:, None] * V + o_v[None, :], b_d)
+        gl.store(initial_gradient + o_state + opaque(o_k)[:, None] * V + o_v[None, :], b_d)
     if skip is not None:
         gl.store(dskip + i_s * HV + i_h, gl.sum(gl.sum(skipped, 1), 0))
 

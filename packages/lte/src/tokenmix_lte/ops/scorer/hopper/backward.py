@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import async_load, await_copies, barrier, group_layout, row_layout
+from tokenmix_core.tile.hopper import async_load, barrier, mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
     drop_tokens,
@@ -72,7 +72,7 @@ def hopper_layer_backward_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
-    tile: gl.constexpr = group_layout(_WIDTH, W)
+    tile: gl.constexpr = mma_layout_split_n(_WIDTH, W)
     row: gl.constexpr = row_layout(_WIDTH, W)
     i_b, i_h, i_part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     i_in = i_part * C
@@ -99,7 +99,7 @@ def hopper_layer_backward_kernel(
             fetch_tokens(x_s.index(i), x, streams, i * STEP, H, C, W)
         async_copy.commit_group()
     zero = gl.zeros([STREAMS, _WIDTH], gl.float32, tile)
-    sums: gl.constexpr = group_layout(CO, W)
+    sums: gl.constexpr = mma_layout_split_n(CO, W)
     zero_w = gl.zeros([_WIDTH, CO], gl.float32, sums)
     b_dw = (zero_w, zero_w, zero_w)
     b_dbias = zero_w
@@ -108,11 +108,11 @@ def hopper_layer_backward_kernel(
     if LAYER > 0:
         b_z = load_layer(x, streams_t, 0, H, C, tile)
     elif DROPOUT:
-        await_copies(_GRADIENTS - 2)
+        wait_async_copies(_GRADIENTS - 2)
         drop_tokens(x_s.index(0), seed, threshold, streams, 0, H, i_in, W)
     for s in range(tokens // STEP):
         # every warp has left the products of the step before, and sees what the others stored
-        await_copies(1)
+        wait_async_copies(1)
         o_t = s * STEP
         new = s + _GRADIENTS - 1
         fetch_tokens(dz_s.index(new % _GRADIENTS), dz, streams, (new - 2) * STEP - FIRST, H, CO, W)
@@ -161,7 +161,7 @@ def hopper_layer_backward_kernel(
         m_own = o_t < streams[2]
         gl.store(dx + o_row[:, None] * C + o_o[None, :], b_dx, mask=m_own[:, None] & (o_o < C)[None, :])
         b_dw = warpgroup_mma_wait(0, deps=b_sums)
-    await_copies(0)
+    wait_async_copies(0)
     o_i = gl.arange(0, _WIDTH, gl.SliceLayout(1, sums))
     o_c = gl.arange(0, CO, gl.SliceLayout(0, sums))
     for tap in gl.static_range(3):

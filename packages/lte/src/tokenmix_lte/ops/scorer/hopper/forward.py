@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import await_copies, group_layout, row_layout
+from tokenmix_core.tile.hopper import mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
     begin_convolution,
@@ -46,9 +46,9 @@ def hopper_scorer_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
-    tile1: gl.constexpr = group_layout(C1, W)
-    tile2: gl.constexpr = group_layout(C2, W)
-    tile3: gl.constexpr = group_layout(C3, W)
+    tile1: gl.constexpr = mma_layout_split_n(C1, W)
+    tile2: gl.constexpr = mma_layout_split_n(C2, W)
+    tile3: gl.constexpr = mma_layout_split_n(C3, W)
     i_b, i_h = gl.program_id(0), gl.program_id(1)
     # keys and values of a block in turn
     x0 = gl.allocate_shared_memory(dtype, [2 * _RING, STREAMS, K], rows_of(K))
@@ -85,7 +85,7 @@ def hopper_scorer_kernel(
     else:
         b_bias = gl.load(bias + i_h).to(gl.float32)
     if DROPOUT:
-        await_copies(_RING - 4)
+        wait_async_copies(_RING - 4)
         for i in gl.static_range(3):
             o_t = 3 * FIRST + i * STEP
             drop_tokens(x0.index(2 * i), seed, threshold, streams, o_t, H, 0, W)
@@ -96,7 +96,7 @@ def hopper_scorer_kernel(
     zero3 = gl.zeros([STREAMS, C3], gl.float32, tile3)
     for s in range(tokens // STEP + 6):
         # every warp has left the products of the step before, and sees what the others stored
-        await_copies(_RING - 5)
+        wait_async_copies(_RING - 5)
         new, o_t = (s + _RING - 1) % _RING * 2, (s + _RING - 1) * STEP + 3 * FIRST
         fetch_tokens(x0.index(new), k, streams, o_t, H, K, W)
         fetch_tokens(x0.index(new + 1), v, streams, o_t, H, K, W)
@@ -142,7 +142,7 @@ def hopper_scorer_kernel(
             m_own = exist(streams1, o_t) & (o_t >= 0) & (o_t < tokens)
             p_z = z1 + (streams1[0] + o_t * H)[:, None] * C1 + o_1[None, :]
             gl.store(p_z, b_z1.to(dtype), mask=m_own[:, None])
-    await_copies(0)
+    wait_async_copies(0)
     if GRADIENTS:
         p_last = dlast + (i_b.to(gl.int64) * H + i_h) * (C3 + 1)
         gl.store(p_last + o_3, gl.sum(b_dw, 0))

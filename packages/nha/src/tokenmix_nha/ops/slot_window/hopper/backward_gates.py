@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
+from tokenmix_core.tile.hopper import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.backward_groups import entries_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     accumulate_anew,
@@ -34,8 +34,8 @@ def hopper_backward_gates_kernel(
     """df `[BT, M]` of a chunk's tokens: what tokens from j on ask of all before j, less what j itself would lose."""
     BT: gl.constexpr = 64
     dtype: gl.constexpr = v.dtype.element_ty
-    square: gl.constexpr = product_layout(BT, 4)
-    slots: gl.constexpr = product_layout(M, 4)
+    square: gl.constexpr = mma_layout(BT, 4)
+    slots: gl.constexpr = mma_layout(M, 4)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
@@ -75,17 +75,17 @@ def hopper_backward_gates_kernel(
     fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
     fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
     async_copy.commit_group()
-    fetch_rows(s_dsk, ds_k + entry * K * M, M, K, 4)
-    fetch_rows(s_dsv, ds_v + entry * V * M, M, V, 4)
+    async_copy_rows(s_dsk, ds_k + entry * K * M, M, K, 4)
+    async_copy_rows(s_dsv, ds_v + entry * V * M, M, V, 4)
     async_copy.commit_group()
 
-    await_copies(1)
+    wait_async_copies(1)
     if GROUP > 1:
         b_e = entries_of_heads(
             s_k, s_q, s_v, s_do, s_p, s_dz, q + begin_q * K, do + begin_q * V, p + begin_q * M, dz + begin_q * M, o_q,
             length, HQ, GROUP,
         )  # fmt: skip
-        await_copies(0)
+        wait_async_copies(0)
         b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
         b_last = warpgroup_mma_wait(0, deps=[b_last])
     else:
@@ -97,14 +97,14 @@ def hopper_backward_gates_kernel(
         b_a = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
         b_dp = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
         b_e = accumulate_anew(b_dp, s_p, multiply_anew(b_a, s_dz, M))
-        await_copies(0)
+        wait_async_copies(0)
         b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
         b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
     barrier()
     # the slots before the chunk take places that are free by now
     s_sk, s_sv = reinterpret(s_q, dtype, [K, M], swizzled), reinterpret(s_do, dtype, [V, M], swizzled)
-    fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
-    fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
+    async_copy_rows(s_sk, states_k + entry * K * M, M, K, 4)
+    async_copy_rows(s_sv, states_v + entry * V * M, M, V, 4)
     async_copy.commit_group()
 
     o_l = gl.arange(0, M, line)
@@ -123,7 +123,7 @@ def hopper_backward_gates_kernel(
     b_x = gl.where(m_e[:, None], b_x - b_e * rounded(b_col, dtype).to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own
-    await_copies(0)
+    wait_async_copies(0)
     rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
     store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import await_copies, barrier, product_layout
+from tokenmix_core.tile.hopper import barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import accumulate_anew, as_left, fetch, multiply_anew, rounded
 from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, softmax
 
@@ -15,7 +15,7 @@ from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, softmax
 @gluon.jit
 def _arrived(b_x, dtype: gl.constexpr):
     """X of pairs whose token is in the slots that the query sees, rounded."""
-    square: gl.constexpr = product_layout(64, 4)
+    square: gl.constexpr = mma_layout(64, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, square))
     return rounded(gl.where(o_i[:, None] <= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :], b_x, 0.0), dtype)
 
@@ -26,7 +26,7 @@ def entries_of_heads(s_k, s_q, s_v, s_do, s_p, s_dz, q, do, p, dz, o_q, length, 
     K: gl.constexpr = s_k.shape[1]
     V: gl.constexpr = s_v.shape[1]
     M: gl.constexpr = s_p.shape[1]
-    b_e = gl.zeros([64, M], gl.float32, product_layout(M, 4))
+    b_e = gl.zeros([64, M], gl.float32, mma_layout(M, 4))
     for i_g in range(GROUP):
         b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), 64), multiply_anew(s_v, s_do.permute((1, 0)), 64)
         b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
@@ -41,7 +41,7 @@ def entries_of_heads(s_k, s_q, s_v, s_do, s_p, s_dz, q, do, p, dz, o_q, length, 
             fetch(s_p, p + (i_g + 1) * M, o_q, 0, length, HQ * M, True)
             fetch(s_dz, dz + (i_g + 1) * M, o_q, 0, length, HQ * M, True)
             async_copy.commit_group()
-            await_copies(0)
+            wait_async_copies(0)
     return b_e
 
 
@@ -67,7 +67,7 @@ def add_slots_of_heads(b_dk, b_dv, b_col, s_q, s_do, s_p, s_dz, q, do, p, dz, o_
             fetch(s_q, q + (i_g + 1) * K, o_q, 0, length, HQ * K, True)
             fetch(s_do, do + (i_g + 1) * V, o_q, 0, length, HQ * V, True)
             async_copy.commit_group()
-            await_copies(0)
+            wait_async_copies(0)
     return b_dk, b_dv
 
 
@@ -80,7 +80,7 @@ def add_window_of_heads(
     of its other tiles are under way, those of the chunk's own queries in a group before the others."""
     K: gl.constexpr = s_k.shape[1]
     V: gl.constexpr = s_v.shape[1]
-    square: gl.constexpr = product_layout(64, 4)
+    square: gl.constexpr = mma_layout(64, 4)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_j = gl.arange(0, 64, col)
     # one number a thread, until it is wanted in every row
@@ -90,7 +90,7 @@ def add_window_of_heads(
         i_g = GROUP - 1 - i
         lse_t = gl.load(lse + i_g + o_l.to(gl.int64) * HQ, mask=m_l, other=float("inf"))
         delta_t = gl.load(delta + i_g + o_l.to(gl.int64) * HQ, mask=m_l, other=0.0)
-        await_copies(1)
+        wait_async_copies(1)
         b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), 64), multiply_anew(s_v, s_do.permute((1, 0)), 64)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         o_i = gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]

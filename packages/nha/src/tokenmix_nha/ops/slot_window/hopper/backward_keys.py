@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret
+from tokenmix_core.tile.hopper import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.backward_groups import add_slots_of_heads, add_window_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     accumulate_anew,
@@ -35,8 +35,8 @@ def hopper_backward_keys_kernel(
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product_layout(BT, 4)
-    slots: gl.constexpr = product_layout(M, 4)
+    square: gl.constexpr = mma_layout(BT, 4)
+    slots: gl.constexpr = mma_layout(M, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -80,15 +80,15 @@ def hopper_backward_keys_kernel(
     fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
     fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
     async_copy.commit_group()
-    fetch_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
-    fetch_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
+    async_copy_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
+    async_copy_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
     b_col *= enter_weight(b_f)
     b_weight = rounded(b_col * gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :], dtype)
     b_col = as_left(rounded(b_col, dtype), BT)
 
     # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
-    await_copies(1)
+    wait_async_copies(1)
     if GROUP == 1:
         b_p, b_dz = multiply_anew(b_col, s_p.permute((1, 0)), BT), multiply_anew(b_col, s_dz.permute((1, 0)), BT)
     m_p = o_i[:, None] <= o_j[None, :]
@@ -98,7 +98,7 @@ def hopper_backward_keys_kernel(
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
     if GROUP > 1:
-        await_copies(0)
+        wait_async_copies(0)
         b_wv, b_wk = as_left(b_weight, V), as_left(b_weight, K)
         b_dv, b_dk = multiply_anew(b_wv, s_dsv.permute((1, 0)), V), multiply_anew(b_wk, s_dsk.permute((1, 0)), K)
         b_dv, b_dk, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_wv, b_wk])
@@ -118,7 +118,7 @@ def hopper_backward_keys_kernel(
             s_q.store(b_dk.to(dtype))
             barrier()
             store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
-            b_dk = gl.zeros([BT, K], gl.float32, product_layout(K, 4))
+            b_dk = gl.zeros([BT, K], gl.float32, mma_layout(K, 4))
         b_dk, b_dv = add_window_of_heads(
             b_dk, b_dv, s_k, s_qw, s_v, s_do, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_q, o_w, shift_0,
             shift_1, window, length, first, oldest, HQ, scale, GROUP,
@@ -131,7 +131,7 @@ def hopper_backward_keys_kernel(
         s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
         fetch(s_qw, p_q, o_q, 0, length, HQ * K)
         async_copy.commit_group()
-        await_copies(1)
+        wait_async_copies(1)
         b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
         b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
         b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
@@ -141,7 +141,7 @@ def hopper_backward_keys_kernel(
         fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
         fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
         async_copy.commit_group()
-        await_copies(1)
+        wait_async_copies(1)
         store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
         b_s, b_ds = multiply_anew(s_k, s_qw.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
@@ -160,7 +160,7 @@ def hopper_backward_keys_kernel(
         fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
         fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
         async_copy.commit_group()
-        await_copies(1)
+        wait_async_copies(1)
         b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
         b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
         b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))

@@ -5,7 +5,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, fetch_rows, product_layout, reinterpret, row_layout
+from tokenmix_core.tile.hopper import (
+    LOG2_E,
+    async_copy_rows,
+    barrier,
+    mma_layout,
+    reinterpret,
+    row_layout,
+    wait_async_copies,
+)
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     accumulate_anew,
@@ -27,7 +35,7 @@ from tokenmix_nha.ops.slot_window.steps import Backward, Softmax
 def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2):
     """Probabilities of some keys of the window `[64, BN]` and do · v."""
     BN: gl.constexpr = s_kn.shape[0]
-    layout: gl.constexpr = product_layout(BN, 4)
+    layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
     b_s, b_d = multiply_anew(s_q, s_kn.permute((1, 0)), BN), multiply_anew(s_do, s_vn.permute((1, 0)), BN)
@@ -47,9 +55,9 @@ def _add_deltas(
     K: gl.constexpr = s_kn.shape[1]
     V: gl.constexpr = s_vn.shape[1]
     for shift in range(shift_0, shift_1, BN):
-        await_copies(0)
+        wait_async_copies(0)
         b_s, b_d = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
-        delta_i += gl.convert_layout(gl.sum(b_s * b_d, 1), gl.SliceLayout(1, product_layout(64, 4)))
+        delta_i += gl.convert_layout(gl.sum(b_s * b_d, 1), gl.SliceLayout(1, mma_layout(64, 4)))
         if window > BN:
             barrier()
             after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
@@ -80,9 +88,9 @@ def _add_window(
     BN: gl.constexpr = s_kn.shape[0]
     K: gl.constexpr = s_kn.shape[1]
     V: gl.constexpr = s_vn.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, product_layout(BN, 4))
+    layout: gl.constexpr = gl.SliceLayout(1, mma_layout(BN, 4))
     for shift in range(shift_0, shift_1, BN):
-        await_copies(0)
+        wait_async_copies(0)
         b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
         b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
         b_ds = as_left(b_ds.to(s_kn.dtype), K)
@@ -110,8 +118,8 @@ def hopper_backward_queries_kernel(
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product_layout(BT, 4)
-    slots: gl.constexpr = product_layout(M, 4)
+    square: gl.constexpr = mma_layout(BT, 4)
+    slots: gl.constexpr = mma_layout(M, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     each: gl.constexpr = gl.SliceLayout(1, slots)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -158,8 +166,8 @@ def hopper_backward_queries_kernel(
     fetch(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
     fetch(s_v, p_v, first, oldest, keys, H * V)
     async_copy.commit_group()
-    fetch_rows(s_sk, states_k + entry * K * M, M, K, 4)
-    fetch_rows(s_sv, states_v + entry * V * M, M, V, 4)
+    async_copy_rows(s_sk, states_k + entry * K * M, M, K, 4)
+    async_copy_rows(s_sv, states_v + entry * V * M, M, V, 4)
     async_copy.commit_group()
 
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, gl.SliceLayout(0, square))
@@ -178,7 +186,7 @@ def hopper_backward_queries_kernel(
     shift_1 = gl.minimum(BT + window, keys - first)
 
     # of pairs of a query and a key: in the slots at or below the diagonal, in the window above it
-    await_copies(1)
+    wait_async_copies(1)
     b_a, b_dp = multiply_anew(s_q, s_k.permute((1, 0)), BT), multiply_anew(s_do, s_v.permute((1, 0)), BT)
     b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
     barrier()
@@ -192,7 +200,7 @@ def hopper_backward_queries_kernel(
     b_left, b_right = as_left(gl.where(m_p, b_a, 0.0).to(dtype), M), as_left(gl.where(m_p, b_dp, 0.0).to(dtype), M)
     if not OWN_SLOT_KEYS:
         b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
-    await_copies(1)
+    wait_async_copies(1)
     b_z, b_d = multiply_anew(s_q, s_sk, M), multiply_anew(s_do, s_sv, M)
     b_z = accumulate_anew(b_left, s_col, b_z)
     b_d = accumulate_anew(b_right, s_col, b_d)
@@ -204,7 +212,7 @@ def hopper_backward_queries_kernel(
         fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
         fetch(s_kw, p_k, first, oldest, keys, H * K)
         async_copy.commit_group()
-        await_copies(0)
+        wait_async_copies(0)
         b_w = warpgroup_mma_wait(0, deps=[multiply_anew(s_q, s_kw.permute((1, 0)), BT)])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:

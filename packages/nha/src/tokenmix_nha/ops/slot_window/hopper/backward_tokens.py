@@ -8,7 +8,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, anew, await_copies, barrier, fetch_rows, product_layout, reinterpret
+from tokenmix_core.tile.hopper import (
+    LOG2_E,
+    async_copy_rows,
+    barrier,
+    mma_layout,
+    opaque,
+    reinterpret,
+    wait_async_copies,
+)
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     accumulate_anew,
     as_left,
@@ -38,8 +46,8 @@ def hopper_backward_tokens_kernel(
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product_layout(BT, 4)
-    slots: gl.constexpr = product_layout(M, 4)
+    square: gl.constexpr = mma_layout(BT, 4)
+    slots: gl.constexpr = mma_layout(M, 4)
     col: gl.constexpr = gl.SliceLayout(0, square)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -76,8 +84,8 @@ def hopper_backward_tokens_kernel(
     async_copy.commit_group()
     fetch(s_p, p + begin_q * M, o_q, 0, length, H * M)
     fetch(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
-    fetch_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
-    fetch_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
+    async_copy_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
+    async_copy_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
     o_r, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= oldest) & (first + o_r < entering)
@@ -86,8 +94,8 @@ def hopper_backward_tokens_kernel(
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
     end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, H, M)
     b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_high, s_low, False))
-    fetch_rows(s_sk, states_k + entry * K * M, M, size_k, 4)
-    fetch_rows(s_sv, states_v + entry * V * M, M, size_v, 4)
+    async_copy_rows(s_sk, states_k + entry * K * M, M, size_k, 4)
+    async_copy_rows(s_sv, states_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
     b_x = gl.load(p_x, mask=m_x, other=0.0)
     b_col = enter_weight(b_f) * b_inverse
@@ -95,7 +103,7 @@ def hopper_backward_tokens_kernel(
     b_weight = rounded(b_col * b_end, dtype)
 
     # what tokens from j on ask of all before j, less what token j itself would lose
-    await_copies(1)
+    wait_async_copies(1)
     b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
     b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
     b_a, b_dp, b_last = warpgroup_mma_wait(0, deps=[b_a, b_dp, b_last])
@@ -112,7 +120,7 @@ def hopper_backward_tokens_kernel(
     b_round = rounded(b_col, dtype)
     b_x = gl.where(m_e[:, None], b_x - b_e * b_round.to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
-    await_copies(0)
+    wait_async_copies(0)
     rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
     barrier()
     b_df = sums_of_rows(b_x, s_high, s_low, True) - b_own
@@ -125,7 +133,7 @@ def hopper_backward_tokens_kernel(
     # once more, since registers are short
     b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
-    o_i, o_j = anew(o_i), anew(o_j)
+    o_i, o_j = opaque(o_i), opaque(o_j)
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout, reinterpret
+from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
     enter_weight,
@@ -28,7 +28,7 @@ from tokenmix_nha.ops.slot_window.steps import Inputs, Kept, Layout, Results
 def _logits(b_s, shift, first, oldest, keys, window, scale):
     """Products of the chunk's queries with the keys `shift` … of it, scaled; −∞ outside the window."""
     BN: gl.constexpr = b_s.shape[1]
-    layout: gl.constexpr = product_layout(BN, 4)
+    layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, b_s.shape[0], gl.SliceLayout(1, layout))[:, None]
     o_j = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
     m_s = (o_j > o_i) & (o_j <= o_i + window) & (first + o_j >= oldest) & (first + o_j < keys)
@@ -47,10 +47,10 @@ def hopper_window_forward_kernel(
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = product_layout(BT, 4)
-    slots: gl.constexpr = product_layout(M, 4)
-    narrow: gl.constexpr = product_layout(BN, 4)
-    wide: gl.constexpr = product_layout(V, 4)
+    square: gl.constexpr = mma_layout(BT, 4)
+    slots: gl.constexpr = mma_layout(M, 4)
+    narrow: gl.constexpr = mma_layout(BN, 4)
+    wide: gl.constexpr = mma_layout(V, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     i_n, i_t, begin, length = locate_chunk(gl.program_id(0), T, N, chunks, extra, cu_seqlens, PACKED)
     i_h, HQ = gl.program_id(1) // GROUP, H * GROUP
@@ -109,11 +109,11 @@ def hopper_window_forward_kernel(
     b_g = sums_of_rows(b_log, s_col, s_low, False)
     b_row = gl.exp2(b_g)
     s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
-    await_copies(1)
+    wait_async_copies(1)
     b_a = multiply(s_qs, s_ks.permute((1, 0)), BT)
     if OWN_SLOT_KEYS:
         b_u = multiply(s_q, s_k.permute((1, 0)), BT)
-    await_copies(0)
+    wait_async_copies(0)
     b_z, b_s = multiply(s_qs, s_sk, M), multiply(s_q, s_kn.permute((1, 0)), BN)
     if OWN_SLOT_KEYS:
         b_a, b_u, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_u, b_z, b_s])
@@ -146,7 +146,7 @@ def hopper_window_forward_kernel(
     b_c, b_left = warpgroup_mma_wait(0, deps=[multiply(b_left, s_col.permute((1, 0)), BT), b_left])
     b_w = as_left((b_w + gl.where(m_b, b_c, 0.0)).to(dtype), V)
     b_y, b_sn = as_left(b_y, V), as_left(b_s.to(dtype), V)
-    await_copies(0)
+    wait_async_copies(0)
     b_o = multiply(b_y, s_sv.permute((1, 0)), V)
     b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
     b_o = warpgroup_mma(b_w, s_v, b_o, is_async=True)
@@ -157,7 +157,7 @@ def hopper_window_forward_kernel(
         barrier()
         fetch(s_kn, p_k, first + shift, oldest, last, H * K)
         async_copy.commit_group()
-        await_copies(0)
+        wait_async_copies(0)
         b_s = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kn.permute((1, 0)), BN)])
         barrier()
         fetch(s_vn, p_v, first + shift, oldest, last, H * V)
@@ -169,7 +169,7 @@ def hopper_window_forward_kernel(
         b_l = b_l * b_shrink + gl.convert_layout(gl.sum(b_s, 1), row)
         b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, wide))[:, None]
         b_sn = as_left(b_s.to(dtype), V)
-        await_copies(0)
+        wait_async_copies(0)
         b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
         b_o, b_sn = warpgroup_mma_wait(0, deps=[b_o, b_sn])
         b_max = b_new

@@ -4,13 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, anew, async_load, barrier, placed_anew, product_layout, row_layout
+from tokenmix_core.tile.hopper import LOG2_E, async_load, barrier, mma_layout, opaque, opaque_tile, row_layout
 
 
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Begin A B, of 64 rows and N columns."""
-    zero = gl.zeros([64, N], gl.float32, product_layout(N, 4))
+    zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
@@ -19,22 +19,22 @@ def accumulate_anew(a, b, b_sum):
     """Begin A B + b_sum, for which alone tiles' places are found. Where a product in a loop is not made so, ptxas keeps
     the places of all products."""
     if isinstance(a, gl.shared_memory_descriptor):
-        a = placed_anew(a)
-    return warpgroup_mma(a, placed_anew(b), b_sum, is_async=True)
+        a = opaque_tile(a)
+    return warpgroup_mma(a, opaque_tile(b), b_sum, is_async=True)
 
 
 @gluon.jit
 def multiply_anew(a, b, N: gl.constexpr):
     """Begin A B, of 64 rows and N columns, as `accumulate_anew` does."""
     if isinstance(a, gl.shared_memory_descriptor):
-        a = placed_anew(a)
-    return multiply(a, placed_anew(b), N)
+        a = opaque_tile(a)
+    return multiply(a, opaque_tile(b), N)
 
 
 @gluon.jit
 def as_left(b_x, N: gl.constexpr):
     """A result in registers as the left operand of a product of N columns."""
-    return gl.convert_layout(b_x, gl.DotOperandLayout(0, product_layout(N, 4), 2))
+    return gl.convert_layout(b_x, gl.DotOperandLayout(0, mma_layout(N, 4), 2))
 
 
 @gluon.jit
@@ -45,13 +45,13 @@ def rounded(b_x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fetch(s_x, p_x, first, low, high, stride, ANEW: gl.constexpr = False):
-    """Begin to copy rows `first` … of a matrix; those outside `low … high` become 0. Offsets made ANEW take
+def fetch(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr = False):
+    """Begin to copy rows `first` … of a matrix; those outside `low … high` become 0. Offsets made OPAQUE take
     instructions where they are needed, and no registers elsewhere."""
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
-    if ANEW:
-        o_t = anew(o_t)
+    if OPAQUE:
+        o_t = opaque(o_t)
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     p_x += first.to(gl.int64) * stride
     m_t = (first + o_t >= low) & (first + o_t < high)
@@ -129,7 +129,7 @@ def locate_tokens(
 @gluon.jit
 def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
     """Rows `o_t` of a head's log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots."""
-    o_m = gl.arange(0, M, gl.SliceLayout(0, product_layout(M, 4)))
+    o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
     p_f = f + ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     return gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
 
@@ -138,8 +138,8 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
 def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
     """Store gradients of a chunk's log-gates, finite ones of the tokens that enter, and 0 for others."""
     M: gl.constexpr = b_df.shape[1]
-    o_t = first + anew(gl.arange(0, 64, gl.SliceLayout(1, product_layout(M, 4))))
-    o_m = gl.arange(0, M, gl.SliceLayout(0, product_layout(M, 4)))
+    o_t = first + opaque(gl.arange(0, 64, gl.SliceLayout(1, mma_layout(M, 4))))
+    o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
     m_e = ((o_t >= oldest) & (o_t < entering))[:, None]
     o_df = ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     b_df = gl.where(m_e & (gl.abs(b_df) < float("inf")), b_df, 0.0)
@@ -158,12 +158,12 @@ def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
     """The sums of x `[64, M]` over all rows up to each, or from each on; both halves of its digits go through shared
     memory, of which other warps may still read what is there before only if they do not write it."""
     M: gl.constexpr = b_x.shape[1]
-    left: gl.constexpr = gl.DotOperandLayout(0, product_layout(M, 4), 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(M, 4), 2)
     b_high = rounded(b_x, s_high.dtype)
     s_high.store(b_high)
     s_low.store((b_x - b_high.to(gl.float32)).to(s_low.dtype))
     # else ptxas 12.8 may write a register of ones anew while the product that reads it is under way
-    o_i = anew(gl.arange(0, 64, gl.SliceLayout(1, left)))[:, None]
+    o_i = opaque(gl.arange(0, 64, gl.SliceLayout(1, left)))[:, None]
     o_j = gl.arange(0, 64, gl.SliceLayout(0, left))[None, :]
     if LATER:
         b_ones = gl.where(o_j >= o_i, 1.0, 0.0).to(s_high.dtype)

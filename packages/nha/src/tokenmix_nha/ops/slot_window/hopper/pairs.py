@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, await_copies, barrier, product_layout
+from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import accumulate_anew, as_left, fetch, multiply_anew
 
 
@@ -36,7 +36,7 @@ def add_window(
     """Add what queries from `shift_0` to `shift_1` tokens after o_w ask, as many at a time as their tiles hold; copies
     of the first are under way."""
     BN: gl.constexpr = s_q.shape[0]
-    layout: gl.constexpr = product_layout(BN, 4)
+    layout: gl.constexpr = mma_layout(BN, 4)
     o_i, o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None], gl.arange(0, BN, gl.SliceLayout(0, layout))
     dtype: gl.constexpr = s_q.dtype
     for shift in range(shift_0, shift_1, BN):
@@ -44,7 +44,7 @@ def add_window(
         m_q = (o_q >= 0) & (o_q < length) & (shift + o_n < shift_1)
         b_lse = gl.load(lse + o_q.to(gl.int64) * HQ, mask=m_q, other=float("inf"))
         b_delta = gl.load(delta + o_q.to(gl.int64) * HQ, mask=m_q, other=0.0)
-        await_copies(0)
+        wait_async_copies(0)
         b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), BN), multiply_anew(s_v, s_do.permute((1, 0)), BN)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         o_s = (shift + o_n)[None, :] - o_i

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, async_load, await_copies, barrier, row_layout
+from tokenmix_core.tile.hopper import LOG2_E, async_load, barrier, row_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import enter_weight, first_entry
 from tokenmix_nha.ops.slot_window.states import launch_walk
@@ -163,7 +163,7 @@ def hopper_slot_states_kernel(
     s_all_k.store(gl.full([K, BT], 1.0, dtype, lines))
     if V != K:
         s_all_v.store(gl.full([V, BT], 1.0, dtype, lines))
-    await_copies(1)
+    wait_async_copies(1)
     b_f = s_f.index(0).load(layout).to(gl.float32)
     _halves(b_f, s_high, s_low)
     fence_async_shared()
@@ -181,7 +181,7 @@ def hopper_slot_states_kernel(
         stage = (i - first) % STAGES
         tile = (entry + i) * H + i_h
         # this chunk's copies and weights are there, and all warps are done with those before
-        await_copies(STAGES - 2)
+        wait_async_copies(STAGES - 2)
         b_f = s_f.index((i + 1 - first) % 2).load(layout).to(gl.float32)
         _halves(b_f, s_high, s_low)
         if LOCAL:
