@@ -48,6 +48,16 @@ class Scorer(nn.Module):
         raise undefined(self, "forward(k, v, *, begin, cu_seqlens)", "which returns a logit for every token and head")
 
 
+class _Parameters(nn.ParameterList):
+    """Parameters that are had by a call, as what offloads or watches a module needs."""
+
+    # torch's own list refuses to be called
+    __call__ = nn.Module.__call__
+
+    def forward(self) -> list[Tensor]:
+        return list(self)
+
+
 class ConvScorer(Scorer):
     """Three convolutions over every second token with SiLU, each with half the channels of the one before, then linear.
 
@@ -66,10 +76,10 @@ class ConvScorer(Scorer):
         self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
         self.dropout = dropout
         sizes = channels_of_layers(channels, _LAYERS)
-        self.kernels = nn.ParameterList(
+        self.kernels = _Parameters(
             torch.empty(heads, sizes[i + 1], sizes[i], len(self.offsets)) for i in range(_LAYERS)
         )
-        self.biases = nn.ParameterList(torch.empty(heads, sizes[i + 1]) for i in range(_LAYERS))
+        self.biases = _Parameters(torch.empty(heads, sizes[i + 1]) for i in range(_LAYERS))
         self.weight = nn.Parameter(torch.empty(heads, sizes[-1]))
         self.bias = nn.Parameter(torch.empty(heads))
         self.init_weights_()
@@ -86,7 +96,7 @@ class ConvScorer(Scorer):
         return retention_logits(
             k,
             v,
-            list(zip(self.kernels, self.biases, strict=True)),
+            list(zip(self.kernels(), self.biases(), strict=True)),
             self.weight,
             self.bias,
             offsets=self.offsets,

@@ -14,7 +14,8 @@ from tokenmix_core.nn.heads import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.plain import is_plain, warn_slower
+from tokenmix_core.nn.projections import is_plain_linear, project_out, projected
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv, convolved
@@ -33,6 +34,7 @@ from tokenmix_nats_l.chunks import (
 )
 from tokenmix_nats_l.open_chunk import go_on, hold_nothing, step
 from tokenmix_nats_l.ops import merge_operations
+from tokenmix_nats_l.ops.merge.reference import merge_by_norms
 
 Norms = Literal["each", "sum"]
 Weights = Literal["queries", "inputs", "none"]
@@ -279,7 +281,11 @@ class NatsL(Mixer):
             return forced_types(self.types, numbers(), self.num_heads, means.dtype)
         # in float32 under autocast, too: chunks near the border would be of another type in decoding
         with torch.autocast(means.device.type, enabled=False):
-            return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
+            if is_plain_linear(self.score_proj):
+                return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
+            # of the dtype that such a layer computes in: its weights', where they are floating-point numbers
+            floats = (p.dtype for p in self.score_proj.parameters() if p.is_floating_point())
+            return learned_types(project_out(means.to(next(floats, means.dtype)), self.score_proj).to(means.dtype))
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
@@ -332,7 +338,10 @@ class NatsL(Mixer):
         """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
         logits = None
         if self.weight_proj is not None:
-            logits = self.weight_proj(flat_q if self.weights == "queries" else x).unflatten(-1, (2, -1))
+            logits = project_out(flat_q if self.weights == "queries" else x, self.weight_proj).unflatten(-1, (2, -1))
+        if not is_plain(RMSNorm, self.linear_norm, self.softmax_norm):
+            warn_slower("NAtS-L's merge of both operations", ("linear_norm", "softmax_norm"))
+            return merge_by_norms(linear, softmax, gate, self.linear_norm, self.softmax_norm, logits)
         return merge_operations(
             linear,
             softmax,

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
 from tokenmix_core.launch.reading import Asked
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.nn.rotary import Rotation, normed_for_step
 from tokenmix_core.nn.state import LayerState
 from tokenmix_core.ops import attention_decode, gated_delta_rule_step, kept_attention, merge_attention, rotate_step
 from tokenmix_core.ops.common import unless_gluon
@@ -52,11 +52,12 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     state.inputs.value.add_(x.squeeze(1))
 
     place, filled = span.fill(layer.chunk)
-    softmax_q, softmax_k, softmax_v = (y.squeeze(1) for y in (tokens.softmax_q, tokens.softmax_k, tokens.softmax_v))
+    softmax_q, softmax_k, norms = normed_for_step(tokens.softmax_q, tokens.softmax_k, layer.q_norm, layer.k_norm)
+    softmax_q, softmax_k, softmax_v = (y.squeeze(1) for y in (softmax_q, softmax_k, tokens.softmax_v))
     cos, sin = (None, None) if rotary is None else (y.squeeze(1) for y in rotary)
     softmax_q = rotate_step(
-        softmax_q, softmax_k, softmax_v, cos, sin, keys, values, place, layer.q_norm.weight, layer.k_norm.weight,
-        eps=layer.q_norm.eps, impl=unless_gluon(layer.impl),
+        softmax_q, softmax_k, softmax_v, cos, sin, keys, values, place,
+        impl=unless_gluon(layer.impl), **norms,
     )  # fmt: skip
     seen = []
     if layer.own_chunk != "linear":

@@ -74,7 +74,9 @@ class GatedLinearAttention(Mixer):
     ) -> MixerOutput:
         q, k, v, a, z = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.a_down_proj, self.g_proj)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        g = log_forget_gates(self.a_up_proj(a), normalizer=self.gate_normalizer).unflatten(-1, (self.num_heads, -1))
+        g = log_forget_gates(project_out(a, self.a_up_proj), normalizer=self.gate_normalizer).unflatten(
+            -1, (self.num_heads, -1)
+        )
         before = None if state is None else state.recurrent.value
         o, after = chunk_gla(q, k, v, g, initial_state=before, cu_seqlens=cu_seqlens)
         if state is not None:

@@ -134,7 +134,7 @@ class AddsBeforeNorm:
     """Before transformers' decoder layer: sums are made where they are read or written.
 
     Attention's output is added to the residual stream by the norm behind it, the MLP's by the MLP itself, which is
-    given the stream: what watches `mlp` sees the sum.
+    given the stream.
     """
 
     input_layernorm: RMSNorm

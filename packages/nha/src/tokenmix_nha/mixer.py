@@ -196,7 +196,7 @@ class NhaMixer(Mixer):
         if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):
             return None
         if self.weight_proj is not None:
-            return at_least_float32(self.weight_proj(x)).sigmoid()
+            return at_least_float32(project_out(x, self.weight_proj)).sigmoid()
         return x.new_full((1, 1, 1), self.long_weight, dtype=torch.promote_types(x.dtype, torch.float32))
 
     def _with_positions(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

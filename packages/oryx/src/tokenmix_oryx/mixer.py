@@ -15,8 +15,9 @@ from tokenmix_core.nn.attention import cached_attention, mean_visible
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
+from tokenmix_core.nn.plain import is_plain, warn_slower
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import is_plain_linear, project_out, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, Span, TensorState
@@ -196,7 +197,8 @@ class OryxMixer(Mixer):
         step = stepping(hidden_states, state)
         if state is None and mode.attention is not None and self._fuses(hidden_states):
             assert rotary is not None, "the model turns every call's positions"
-            return self.o_proj(self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)), None
+            mixed = self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)
+            return project_out(mixed, self.o_proj), None
         # without a cache nobody will read the state that attention leaves behind
         recurs = mode.uniform != ATTENTION or state is not None
         rates = (self.dt_proj, self.beta_proj) if recurs else (None, None)
@@ -223,7 +225,12 @@ class OryxMixer(Mixer):
         """Tell whether what lies between the projections is one operation: kernels, and none of some ablations."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
-        return kernels and None not in parts and self.attention_l2_norm == "none"
+        if not kernels or None in parts or self.attention_l2_norm != "none":
+            return False
+        if is_plain(ShortConv, self.k_conv, self.v_conv) and is_plain(GatedRMSNorm, self.norm):
+            return True
+        warn_slower("Oryx's operation for mixed modes", ("k_conv", "v_conv", "norm"))
+        return False
 
     def _mix(
         self,
@@ -238,11 +245,11 @@ class OryxMixer(Mixer):
         assert k_conv is not None, "asked for beforehand"
         assert v_conv is not None, "asked for beforehand"
         if linear_q is None:
-            rows, order = attention_q(x), None
+            rows, order = project_out(x, attention_q), None
         elif order is not None and can_group(x, linear_q, attention_q):
             rows = project_in_order(x, linear_q.weight, attention_q.weight, order)
         else:
-            rows, order = torch.where(attends[..., None], attention_q(x), linear_q(x)), None
+            rows, order = torch.where(attends[..., None], *projected(x, attention_q, linear_q)), None
         options = MixOptions(
             heads=self.num_heads,
             silu_shared=self.kv_activation == "silu",
@@ -267,10 +274,10 @@ class OryxMixer(Mixer):
         """
         layers = (self.k_proj, self.v_proj, self.g_proj, self.dt_proj, self.beta_proj)
         layers = [layer for layer in layers if layer is not None]
-        if all(type(layer) is nn.Linear for layer in layers):
+        if all(is_plain_linear(layer) for layer in layers):
             weight = torch.cat([layer.weight for layer in layers])
             return F.linear(x, F.pad(weight, (0, 0, 0, -len(weight) % 64)))
-        y = torch.cat([layer(x) for layer in layers], -1)
+        y = torch.cat(projected(x, *layers), -1)
         return F.pad(y, (0, -y.shape[-1] % 64))
 
     def _rates(self, rates: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -299,7 +306,7 @@ class OryxMixer(Mixer):
         attends = mode.attention[..., None]
         attention_q, linear_q = self._query_layer(ATTENTION), self._query_layer(LINEAR)
         if linear_q is attention_q:
-            found = attention_q(x)
+            found = project_out(x, attention_q)
         elif mode.order is not None and can_group(x, linear_q, attention_q):
             found = project_by_mode(x, linear_q.weight, attention_q.weight, mode.order)
         else:

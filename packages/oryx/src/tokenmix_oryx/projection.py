@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from tokenmix_core.nn.projections import is_plain_linear
 from tokenmix_core.nn.rows import moved
 
 
@@ -40,7 +41,11 @@ def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
     """Tell whether the device multiplies groups of sizes unknown to the host, and the layers are plain matrices."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    if not x.is_cuda or dtype != torch.bfloat16 or any(type(layer) is not nn.Linear for layer in layers):
+    if (
+        not x.is_cuda
+        or dtype != torch.bfloat16
+        or not all(layer is not None and is_plain_linear(layer) for layer in layers)
+    ):
         return False
     # elsewhere torch takes the sizes to the host
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)

@@ -22,6 +22,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm, add_and_norm
+from tokenmix_core.nn.plain import refuse_meta
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding
@@ -245,7 +246,10 @@ class HybridModel(HybridPreTrainedModel):
         if x.dim() != dims or not x.shape[0] or not x.shape[1]:
             name, shape = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
             raise ValueError(f"{name} must have shape {shape} with B and T at least 1, got {list(x.shape)}")
-        return self.embed_tokens(x) if inputs_embeds is None else x
+        if inputs_embeds is not None:
+            return x
+        refuse_meta(x, self.embed_tokens)
+        return self.embed_tokens(x)
 
     def _check_inputs(self, mixer_inputs: dict[str, Any]) -> None:
         if unknown := sorted(set(mixer_inputs) - set(self.input_takers)):

@@ -132,7 +132,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             output_logits = labels is None or not self.training
         whole = None
         if labels is not None:
-            whole = None if self._fuses_loss() else self.lm_head(hidden)
+            whole = None if self._fuses_loss() else project_out(hidden, self.lm_head)
             targets = _targets(hidden, labels, attention_mask, out.cu_seqlens)
             loss = self._loss(hidden, whole, targets, num_items_in_batch, out.auxiliary)
         if output_logits:

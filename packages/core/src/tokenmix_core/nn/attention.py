@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import project_out, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.rotary import Rotation, apply_rotary, normed_for_step
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode, rotate_step
 from tokenmix_core.ops.common import AttentionOutput
@@ -124,10 +123,8 @@ class Attention(Mixer):
         """q of one token of each sequence, turned; k, turned, and v are stored."""
         assert rotary is not None
         norms: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None and not is_plain(RMSNorm, self.q_norm, self.k_norm):
-            q, k = self.q_norm(q), self.k_norm(k)
-        elif self.q_norm is not None and self.k_norm is not None:
-            norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.eps}
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, norms = normed_for_step(q, k, self.q_norm, self.k_norm)
         q, k, v, cos, sin = (x.squeeze(1) for x in (q, k, v, *rotary))
         kv, places = state.kv, state.kv.place(state.span.positions)
         return rotate_step(q, k, v, cos, sin, kv.keys, kv.values, places, **norms).unsqueeze(1)

@@ -48,6 +48,20 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def refuse_meta(x: Tensor, *modules: nn.Module) -> None:
+    """Raise a ValueError for a module on the meta device that nothing would bring its weights, given a real x.
+
+    torch's own layers return memory that was never written in that case.
+    """
+    for module in modules:
+        meta = any(p is not None and p.is_meta for p in module._parameters.values())
+        if meta and not x.is_meta and not has_hooks(module) and "forward" not in module.__dict__:
+            raise ValueError(
+                f"{type(module).__name__}: the weights are on the meta device and the input is on {x.device}; load the "
+                "weights (from_pretrained, to_empty), or let accelerate's hooks bring them"
+            )
+
+
 def warn_slower(what: str, modules: Iterable[str]) -> None:
     """Warn once that a fused path is not taken, because some of the named modules are not plain."""
     if not torch.compiler.is_compiling():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tokenmix_core.launch import private, replay
-from tokenmix_core.nn.plain import is_plain
+from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.nn.precision import gives_float32
 from tokenmix_core.ops import linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
@@ -38,10 +38,10 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
 
 def project_out(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
     """The output of one linear layer: for one token, without gradients, by a kernel that reads its weight sooner."""
-    if _can_share(x, [layer]):
-        weight: Any = layer.weight
-        if _by_kernel(x, [weight]):
-            return _by_linears(x, [weight])[0]
+    if not _can_share(x, [layer]):
+        refuse_meta(x, layer)
+    elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
+        return _by_linears(x, [weight])[0]
     return layer(x)
 
 
@@ -78,6 +78,7 @@ def _forward_mode() -> bool:
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if not _can_share(x, layers):
+        refuse_meta(x, *layers)
         return tuple(layer(x) for layer in layers)
     weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
     dtype = _dtype_of_products(x, weights)

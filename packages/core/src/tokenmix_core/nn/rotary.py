@@ -153,6 +153,13 @@ def apply_rotary(
     return rotate(x, *rotation, norm.weight, eps=norm.eps)
 
 
+def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return q and k for `rotate_step`, and its arguments that norm them; norms that are not plain are called here."""
+    if not is_plain(RMSNorm, q_norm, k_norm):
+        return q_norm(q), k_norm(k), {}
+    return q, k, {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}
+
+
 def apply_rotary_to_both(
     q: Float[Tensor, "B T HQ K"], k: Float[Tensor, "B T H K"], rotation: Rotation
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,178 @@
+"""The contract that a model calls its modules: hooks and adapters take effect in every form of a call, or it raises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tokenmix_core.testing.closeness import relative_error
+
+# tokens before a decoding step, from the end of the test's sequences, and steps
+BEFORE_END, STEPS = 12, 3
+
+
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with parameters of their own by name, those of the first layer of each kind."""
+    found, kinds = {}, set()
+    for name, module in model.named_modules():
+        if not any(x is not None for x in module._parameters.values()):
+            continue
+        layer, _, rest = name.partition("layers.")[2].partition(".")
+        mixer: Any = model.get_submodule(f"model.layers.{layer}.mixer") if layer else None
+        kind = (type(mixer), str(getattr(mixer, "_parameters", {}).keys()), len(list(mixer.modules())) if mixer else 0)
+        if (kind, rest or name) not in kinds:
+            kinds.add((kind, rest or name))
+            found[name] = module
+    return found
+
+
+class Forms:
+    """The forms of a model's call, as functions that return what they compute in one row.
+
+    Args:
+        model: a causal language model.
+        ids: `[B, T]`.
+        inputs: the extra inputs of each call.
+    """
+
+    names = ("training", "evaluation", "prefill", "decoding")
+
+    def __init__(self, model: Any, ids: Tensor, inputs: dict[str, Any]):
+        self.model, self.ids, self.inputs = model, ids, inputs
+        self.start = ids.shape[1] - BEFORE_END
+        with torch.no_grad():
+            self.cache = self._cached()[0]
+
+    def __call__(self, name: str) -> Tensor:
+        # dropout, where there is any, is alike
+        torch.manual_seed(0)
+        self.model.train(name == "training")
+        if name == "training":
+            return self.model(input_ids=self.ids, labels=self.ids, **self.inputs).loss.view(1)
+        with torch.no_grad():
+            if name == "prefill":
+                return self._cached()[1].flatten()
+            if name == "decoding":
+                # the prompt was read before anything was changed
+                return torch.cat(list(self._steps(copy.deepcopy(self.cache)))).flatten()
+            out = self.model(input_ids=self.ids, labels=self.ids, use_cache=False, **self.inputs)
+            return torch.cat((out.loss.view(1), out.logits.flatten()))
+
+    def _cached(self) -> tuple[Any, Tensor]:
+        self.model.eval()
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        cache = base.make_cache()
+        out = self.model(input_ids=self.ids[:, : self.start], past_key_values=cache, **self.inputs)
+        return cache, out.logits
+
+    def _steps(self, cache: Any) -> Iterator[Tensor]:
+        for t in range(self.start, self.start + STEPS):
+            yield self.model(input_ids=self.ids[:, t : t + 1], past_key_values=cache, **self.inputs).logits
+
+
+def moved(x: Any, generator: torch.Generator) -> Any:
+    """Return a module's output, or a parameter, moved by random numbers of its own size."""
+    if isinstance(x, Tensor):
+        size = x.detach().double().square().mean().sqrt().item() or 1.0
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        return x + (2 * size * noise).to(x.dtype)
+    return type(x)(moved(y, generator) for y in x) if isinstance(x, list | tuple) else x
+
+
+class ModulesContract:
+    """Part of `ModelContract`: what is done to a module shows in training, evaluation, prefill and decoding alike."""
+
+    inputs: ClassVar[dict] = {}
+
+    def test_a_hook_takes_effect_on_every_module_and_a_weight_on_meta_raises(self, model, ids):
+        forms = Forms(model, ids, self.inputs)
+        exact = {name: forms(name) for name in forms.names}
+        seen = set()
+        for path, module in own_modules(model).items():
+            for name in forms.names:
+                with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
+                    if torch.equal(forms(name), exact[name]):
+                        # such a call, as of attention alone, does not use the module
+                        continue
+                seen.add(path)
+                # scores that are compared with a threshold need not change sides at the first try
+                assert any(
+                    not torch.equal(_hooked(module, lambda: forms(name), seed), exact[name])  # noqa: B023
+                    for seed in range(1, 6)
+                ), f"a hook on {path} has no effect in {name}"
+                with (
+                    _changed(module, lambda p: p.to("meta")),
+                    pytest.raises((ValueError, RuntimeError), match=r"device|meta"),
+                ):
+                    forms(name)
+        assert set(own_modules(model)) - seen == set()
+        for name, values in exact.items():
+            assert torch.equal(forms(name), values), name
+
+    def test_adapters_on_every_linear_layer_take_effect_and_merge(self, model, ids):
+        peft = pytest.importorskip("peft")
+        # merged into a tied weight, the head's adapter would change the embedding as well
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        config = peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False)
+        self._adapted_as_merged(peft, config, model, ids)
+
+    def test_tuned_norms_take_effect_and_merge(self, model, ids):
+        peft = pytest.importorskip("peft")
+        names = [name for name, module in model.named_modules() if type(module).__name__.endswith("Norm")]
+        self._adapted_as_merged(peft, peft.LNTuningConfig(target_modules=names), model, ids)
+
+    def _adapted_as_merged(self, peft: Any, config: Any, model: Any, ids: Tensor) -> None:
+        base = Forms(model, ids, self.inputs)
+        exact = {name: base(name).detach() for name in base.names}
+        adapted = peft.get_peft_model(copy.deepcopy(model), config)
+        learned = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
+        with torch.no_grad():
+            for _, p in learned:
+                p.copy_(moved(p, torch.Generator().manual_seed(2)))
+        forms = Forms(adapted, ids, self.inputs)
+        forms("training").sum().backward()
+        assert [name for name, p in learned if p.grad is None or not p.grad.any()] == []
+        merged = Forms(copy.deepcopy(adapted).merge_and_unload(), ids, self.inputs)
+        for name in base.names:
+            found = forms(name).detach()
+            error = relative_error(found, merged(name).detach())
+            assert error < 1e-4, name
+            assert relative_error(found, exact[name]) > 10 * error, name
+
+
+def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
+    """Return what a call computes while a hook moves the module's output."""
+    calls: list[int] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        calls.append(1)
+        return moved(output, torch.Generator().manual_seed(seed))
+
+    handle = module.register_forward_hook(hook)
+    try:
+        found = call()
+    finally:
+        handle.remove()
+    assert calls, "the module is not called"
+    return found
+
+
+@contextmanager
+def _changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within it, the module's own parameters are others."""
+    before = dict(module._parameters)
+    module._parameters.update(
+        {name: p if p is None else nn.Parameter(change(p.detach())) for name, p in before.items()}
+    )
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
