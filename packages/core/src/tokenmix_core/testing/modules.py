@@ -132,6 +132,9 @@ class ModulesContract:
     def _adapted_as_merged(self, peft: Any, config: Any, model: Any, ids: Tensor) -> None:
         base = Forms(model, ids, self.inputs)
         exact = {name: base(name).detach() for name in base.names}
+        base("training").sum().backward()
+        # such as the gates of a layer whose window is full
+        idle = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
         adapted = peft.get_peft_model(copy.deepcopy(model), config)
         learned = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
         with torch.no_grad():
@@ -139,7 +142,8 @@ class ModulesContract:
                 p.copy_(moved(p, torch.Generator().manual_seed(2)))
         forms = Forms(adapted, ids, self.inputs)
         forms("training").sum().backward()
-        assert [name for name, p in learned if p.grad is None or not p.grad.any()] == []
+        without = [name for name, p in learned if p.grad is None or not p.grad.any()]
+        assert [name for name in without if not any(f".{module}." in name for module in idle)] == []
         merged = Forms(copy.deepcopy(adapted).merge_and_unload(), ids, self.inputs)
         for name in base.names:
             found = forms(name).detach()
