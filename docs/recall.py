@@ -12,6 +12,8 @@ from tokenmix_core.evaluation.report import draw
 from tokenmix_core.training.callbacks import read_metrics
 
 DOCS = Path(__file__).parent
+# what stands for the size in a plot's title
+TITLES = {"340m": "340M parameters", "nha-100m": "86M parameters", "nha-small": "two layers", "small": "two layers"}
 
 
 def summary(run: Path) -> dict:
@@ -42,10 +44,10 @@ def plot(path: Path) -> None:
         for name, run in runs.items()
     }
     size = path.stem.removeprefix("recall-")
-    title = f"Associative recall, {size}"
+    title = f"Associative recall, {TITLES.get(size, size)}"
     plots = DOCS / "plots"
     draw(
-        {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "series": accuracy},
+        {"title": title, "x": "pairs", "y": "accuracy (share of pairs)", "log_x": True, "shares": True, "series": accuracy},
         plots / f"{path.stem}.png",
     )
     draw(

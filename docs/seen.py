@@ -1,4 +1,4 @@
-"""The tables of documents from the runs kept in `docs/results`; `docs/tables.py` fills them in."""
+"""The tables and figures of documents from the runs kept in `docs/results`; `docs/tables.py` writes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from tokenmix_core.evaluation.report import draw
+from tokenmix_nha.search import plot_of
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = RESULTS.parents[1] / "packages" / "core" / "benchmarks" / "results"
@@ -38,6 +41,18 @@ def tables() -> dict[str, dict[str, str]]:
             "search": _search(search["rows"]),
         },
     }
+
+
+def draw_plots() -> None:
+    """Draw the figures of documents whose data are kept in `docs/results`."""
+    settings = _read("search-nha-100m")["settings"]
+    chosen, tried = json.loads(settings["chosen"]), json.loads(settings["tried"])
+    plot = plot_of(
+        "accuracy, mean over 4, 16 and 64 pairs",
+        [(choice["pattern"], len(choice["full"]), choice["score"]) for choice in tried],
+        (len(chosen["full layers"]), chosen["score"]),
+    )
+    draw(plot, RESULTS.parents[1] / "packages" / "nha" / "figures" / "search-100m.png")
 
 
 def _read(name: str) -> Any:

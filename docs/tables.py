@@ -54,6 +54,8 @@ def main(check: bool) -> int:
             print(f"{readme.relative_to(ROOT)}, {mark}: {'stale' if check else 'rewritten'}")
             if check:
                 readme.write_text(before)
+    if not check:
+        seen.draw_plots()
     if everything and not check:
         results.plot(goals.of(everything), ROOT / "docs" / "plots" / "speed.png")
         results.plot(everything, ROOT / "docs" / "plots" / "shapes.png")

@@ -42,6 +42,7 @@ def test_the_map_has_a_row_for_each_layer_and_a_plot_for_each_length(model, tmp_
     assert [(row["tokens"], row["layer"]) for row in result["rows"]] == [(40, 0), (40, 1), (64, 0), (64, 1)]
     for plot, rows in zip(result["plots"], (result["rows"][:2], result["rows"][2:]), strict=True):
         assert plot["heatmap"] == [[row["head 0"], row["head 1"]] for row in rows]
+        assert plot["y_labels"] == ["0", "1"]
     names = {path.name for path in write_result(result, tmp_path)}
     assert {"retention-1.png", "retention-2.png"} <= names
 

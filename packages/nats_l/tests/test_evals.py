@@ -50,6 +50,7 @@ def test_forced_types_have_their_shares_on_the_built_in_text(types, share):
     for row in found["rows"]:
         assert row["mean"] == row["head 0"] == row["head 1"] == share
     assert [plot["heatmap"] for plot in found["plots"]] == [[[share, share]] * 2] * 2
+    assert [plot["y_labels"] for plot in found["plots"]] == [["1", "2"]] * 2
 
 
 def test_shares_are_those_of_the_types_that_the_layers_choose():

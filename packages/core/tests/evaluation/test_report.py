@@ -7,6 +7,7 @@ import pytest
 
 from tokenmix_core.evaluation.report import (
     draw,
+    figure_of,
     format_rows,
     format_table,
     training_result,
@@ -86,6 +87,56 @@ def test_a_heatmap_shows_its_values(tmp_path):
     assert (pixels[1][0] == pixels[1][3]).all()
     assert (pixels[1][1] == pixels[1][2]).all()
     assert (pixels[1][0] != pixels[1][1]).any()
+
+
+def curves(count=8, x=(1, 2, 3), **more):
+    names = [f"attention → linear at {i}, a long name" for i in range(count)]
+    return {"title": "T" * 30, "x": "layer", "y": "v", "series": {n: (list(x), [1.0] * len(x)) for n in names}, **more}
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_text_is_inside_the_figure_and_beside_the_curves(count):
+    title, y = "Perplexity by position, with several switches " * 3, "mqar:mqar-256-4,mqar-256-16,mqar-256-64, a share"
+    figure = figure_of(curves(count, title=title, y=y))
+    figure.canvas.draw()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    for text in (legend, axes.title, axes.xaxis.label, axes.yaxis.label):
+        box = text.get_window_extent()
+        assert figure.bbox.contains(box.x0, box.y0)
+        assert figure.bbox.contains(box.x1, box.y1), f"{text} leaves the figure"
+
+
+@pytest.mark.parametrize("layers", [[1], [1, 3], list(range(0, 40))])
+def test_a_heatmap_names_its_rows_by_their_labels_alone(layers):
+    labels = [str(layer) for layer in layers]
+    heatmap = [[0.5, 0.1]] * len(layers)
+    plot = {"title": "t", "x": "head", "y": "layer", "series": {}, "heatmap": heatmap, "y_labels": labels}
+    axes = figure_of(plot).axes[0]
+    shown = [text.get_text() for text in axes.get_yticklabels()]
+    assert shown == labels[:: -(-len(layers) // 16)]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1"]
+
+
+@pytest.mark.parametrize("x", [[0], [3], [0, 1], [1, 3, 5]])
+def test_whole_numbers_have_whole_ticks(x):
+    figure = figure_of(curves(1, x))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks
+    assert all(float(tick).is_integer() for tick in ticks)
+
+
+def test_points_are_not_joined_and_small_logarithmic_ranges_have_plain_numbers():
+    plot = curves(2, log_y=True)
+    plot["series"] = {"a": ([1, 1, 1], [3.0, 5.0, 4.0]), "b": ([1, 2, 3], [3.0, 4.0, 5.0])}
+    figure = figure_of(plot | {"points": ["a"]})
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert [line.get_linewidth() > 0 for line in axes.lines] == [False, True]
+    assert {"3", "5"} <= {text.get_text() for text in axes.get_yticklabels()}
 
 
 def test_without_matplotlib_all_but_the_plots_is_written(tmp_path, monkeypatch, capsys):

@@ -69,12 +69,12 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
             rows.append(row | {f"head {h}": float(x) for h, x in enumerate(share)})
         plots.append(
             {
-                "title": f"Share held of tokens out of the window after {length}; "
-                f"layers {', '.join(map(str, layers))} from below",
+                "title": f"Share of the tokens beyond the window that are held, after {length} tokens",
                 "x": "key head",
-                "y": "LTE layer",
+                "y": "layer",
                 "series": {},
                 "heatmap": shares.tolist(),
+                "y_labels": [str(layer) for layer in layers],
             }
         )
     settings = {"text": options.text or text.BUILT_IN}

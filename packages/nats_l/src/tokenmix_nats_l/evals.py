@@ -78,11 +78,12 @@ def _texts(source: str | None) -> dict[str, str | None]:
 def _map(name: str, layers: list[int], shares: np.ndarray) -> Plot:
     """One row a layer, the first at the bottom, one column a head."""
     return {
-        "title": f"Share of softmax chunks, {name}; layers {', '.join(map(str, layers))} from below",
+        "title": f"Share of softmax chunks, {name}",
         "x": "head",
-        "y": "NAtS-L layer",
+        "y": "layer",
         "series": {},
         "heatmap": [[float(x) for x in row] for row in shares],
+        "y_labels": [str(layer) for layer in layers],
     }
 
 

@@ -87,13 +87,16 @@ def _result(
             "y": "layer",
             "series": {},
             "heatmap": shares.mean(2).tolist(),
+            "y_labels": [str(place) for place in places],
         },
         {
             "title": "Share of the slots by position",
-            "x": f"position ({width} tokens a column)",
+            "x": "position (tokens)",
             "y": "layer",
             "series": {},
             "heatmap": binned.tolist(),
+            "x_labels": [str(column * width) for column in range(binned.shape[1])],
+            "y_labels": [str(place) for place in places],
         },
     ]
     settings = {"length": length, "sequences": len(sequences), **about}

@@ -189,7 +189,7 @@ def remembered(
 
 
 def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
-    """The table and the plot."""
+    """Return the table and the plot."""
     rows = [
         {
             "pattern": c.pattern,
@@ -200,18 +200,7 @@ def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, set
         }
         for c in best_of_each(candidates)
     ]
-    best = sorted(best_of_each(candidates), key=lambda c: len(c.full))
-    everything = sorted(candidates, key=lambda c: len(c.full))
-    plot: Plot = {
-        "title": "Hybrids of one model by windows at inference",
-        "x": "full layers",
-        "y": task,
-        "series": {
-            "best of each pattern": ([len(c.full) for c in best], [c.score for c in best]),
-            "all that were tried": ([len(c.full) for c in everything], [c.score for c in everything]),
-            CHOSEN: ([len(chosen.full)], [chosen.score]),
-        },
-    }
+    plot = plot_of(task, [(c.pattern, len(c.full), c.score) for c in candidates], (len(chosen.full), chosen.score))
     tried = [{"pattern": c.pattern, "place": c.place, "full": c.full, "score": c.score} for c in candidates]
     chosen_row = {"full layers": chosen.full, "score": chosen.score}
     return {
@@ -219,6 +208,31 @@ def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, set
         "settings": {**settings, CHOSEN: json.dumps(chosen_row), "tried": json.dumps(tried)},
         "rows": rows,
         "plots": [plot],
+    }
+
+
+def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, float]) -> Plot:
+    """Plot the scores over the number of full layers.
+
+    Args:
+        y: what the score is.
+        tried: pattern, number of full layers and score of every choice of windows.
+        chosen: number of full layers and score of the chosen one.
+    """
+    best: dict[str, tuple[int, float]] = {}
+    for pattern, full, score in tried:
+        best[pattern] = max(best.get(pattern, (full, score)), (full, score), key=lambda found: found[1])
+    curve = sorted(best.values())
+    return {
+        "title": "Hybrids of one model by windows at inference",
+        "x": "full layers",
+        "y": y,
+        "series": {
+            "best of each pattern": ([float(full) for full, _ in curve], [score for _, score in curve]),
+            "all that were tried": ([float(full) for _, full, _ in tried], [score for _, _, score in tried]),
+            CHOSEN: ([float(chosen[0])], [chosen[1]]),
+        },
+        "points": ["all that were tried", CHOSEN],
     }
 
 

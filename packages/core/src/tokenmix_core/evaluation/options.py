@@ -82,7 +82,9 @@ class Plot(TypedDict):
         log_x, log_y: whether an axis is logarithmic; not by default.
         shares: whether y is a share, shown from 0 to 1; not by default.
         series: the curves.
+        points: names of series drawn as points without a line, such as several values at one x.
         heatmap: rows of values from 0 to 1 in their place, all equally long; the first row is at the bottom.
+        x_labels, y_labels: what the heatmap's columns and rows are; their indices by default.
     """
 
     title: str
@@ -92,7 +94,10 @@ class Plot(TypedDict):
     log_y: NotRequired[bool]
     shares: NotRequired[bool]
     series: Series
+    points: NotRequired[list[str]]
     heatmap: NotRequired[list[list[float]]]
+    x_labels: NotRequired[list[str]]
+    y_labels: NotRequired[list[str]]
 
 
 class SuiteResult(TypedDict):

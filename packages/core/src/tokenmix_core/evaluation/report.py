@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,38 +72,73 @@ def draw(plot: Plot, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    figure = figure_of(plot)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def figure_of(plot: Plot) -> Any:
+    """Return the matplotlib figure of curves or a heatmap.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     require("matplotlib", "plots")
     # the object interface: it chooses no window system and keeps no global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    series = plot["series"]
+    # the legend is below the axes, two entries a line, where it covers no curve
+    figure = Figure(figsize=(7, 4.2 + 0.21 * ((len(series) + 1) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    if (heatmap := plot.get("heatmap")) is not None:
-        image = axes.imshow(heatmap, origin="lower", aspect="auto", interpolation="nearest", vmin=0, vmax=1)
+    axes.set(xlabel=plot["x"], ylabel=textwrap.fill(plot["y"], 44))
+    axes.set_title(textwrap.fill(plot["title"], 72))
+    if "heatmap" in plot:
+        image = axes.imshow(plot["heatmap"], origin="lower", aspect="auto", interpolation="nearest", vmin=0, vmax=1)
         figure.colorbar(image, ax=axes)
-        axes.locator_params(integer=True)
+        axes.set_xticks(*_ticks(plot.get("x_labels"), len(plot["heatmap"][0])))
+        axes.set_yticks(*_ticks(plot.get("y_labels"), len(plot["heatmap"])))
     else:
         axes.grid(alpha=0.3)
-    for i, (name, (x, y)) in enumerate(plot["series"].items()):
-        marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 40 else None
-        axes.plot(x, y, marker=marker, markersize=4, linewidth=1.4, label=name)
+    for i, (name, (x, y)) in enumerate(series.items()):
+        alone = name in plot.get("points", ())
+        marker = _MARKERS[i % len(_MARKERS)] if alone or len(x) <= 40 else None
+        axes.plot(x, y, marker=marker, markersize=4, linewidth=0 if alone else 1.4, label=name)
+    if series:
+        _format_axes(axes, plot)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def _ticks(labels: list[str] | None, count: int) -> tuple[list[int], list[str]]:
+    """Return at most 16 places of a heatmap's rows or columns, and their labels."""
+    places = list(range(0, count, -(-count // 16)))
+    return places, [labels[i] if labels else str(i) for i in places]
+
+
+def _format_axes(axes: Any, plot: Plot) -> None:
+    """Set the scales of curves, with ticks at whole numbers where all x are whole, and without powers of ten."""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    values = [value for x, _ in plot["series"].values() for value in x]
     if plot.get("log_x"):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-    elif max((abs(value) for x, _ in plot["series"].values() for value in x), default=0) >= 10_000:
+    elif max(map(abs, values), default=0) >= 10_000:
         # 1.2M rather than a factor of 1e6 in a corner
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    elif all(float(value).is_integer() for value in values):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(set(values)) == 1:
+            axes.set_xticks(values[:1])
     if plot.get("log_y"):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     if plot.get("shares"):
         axes.set_ylim(-0.03, 1.03)
-    axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
-    if plot["series"]:
-        axes.legend(frameon=False)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
 def write_result(result: SuiteResult, folder: Path) -> list[Path]:
