@@ -12,7 +12,7 @@ from tokenmix_core.evaluation.report import draw
 from tokenmix_core.training.callbacks import read_metrics
 
 DOCS = Path(__file__).parent
-# what stands for the size in a plot's title
+# titles of plots by size
 TITLES = {"340m": "340M parameters", "nha-100m": "86M parameters", "nha-small": "two layers", "small": "two layers"}
 
 
@@ -47,7 +47,14 @@ def plot(path: Path) -> None:
     title = f"Associative recall, {TITLES.get(size, size)}"
     plots = DOCS / "plots"
     draw(
-        {"title": title, "x": "pairs", "y": "accuracy (share of pairs)", "log_x": True, "shares": True, "series": accuracy},
+        {
+            "title": title,
+            "x": "pairs",
+            "y": "accuracy (share of pairs)",
+            "log_x": True,
+            "shares": True,
+            "series": accuracy,
+        },
         plots / f"{path.stem}.png",
     )
     draw(

@@ -30,7 +30,7 @@ def tables() -> dict[str, dict[str, str]]:
             "switches": _switches(oryx),
         },
         "speed.md": {
-            "tokens": _tokens(_read("tokens")),
+            "tokens": tokens_table(_read("tokens")),
             "prompts": _prompts([row for path in sorted((RESULTS / "prompts").glob("*.json")) for row in _rows(path)]),
             "flashinfer": _forwards(_read("flashinfer")),
             "passes": _passes(_measured("passes")),
@@ -129,11 +129,12 @@ def _search(found: Any) -> str:
     return _table(["pattern", "full layers, from 0", "accuracy"], rows)
 
 
-def _tokens(found: Any) -> str:
+def tokens_table(found: Any) -> str:
     """What a token takes, beside what its bytes take."""
     rows = [
         [
-            f"{row['model']} {row['size']}" + (f", {row['note']}" if row["note"] else ""),
+            f"{row['model']} {row['size']}"
+            + (f", {row['note'].replace('far keys', 'retained keys')}" if row["note"] else ""),
             str(row["batch"]),
             f"{row['after']:,}",
             f"{row['step_ms']:.2f}",

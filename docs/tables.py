@@ -1,7 +1,8 @@
 """Fill the tables of the READMEs and of docs from committed measurements; `--check` fails on stale ones.
 
 Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/steps.md (`steps.py`), other
-people's models to docs/field.md (`field.py`), what models were seen to do to docs/nha.md and docs/oryx.md (`seen.py`).
+people's models to docs/field.md (`field.py`), what models were seen to do to docs/nha.md and docs/oryx.md (`seen.py`),
+sentences that repeat measurements to the pages that `claims.py` names.
 
 The rows of the sweeps over shapes stand in no table: they are plotted, and those slower than a peer are printed.
 """
@@ -10,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+import claims
 import field
 import goals
 import seen
@@ -43,6 +45,7 @@ def main(check: bool) -> int:
         tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}
     tables |= {(ROOT / "docs" / "steps.md", mark): table for mark, table in steps.tables().items()}
     tables |= {(ROOT / "docs" / "field.md", mark): table for mark, table in field.tables().items()}
+    tables |= claims.sentences()
     versions = [row for rows in measurements("results/versions").values() for row in rows]
     if versions:
         tables[ROOT / "docs" / "tritons.md", "speed"] = results.by_version(versions)

@@ -41,7 +41,7 @@ QUICK = ("README.md",)
 _COMMENTS = r"((?:^<!--[^\n]*-->\n+)*)"
 _FENCE = re.compile(rf"(?ms){_COMMENTS}^( *)(```|~~~~)([^\n]*)\n(.*?)^\2\3$")
 _COMMENT = re.compile(r"(?m)^<!-- (not run|run with|given): (.*?) -->$")
-# `uv run` of a clone is what the tests' own environment is; nothing is fetched
+# the tests' environment stands for that of `uv run`; nothing is fetched
 _SHELL = """
 set -euo pipefail
 uv() { [ "$1" = run ] || { echo "only 'uv run' is known here: uv $*" >&2; return 1; }; shift; "$@"; }

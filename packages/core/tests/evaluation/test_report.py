@@ -119,7 +119,7 @@ def test_a_heatmap_names_its_rows_by_their_labels_alone(layers):
 
 
 @pytest.mark.parametrize("x", [[0], [3], [0, 1], [1, 3, 5]])
-def test_whole_numbers_have_whole_ticks(x):
+def test_whole_x_have_whole_ticks(x):
     figure = figure_of(curves(1, x))
     figure.canvas.draw()
     (axes,) = figure.axes
@@ -129,7 +129,7 @@ def test_whole_numbers_have_whole_ticks(x):
     assert all(float(tick).is_integer() for tick in ticks)
 
 
-def test_points_are_not_joined_and_small_logarithmic_ranges_have_plain_numbers():
+def test_points_are_not_joined_and_small_logarithmic_ranges_have_plain_labels():
     plot = curves(2, log_y=True)
     plot["series"] = {"a": ([1, 1, 1], [3.0, 5.0, 4.0]), "b": ([1, 2, 3], [3.0, 4.0, 5.0])}
     figure = figure_of(plot | {"points": ["a"]})

@@ -87,7 +87,7 @@ def _result(
             "y": "layer",
             "series": {},
             "heatmap": shares.mean(2).tolist(),
-            "y_labels": [str(place) for place in places],
+            "y_labels": [str(layer) for layer in places],
         },
         {
             "title": "Share of the slots by position",
@@ -96,7 +96,7 @@ def _result(
             "series": {},
             "heatmap": binned.tolist(),
             "x_labels": [str(column * width) for column in range(binned.shape[1])],
-            "y_labels": [str(place) for place in places],
+            "y_labels": [str(layer) for layer in places],
         },
     ]
     settings = {"length": length, "sequences": len(sequences), **about}

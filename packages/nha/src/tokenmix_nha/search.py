@@ -66,13 +66,13 @@ def search_windows(
     max_full: int | None = None,
     progress: bool = True,
 ) -> tuple[list[Candidate], Candidate]:
-    """Try every pattern of Table 5 at every place, add layers greedily, and choose.
+    """Try every pattern of Table 5 at every position, add layers greedily, and choose.
 
     Args:
         model: an NHA model; its windows are those of before afterwards.
         score: what a model reaches, more is better; called with other windows each time.
         window: of the layers that are not full.
-        blocks: one full layer in every so many, at each place of the block.
+        blocks: one full layer in every so many, at each position of the block.
         insert: full layers to add, one after the other, each the best of all layers, to the best pattern with the
             fewest full layers.
         max_full: the most full layers that the chosen one may have; None for those that the insertion ends with.
@@ -189,7 +189,7 @@ def remembered(
 
 
 def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
-    """Return the table and the plot."""
+    """Return the table and the plot of a search."""
     rows = [
         {
             "pattern": c.pattern,
@@ -215,7 +215,7 @@ def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, 
     """Plot the scores over the number of full layers.
 
     Args:
-        y: what the score is.
+        y: the label of the score's axis.
         tried: pattern, number of full layers and score of every choice of windows.
         chosen: number of full layers and score of the chosen one.
     """

@@ -84,7 +84,7 @@ class Plot(TypedDict):
         series: the curves.
         points: names of series drawn as points without a line, such as several values at one x.
         heatmap: rows of values from 0 to 1 in their place, all equally long; the first row is at the bottom.
-        x_labels, y_labels: what the heatmap's columns and rows are; their indices by default.
+        x_labels, y_labels: names of the heatmap's columns and rows; their indices by default.
     """
 
     title: str

@@ -112,13 +112,13 @@ def figure_of(plot: Plot) -> Any:
 
 
 def _ticks(labels: list[str] | None, count: int) -> tuple[list[int], list[str]]:
-    """Return at most 16 places of a heatmap's rows or columns, and their labels."""
-    places = list(range(0, count, -(-count // 16)))
-    return places, [labels[i] if labels else str(i) for i in places]
+    """Return at most 16 indices of a heatmap's rows or columns, and their labels."""
+    shown = list(range(0, count, -(-count // 16)))
+    return shown, [labels[i] if labels else str(i) for i in shown]
 
 
 def _format_axes(axes: Any, plot: Plot) -> None:
-    """Set the scales of curves, with ticks at whole numbers where all x are whole, and without powers of ten."""
+    """Set the scales of curves, with whole ticks if all x are whole, and without powers of ten."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     values = [value for x, _ in plot["series"].values() for value in x]

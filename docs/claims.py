@@ -1,0 +1,130 @@
+"""Sentences of pages that state measurements, made from the committed rows; `docs/tables.py` writes them.
+
+Prose that repeats a table by hand differs from the table after the next measurement. A sentence with measurements
+therefore stands between marks, as tables do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import seen
+
+ROOT = Path(__file__).parent.parent
+Row = dict[str, Any]
+
+
+def sentences() -> dict[tuple[Path, str], str]:
+    """Return, by page and mark, the sentences and tables that repeat measurements of other pages."""
+    tokens = _rows(seen.RESULTS / "tokens.json")
+    nha = [row for row in tokens if row["model"].startswith("NHA")]
+    lte = [row for row in tokens if row["size"] == "1.4B"]
+    return {
+        (ROOT / "README.md", "measured"): "\n".join([_slots(), _mixed(), _constant(lte), _layers()]),
+        (ROOT / "packages" / "nha" / "README.md", "gsa"): _gsa(),
+        (ROOT / "docs" / "nha.md", "decoding"): seen.tokens_table(nha),
+        (ROOT / "docs" / "lte.md", "decoding"): seen.tokens_table(lte),
+    }
+
+
+def _rows(path: Path) -> list[Row]:
+    return json.loads(path.read_text())
+
+
+def _of_package(name: str) -> list[Row]:
+    return [
+        row
+        for path in sorted((ROOT / "packages" / name / "benchmarks" / "results").glob("*.json"))
+        for row in _rows(path)
+    ]
+
+
+def _time(rows: Sequence[Row], **wanted: Any) -> Row:
+    """Return the one row with these values."""
+    (found,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return found
+
+
+def _device(row: Row) -> str:
+    return f"one {row['environment']['device'].removeprefix('NVIDIA ').split()[0]}"
+
+
+def _pair(low: float, high: float, digits: int = 2) -> str:
+    return f"{min(low, high):.{digits}f} to {max(low, high):.{digits}f}"
+
+
+def _slots() -> str:
+    """State the slot-window operation's time beside its baselines'."""
+    rows, shapes = _of_package("nha"), [f"B8 T4096 H16 D128 M{slots} w0" for slots in (32, 64)]
+    ours, gsa, causal = (
+        [_time(rows, shape=shape, impl=impl)["fwdbwd_ms"] for shape in shapes]
+        for impl in ("tokenmix", "FLA chunk_gsa", "causal attention")
+    )
+    return (
+        f"- NHA's operation without a window, forward and backward of 8 × 4,096 tokens, 32 and 64 slots: "
+        f"{ours[0]:.2f} and {ours[1]:.2f} ms; FLA's `chunk_gsa` {gsa[0]:.2f} and {gsa[1]:.2f} ms, causal attention "
+        f"{causal[0]:.2f} and {causal[1]:.2f} ms ({_device(_time(rows, shape=shapes[0], impl='tokenmix'))})."
+    )
+
+
+def _gsa() -> str:
+    """State what FLA's `chunk_gsa` takes."""
+    rows = _of_package("nha")
+    found = [_time(rows, shape=f"B8 T4096 H16 D128 M{slots} w0", impl="FLA chunk_gsa") for slots in (32, 64)]
+    times = [f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f} ms" for row in found]
+    return (
+        f"`chunk_gsa` takes {times[0]} forward / forward and backward with 32 slots and {times[1]} with 64, without a "
+        f"window, at B8 T4096 H16 D128."
+    )
+
+
+def _mixed() -> str:
+    """State the time of an Oryx layer with a quarter of its tokens in attention mode."""
+    rows = _of_package("oryx")
+
+    def share(family: str, tokens: int) -> float:
+        quarter, alone = (
+            _time(rows, op=f"mixer, {family}", tokens=tokens, attention_share=part)["fwdbwd_ms"] for part in (0.25, 1.0)
+        )
+        return quarter / alone
+
+    families = ("mamba2", "gated_delta_net")
+    at = {tokens: _pair(*(share(family, tokens) for family in families)) for tokens in (2048, 32768)}
+    return (
+        f"- An Oryx layer with a quarter of its tokens in attention mode, forward and backward: {at[2048]} of the time "
+        f"of attention alone at 2,048 tokens, {at[32768]} at 32,768 ({_device(rows[0])})."
+    )
+
+
+def _constant(rows: Sequence[Row]) -> str:
+    """State a decoded token of laLTE by its context."""
+    long = max((row for row in rows if row["model"] == "laLTE"), key=lambda row: row["after"])
+    same = {"model": "laLTE", "batch": long["batch"], "note": long["note"]}
+    short = min(
+        (row for row in rows if _device(row) == _device(long) and same.items() <= row.items()),
+        key=lambda row: row["after"],
+    )
+    return (
+        f"- A decoded token of laLTE at 1.4B, {long['batch']} sequences: {short['step_ms']:.2f} ms after "
+        f"{short['after']:,} tokens, {long['step_ms']:.2f} ms after {long['after']:,} ({_device(long)})."
+    )
+
+
+def _layers() -> str:
+    """State what layers of transformers' families take on our kernels."""
+    rows = _rows(ROOT / "packages" / "core" / "benchmarks" / "results" / "field" / "nvidia-h200.json")
+    layers = [row for row in rows if row["op"].startswith("layer of")]
+    ours = {(row["op"], row["shape"]): row["fwdbwd_ms"] for row in layers if row["impl"] == "tokenmix"}
+    shares = [
+        ours[row["op"], row["shape"]] / row["fwdbwd_ms"]
+        for row in layers
+        if row["impl"].startswith("transformers with")
+    ]
+    return (
+        f"- Layers of transformers' hybrid families on our kernels, forward and backward: "
+        f"{_pair(min(shares), max(shares))} of the time with FLA's and mamba_ssm's "
+        f"({_device(layers[0])}; [table](docs/field.md))."
+    )
