@@ -124,6 +124,12 @@ class TestAttention(OpContract):
         for mask in ("causal", "bidirectional", "more sinks than the window holds")
     }
     neighbours: ClassVar = dict(B=3, T=5, window=3, sinks=1)
+    on_gpu: ClassVar = {
+        f"heads of {K}{name}": dict(B=2, T=300, HQ=4, H=2, K=K, **mask)
+        for K in (64, 128)
+        for name, mask in (("", {}), (", a window", dict(window=100)))
+    }
+    impls = (None, "gluon", "sdpa", "flash_attn")
     traced: ClassVar = dict(B=2, window=3, sinks=1)
     # a window that holds all is none, and another graph
     traced_lengths = (5, 9)

@@ -19,6 +19,7 @@ from tokenmix_core.ops import (
     short_conv_step,
 )
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.layout_contract import differently_laid
 from tokenmix_core.testing.mixers import run_in_pieces, run_mixer, run_recorded
 
 SIZES = (64, 128, 256)
@@ -116,6 +117,15 @@ def test_slices_of_wider_rows_are_read_where_they_lie(device):
     for other in (sliced, strided):
         got = run(x | other, impl="triton")
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.operation
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_results_do_not_depend_on_layouts(impl, device):
+    x = inputs(dtype=torch.float32, device=device)
+    # what is written must be contiguous
+    given = {name: t for name, t in x.items() if name not in WRITTEN}
+    differently_laid(lambda **laid: run(x | laid, impl=impl), given)
 
 
 def test_extreme_gates_stay_finite(device):

@@ -81,6 +81,7 @@ class TestGatedDeltaRule(OpContract):
     step = (gated_delta_rule_step, dict(K=64, V=64, N=2))
     packed: ClassVar = {"of documents": dict(K=4, V=4, N=5, borders=PACKED)}
     neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)
+    on_gpu: ClassVar = {"heads of 128": dict(B=2, T=150, HV=2, K=128, V=128, N=2)}
     traced: ClassVar = dict(B=1, HV=1, K=64, V=64, N=1)
     replayed: ClassVar = dict(B=1, T=3, HV=1, K=64, V=64, N=1)
     valid: ClassVar = dict(T=5)

@@ -7,6 +7,7 @@ import torch
 
 from tokenmix_core.ops import rotate, rotate_step
 from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.layout_contract import differently_laid
 from tokenmix_core.testing.operations import HALF
 
 # by name; keys and values that are views of heads side by side, or of another order
@@ -50,6 +51,17 @@ def run(x, impl):
     keys, values = (None if y is None else y.clone(memory_format=torch.preserve_format) for y in (keys, values))
     q = rotate_step(*token, keys, values, places, q_weight, k_weight, eps=1e-3, impl=impl)
     return {name: y for name, y in (("q", q), ("keys", keys), ("values", values)) if y is not None}
+
+
+@pytest.mark.operation
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("case", ["norms", "angles of each sequence"])
+def test_results_do_not_depend_on_layouts(case, impl, device):
+    x = inputs(**CASES[case], dtype=torch.float32, device=device)
+    names = ("q", "k", "v", "cos", "sin", "keys", "values", "places", "q_weight", "k_weight")
+    given = {name: t for name, t in zip(names, x, strict=True) if t is not None}
+    missing = dict.fromkeys(names) | given
+    differently_laid(lambda **laid: run([(missing | laid)[name] for name in names], impl), given)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -68,6 +68,7 @@ class TestNorm(OpContract):
         "of many in walks": KernelCase(dict(B=1, T=5, D=5000), patch=few_programs, dtypes=("float32",)),
     }
     neighbours: ClassVar = dict(B=3, branch=True)
+    on_gpu: ClassVar = {"wide rows": dict(D=256, branch=True)}
     traced: ClassVar = dict(branch=True)
     replayed: ClassVar = dict(branch=True)
     malformed: ClassVar = {

@@ -13,6 +13,7 @@ from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, sho
 from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.layout_contract import differently_laid
 from tokenmix_core.testing.operations import ALL_CHECKS, Call, KernelCase, OpContract
 
 PACKED = [0, 0, 3, 36, 36, 37]
@@ -61,6 +62,8 @@ class TestShortConv(OpContract):
     pieces: ClassVar = {"of a sequence": dict(activation="silu")}
     packed: ClassVar = {"of documents": dict(N=5, activation="silu", borders=PACKED)}
     neighbours: ClassVar = dict(B=3, N=3, T=5)
+    laid: ClassVar = {"one row": dict(B=1, N=1, T=3, activation="silu")}
+    on_gpu: ClassVar = {"many channels": dict(T=150, D=256, N=2, activation="silu")}
     traced: ClassVar = dict(N=2, activation="silu")
     replayed: ClassVar = dict(T=5, N=2, activation="silu")
     valid: ClassVar = dict(T=5)
@@ -203,6 +206,21 @@ def test_several_inputs_are_each_of_them_bit_by_bit(device):
     got, upstream = values_and_gradients(form(), x)
     wanted, _ = values_and_gradients(form(one_by_one), x, upstream)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.operation
+def test_several_results_do_not_depend_on_layouts(device):
+    x = several((6, 130, 20), T=5, N=2, dtype=torch.float32, device=device)
+
+    def found(**tensors):
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+        o, final_state = convolve_several(activation="silu", impl="triton")(**leaves)
+        # gradients that are transposed, as of code that continues with the other axis first
+        upstream = [torch.linspace(-1, 1, t.numel(), device=device).view(t.mT.shape).mT for t in (o, final_state)]
+        grads = torch.autograd.grad([o, final_state], list(leaves.values()), upstream)
+        return {"o": o, "final_state": final_state} | dict(zip(leaves, grads, strict=True))
+
+    differently_laid(found, x)
 
 
 @pytest.mark.parametrize("used", ["o", "final_state"])

@@ -177,6 +177,8 @@ class TestKeptAttention(OpContract):
         for name, unit, until in (("for good", 1, False), ("for good", 64, False), ("until", 1, True))
     }
     neighbours: ClassVar = dict(TQ=7, B=3, window=3)
+    laid: ClassVar = {"until": dict(TQ=7, window=3, until=True)}
+    on_gpu: ClassVar = {"heads of 128": dict(B=2, TQ=300, HQ=4, H=2, K=128, window=50, until=True)}
     traced: ClassVar = dict(B=2, window=3)
     # a window that holds all is another graph
     traced_lengths = (5, 9)

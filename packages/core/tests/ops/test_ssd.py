@@ -87,6 +87,8 @@ class TestSSD(OpContract):
         "without states": dict(K=4, V=4, borders=PACKED),
     }
     neighbours: ClassVar = dict(B=3, T=5, N=3, steps=True)
+    laid: ClassVar = {"one row": dict(B=1, T=3, N=1, steps=True)}
+    on_gpu: ClassVar = {"heads of 64": dict(B=2, T=150, K=128, V=64, N=2, steps=True)}
     traced: ClassVar = dict(B=1, N=1, steps=True)
     replayed: ClassVar = dict(B=1, T=3, N=1, steps=True)
     valid: ClassVar = dict(T=4)

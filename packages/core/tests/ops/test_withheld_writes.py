@@ -66,6 +66,7 @@ class TestWithheldWrites(OpContract):
     }
     packed: ClassVar = {"of documents": dict(K=4, V=4, N=6, borders=PACKED, chunk=128)}
     neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)
+    on_gpu: ClassVar = {"heads of 128": dict(B=2, T=150, HV=2, K=128, V=128, N=2)}
     traced: ClassVar = dict(B=1, HV=1, K=64, V=64, N=1)
     replayed: ClassVar = dict(B=1, T=3, HV=1, K=64, V=64, N=1)
     valid: ClassVar = dict(T=100, K=4, V=4)

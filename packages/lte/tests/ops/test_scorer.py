@@ -183,6 +183,8 @@ class TestRetentionLogits(OpContract):
     kernels: ClassVar = {name: KernelCase(sizes) for name, sizes in KERNEL_CASES.items()}
     packed: ClassVar = {"of documents": dict(T=30, cu_seqlens=torch.tensor([0, 1, 1, 9, 30]))}
     neighbours: ClassVar = dict(B=3, T=5, heads=1)
+    laid: ClassVar = {"padded": dict(B=2, T=5, heads=1, begin=torch.tensor([0, 3]))}
+    on_gpu: ClassVar = {"heads of 64": dict(B=2, T=150, size=64)}
     traced: ClassVar = dict(B=1, heads=1)
     replayed: ClassVar = dict(T=5, heads=1)
     valid: ClassVar = dict(B=2, T=5)

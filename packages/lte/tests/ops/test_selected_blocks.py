@@ -87,6 +87,7 @@ class TestBlockAttention(OpContract):
     pieces: ClassVar = {"blocks of 4": dict(TQ=20)}
     packed: ClassVar = {"blocks of 4": dict(cu=[0, 3, 3, 4, 14, 24])}
     neighbours: ClassVar = dict(B=3, TQ=5, HQ=1, H=1, S=2, size=16)
+    on_gpu: ClassVar = {"heads of 64": dict(B=2, TQ=300, S=4, size=16, K=64)}
     traced: ClassVar = dict(B=1, HQ=1, H=1, S=2, size=16)
     traced_lengths = (17, 21)
     replayed: ClassVar = dict(TQ=17, HQ=1, H=1, S=2, size=16)
@@ -178,8 +179,9 @@ class TestChoice(OpContract):
         options = {"count": count, "block_size": 4} | {name: sizes.pop(name) for name in names if name in sizes}
         if "cu_seqlens" in options:
             options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
-        tensors = choice(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
-        return Call(dict(zip(("q", "pooled", "lse"), tensors, strict=True)), options)
+        q, pooled, lse = choice(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
+        # attention keeps it in float32
+        return Call({"q": q, "pooled": pooled, "lse": lse.to(torch.promote_types(dtype, torch.float32))}, options)
 
     def operators(self, device):
         q, pooled, lse = choice(TQ=5, HQ=16, U=2, dtype=torch.float32, device=device)

@@ -147,6 +147,8 @@ class TestSlotWindowAttention(OpContract):
         for window in (0, 6, 100)
     }
     neighbours: ClassVar = KERNELS | dict(B=3, T=7, window=3)
+    laid: ClassVar = {"carried": KERNELS | dict(T=3, own_keys=True, window=3, ring=3)}
+    on_gpu: ClassVar = {f"{M} slots": dict(T=150, HQ=4, H=2, K=64, V=64, M=M, window=40) for M in (32, 64)}
     traced: ClassVar = KERNELS | dict(window=3)
     # a window that holds all is attention, and another graph
     traced_lengths = (5, 9)

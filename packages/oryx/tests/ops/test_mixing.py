@@ -144,6 +144,8 @@ class TestMix(OpContract):
         "the delta rule": dict(K=4, options=DELTA, delta=True, borders=BORDERS),
     }
     neighbours: ClassVar = dict(B=3, T=5)
+    laid: ClassVar = {"in the order of modes": dict(B=1, T=5, order=True)}
+    on_gpu: ClassVar = {"heads of 64": dict(T=70, K=64, kind="runs", order=True)}
     traced: ClassVar = dict(B=2, kind="runs", order=True)
     replayed: ClassVar = dict(B=1, T=6, K=64, options=DELTA, delta=True, kind="runs", order=True)
     valid: ClassVar = dict(B=1, T=8)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from inspect import isfunction
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from tokenmix_core.launch import recording
-from tokenmix_core.ops.explanation import OPERATIONS
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
+from tokenmix_core.testing.calls import Call, KernelCase, Results, Sizes
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.launches import no_launches, replays
+from tokenmix_core.testing.layout_contract import LayoutTests
 from tokenmix_core.testing.tracing import CountedGraphs
 
 # of a kernel on a GPU; the interpreter has no bfloat16
@@ -29,55 +26,26 @@ ALL_CHECKS = (
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )  # fmt: skip
-# by the attribute that describes it, the test of each property
+# by the attribute that describes it, the tests of each property
 PROPERTIES = {
-    "cases": "test_the_reference_is_the_definition",
-    "lengths": "test_ragged_lengths_give_what_the_definition_gives",
-    "kernels": "test_kernels_err_at_most_twice_as_much_as_the_reference",
-    "pieces": "test_pieces_equal_the_whole",
-    "step": "test_steps_equal_the_whole_and_write_to_the_state_they_are_given",
-    "malformed_steps": "test_malformed_steps_are_refused_before_a_launch",
-    "packed": "test_packed_documents_equal_each_alone",
-    "neighbours": "test_a_row_does_not_depend_on_its_neighbours",
-    "operators": "test_operators_pass_torchs_own_checks",
-    "traced": "test_one_graph_serves_all_lengths",
-    "replayed": "test_replayed_calls_give_what_calls_give",
-    "malformed": "test_malformed_calls_are_refused_before_a_launch",
+    "cases": ("test_the_reference_is_the_definition",),
+    "lengths": ("test_ragged_lengths_give_what_the_definition_gives",),
+    "kernels": ("test_kernels_err_at_most_twice_as_much_as_the_reference",),
+    "pieces": ("test_pieces_equal_the_whole",),
+    "step": ("test_steps_equal_the_whole_and_write_to_the_state_they_are_given", "test_steps_do_not_depend_on_layouts"),
+    "malformed_steps": ("test_malformed_steps_are_refused_before_a_launch",),
+    "packed": ("test_packed_documents_equal_each_alone",),
+    "neighbours": ("test_a_row_does_not_depend_on_its_neighbours", "test_results_do_not_depend_on_layouts"),
+    "operators": ("test_operators_pass_torchs_own_checks",),
+    "traced": ("test_one_graph_serves_all_lengths",),
+    "replayed": ("test_replayed_calls_give_what_calls_give",),
+    "malformed": ("test_malformed_calls_are_refused_before_a_launch",),
 }
 
-Sizes = Mapping[str, Any]
 Malformed = Mapping[str, tuple[Any, str]]
 
 
-class Call(NamedTuple):
-    """Arguments of a call by name.
-
-    Attributes:
-        tensors: those that have gradients.
-        options: the others.
-    """
-
-    tensors: dict[str, Tensor]
-    options: dict[str, Any]
-
-
-class KernelCase(NamedTuple):
-    """Sizes of a call that takes a way of its own through the kernels.
-
-    Attributes:
-        sizes: as `make` takes them.
-        form: of which form of execution the kernels are; the first one's by default.
-        patch: what chooses this way, such as tiles of other sizes.
-        dtypes: by name, those that the case is run in; the contract's by default.
-    """
-
-    sizes: Sizes
-    form: str | None = None
-    patch: Callable[[pytest.MonkeyPatch], Any] | None = None
-    dtypes: tuple[str, ...] | None = None
-
-
-class OpContract:
+class OpContract(LayoutTests):
     """Inherit it as `TestX(OpContract)`, and describe the operation: each property, or why it has it not.
 
     A property is described by an attribute, and the attributes that are not set are named in `absent`.
@@ -149,10 +117,10 @@ class OpContract:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name, test in PROPERTIES.items():
+        for name, tests in PROPERTIES.items():
             if bool(getattr(cls, name)) == (name in cls.absent):
                 raise TypeError(f"{cls.__name__}: {name} must be described, or be named in absent with a reason")
-            if name in cls.absent:
+            for test in tests if name in cls.absent else ():
                 # nothing to collect
                 setattr(cls, test, None)
 
@@ -219,6 +187,7 @@ class OpContract:
             "packed_case": [*self.packed],
             "bad": [*self.malformed],
             "bad_step": [*self.malformed_steps],
+            "laid_call": self.laid_calls() if "laid_call" in metafunc.fixturenames else [],
             "kernel": [(name, dtype) for name, case in self.kernels.items() for dtype in case.dtypes or self.dtypes],
         }
         for name, values in by_name.items():
@@ -401,62 +370,3 @@ class OpContract:
         """The arguments of a step, but for its state."""
         rest = {name: x for name, x in arguments.items() if name != self.state[0]}
         return {name: x[:, t] if name in self.tokens else x for name, x in rest.items()}
-
-
-class Results(dict):
-    """Tensors by name, as `values_and_gradients` expects them."""
-
-    def _asdict(self) -> dict[str, Tensor]:
-        return dict(self)
-
-
-def operations_of(package: ModuleType) -> set[str]:
-    """Names of the public operations of a package's `ops`, and of those that `explain` knows there."""
-    home = package.__name__
-    public = {name for name in package.__all__ if isfunction(getattr(package, name))}
-    known = {name for name, x in OPERATIONS.items() if x.function.__module__.startswith(f"{home}.")}
-    return (public | known) - {"explain"}
-
-
-def described(tests: Path) -> set[str]:
-    """Names of the operations that the contracts in a folder of tests cover, as their files say it."""
-    found = set()
-    for file in _files(tests, "test_*.py"):
-        for statement in ast.walk(file):
-            if isinstance(statement, ast.ClassDef) and "OpContract" in {ast.unparse(x) for x in statement.bases}:
-                for line in statement.body:
-                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "covers":
-                        found |= {x.id for x in ast.walk(line.value) if isinstance(x, ast.Name)}
-    return found
-
-
-def unchecked(package: ModuleType, tests: Path) -> set[str]:
-    """Names of torch's custom ops that a package's files make, and that neither contracts nor tests give `opcheck`."""
-    ops, named = set(), set()
-    for file in _files(Path(package.__path__[0]), "*.py"):
-        for line in file.body:
-            if isinstance(line, ast.Assign) and _makes_an_op(line.value):
-                ops.add(ast.unparse(line.targets[0]))
-            elif isinstance(line, ast.FunctionDef) and any(map(_makes_an_op, line.decorator_list)):
-                ops.add(line.name)
-    for file in _files(tests, "test_*.py"):
-        for x in ast.walk(file):
-            if (isinstance(x, ast.FunctionDef) and x.name == "operators") or _calls(x, "opcheck"):
-                named |= {y.id if isinstance(y, ast.Name) else getattr(y, "attr", "") for y in ast.walk(x)}
-    return ops - named
-
-
-def _makes_an_op(x: ast.AST) -> bool:
-    return _calls(x, "recorded_op", "custom_op")
-
-
-def _calls(x: ast.AST, *names: str) -> bool:
-    """Tell whether x is a call of a function of one of these names."""
-    return isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] in names
-
-
-def _files(folder: Path, pattern: str) -> Iterator[ast.Module]:
-    """A folder's files as Python reads them, but for tests that need a GPU."""
-    for path in folder.rglob(pattern):
-        if not path.stem.endswith("_gpu"):
-            yield ast.parse(path.read_text(encoding="utf-8"))

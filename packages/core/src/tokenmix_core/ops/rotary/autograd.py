@@ -42,6 +42,7 @@ def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, places, eps) 
     q, k, v = (None if x is None else as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
     q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
     cos, sin = (None if x is None else _angles(x) for x in (cos, sin))
+    places = None if places is None else places.contiguous()
     return kernels.rotate_step(
         q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, keys=keys, values=values, places=places,
         eps=eps,

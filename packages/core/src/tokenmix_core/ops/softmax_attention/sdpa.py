@@ -112,7 +112,7 @@ def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
         parts = [_cpu_forward(q[:, s], k[:, s], v[:, s], None, mask, scale) for s in _slices(cu_seqlens)]
         return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
     causal, bias = _cpu_mask(q, k, mask)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (_with_adjacent_elements(x).transpose(1, 2) for x in (q, k, v))
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return o.transpose(1, 2), lse
 
@@ -125,11 +125,16 @@ def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
         ]
         return tuple(torch.cat(grads, 1) for grads in zip(*parts, strict=True))
     causal, bias = _cpu_mask(q, k, mask)
-    q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
+    q, k, v, o, do = (_with_adjacent_elements(x).transpose(1, 2) for x in (q, k, v, o, do))
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
     return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _with_adjacent_elements(x: Tensor) -> Tensor:
+    """Return x, or a copy if the elements of a head are apart: torch's kernel ignores the last stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:

@@ -69,7 +69,7 @@ def evict_step(
     if _check(*x, impl) == "reference":
         evict_step_reference(**x._asdict())
     else:
-        _step(x._replace(k=k.contiguous(), v=v.contiguous(), raw=raw.contiguous()))
+        _step(x._replace(k=k.contiguous(), v=v.contiguous(), raw=raw.contiguous(), before=before.contiguous()))
 
 
 class _Inputs(NamedTuple):

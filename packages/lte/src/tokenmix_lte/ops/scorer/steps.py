@@ -62,7 +62,8 @@ class Inputs(NamedTuple):
         def taps_first(w: Tensor) -> Tensor:
             return w.permute(3, 0, 2, 1).to(self.k.dtype, memory_format=torch.contiguous_format)
 
-        x = self._replace(w1=taps_first(self.w1), w2=taps_first(self.w2), w3=taps_first(self.w3))
+        begin = None if self.begin is None else self.begin.contiguous()
+        x = self._replace(w1=taps_first(self.w1), w2=taps_first(self.w2), w3=taps_first(self.w3), begin=begin)
         return Inputs(*map(aligned, x[:10]), *x[10:])
 
 

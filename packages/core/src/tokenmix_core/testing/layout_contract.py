@@ -1,0 +1,157 @@
+"""The part of every operation's contract that holds whatever the layout of its tensors in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenmix_core.testing.agreement import granted, upstream_like
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.launches import replays
+from tokenmix_core.testing.layouts import LAYOUTS, Layout, Named, copies, laid_out
+
+# layouts in which a call is repeated until the launch cache replays it: fewer on a CPU, to save time
+OF_LAUNCH_CACHE = (*LAYOUTS,) if torch.cuda.is_available() else ("slices",)
+# layouts of the calls beside `neighbours` on a CPU
+OF_FURTHER_CALLS = ("every second element", "expanded")
+# the layouts of steps, whose state is written to
+OF_STEPS = ("transposed", "every second element", "slices", "offset")
+
+
+class LayoutTests:
+    """Inherited by `OpContract`: results do not depend on how arguments and gradients lie in memory.
+
+    Attributes:
+        laid: by name, sizes of calls beside `neighbours`, such as with other arguments; on a CPU in two layouts.
+        on_gpu: by name, sizes of calls that only a GPU makes: of heads that other kernels take.
+        impls: implementations beside those that other tests run, where there is a GPU.
+        in_place: arguments that are written to and must be contiguous; a malformed call says so.
+    """
+
+    laid: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    on_gpu: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    impls: ClassVar[tuple[str | None, ...]] = (None, "gluon")
+    in_place: ClassVar[tuple[str, ...]] = ()
+
+    def laid_calls(self) -> list[tuple[str, str | None]]:
+        """Return which calls are made by which implementation."""
+        here: Any = self
+        gpu = torch.cuda.is_available()
+        impls = [*here.eager, *(("triton",) if here.kernels else ()), *(self.impls if gpu and here.kernels else ())]
+        names = ["neighbours", *self.laid, *(self.on_gpu if gpu else ())]
+        return [(name, impl) for name in names for impl in dict.fromkeys(impls)]
+
+    def layout_dtype(self) -> torch.dtype:
+        """Return the dtype of calls in several layouts: of 16 bits where kernels take it, to begin 2 bytes aside."""
+        here: Any = self
+        if not here.kernels:
+            return torch.float32
+        half = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+        return half if torch.cuda.is_available() or "half" in here.dtypes else torch.float32
+
+    def test_results_do_not_depend_on_layouts(self, form, laid_call, device):
+        here: Any = self
+        name, impl = laid_call
+        sizes = here.neighbours if name == "neighbours" else {**self.laid, **self.on_gpu}[name]
+        call = here.make(self.layout_dtype(), device, **sizes)
+        try:
+            compared = Compared(here, form, impl, call)
+        except ValueError as error:
+            # what only some sizes have kernels for
+            if impl in (None, "reference", "triton") or f"impl={impl!r}" not in str(error):
+                raise
+            pytest.skip(str(error))
+        every = name == "neighbours" or torch.cuda.is_available()
+        plain = Layout(copies, copies)
+        with replays():
+            # the launch cache holds the contiguous call, then that in each layout
+            for _ in range(2 if every else 0):
+                compared.run(plain)
+            for title in LAYOUTS if every else OF_FURTHER_CALLS:
+                for _ in range(3 if title in OF_LAUNCH_CACHE else 1):
+                    compared.assert_independent(title, LAYOUTS[title])
+
+    @pytest.mark.parametrize("layout", OF_STEPS)
+    def test_steps_do_not_depend_on_layouts(self, impl, layout, device):
+        here: Any = self
+        step, sizes = here.step
+        tensors, options = here.make(torch.float32, device, **sizes, T=3)
+        token = here._token(tensors | options, 1)
+        state = tensors[here.state[0]]
+        wanted = state.clone()
+        o = step(**token, state=wanted, impl=impl)
+        change = LAYOUTS[layout].arguments
+        token |= change({name: x for name, x in token.items() if isinstance(x, Tensor)})
+        kept = change({"state": state})["state"]
+        if not kept.is_contiguous():
+            with pytest.raises(ValueError, match="state must be contiguous"):
+                step(**token, state=kept, impl=impl)
+            kept = state.clone()
+        assert relative_error(step(**token, state=kept, impl=impl), o) < 2e-6
+        assert relative_error(kept, wanted) < 2e-6
+
+
+class Compared:
+    """A call in several layouts, each compared with contiguous copies of the same elements."""
+
+    def __init__(self, contract: Any, form: str, impl: str | None, call: Any) -> None:
+        self.contract, self.form, self.impl = contract, form, impl
+        self.tensors, self.options = copies(call.tensors), call.options
+        self.eps = max((torch.finfo(x.dtype).eps for x in self.tensors.values() if x.is_floating_point()), default=0.0)
+        self.upstream: dict[str, Tensor] = {}
+        self.plain = self.run(Layout(copies, copies, alone=True))
+
+    def assert_independent(self, title: str, layout: Layout) -> None:
+        """Assert that a layout changes no result and no gradient by more than rounding."""
+        wanted = self.run(layout, plain=True) if layout.repeats else self.plain
+        got = self.run(layout)
+        assert got.keys() <= wanted.keys()
+        for name, x in got.items():
+            where = f"{title}: {name}"
+            if x.is_floating_point():
+                # a tensor that is read wrongly errs by about 1, one row of a thousand by .03
+                assert relative_error(x, wanted[name]) <= 8 * granted(self.eps), where
+            else:
+                assert torch.equal(x, wanted[name]), where
+
+    def run(self, layout: Layout, plain: bool = False) -> dict[str, Tensor]:
+        """Return results and gradients by name; `plain` copies the laid-out tensors to contiguous ones."""
+        change = copies if plain else dict
+        written = {name: x.clone() for name, x in self.tensors.items() if name in self.contract.in_place}
+        tensors = change(layout.arguments({n: x for n, x in self.tensors.items() if n not in written})) | written
+        options = self.options if plain else laid_out(self.options, layout)
+        differentiable = self.contract.differentiable
+        leaves = {n: x.detach().requires_grad_(differentiable and x.is_floating_point()) for n, x in tensors.items()}
+        results = self.contract._function(self.form, options, self.impl)(**leaves)._asdict()
+        through = [name for name, x in results.items() if x.requires_grad]
+        self.upstream = self.upstream or upstream_like(results)
+        upstream = change(layout.gradients({name: self.upstream[name] for name in through})) if through else {}
+        return results | self.gradients(leaves, results, upstream, layout.alone or torch.cuda.is_available())
+
+    def gradients(self, leaves: Named, results: Named, upstream: Named, alone: bool) -> dict[str, Tensor]:
+        """Return gradients through all results and, if there are several, through the first alone or each alone."""
+        names = [name for name, x in leaves.items() if x.requires_grad]
+        single = [*upstream] if len(upstream) > 1 and alone else []
+        found = {}
+        for through in ([*upstream], *([name] for name in single[: None if torch.cuda.is_available() else 1])):
+            if through:
+                grads = torch.autograd.grad(
+                    [results[name] for name in through], [leaves[name] for name in names],
+                    [upstream[name] for name in through], retain_graph=True, materialize_grads=True,
+                )  # fmt: skip
+                title = " and ".join(through)
+                found |= {f"d{name} through {title}": x for name, x in zip(names, grads, strict=True)}
+        return found
+
+
+def differently_laid(function: Callable, tensors: Named) -> None:
+    """Assert that `function(**tensors)` returns the same dictionary of tensors in each layout."""
+    wanted = function(**copies(tensors))
+    for title in OF_STEPS:
+        got = function(**LAYOUTS[title].arguments(tensors))
+        for name, x in wanted.items():
+            torch.testing.assert_close(got[name], x, msg=lambda text, where=f"{title}: {name}": f"{where}: {text}")

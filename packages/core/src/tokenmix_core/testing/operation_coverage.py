@@ -1,0 +1,63 @@
+"""Which operations and operators of a package its tests describe."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+
+from tokenmix_core.ops.explanation import OPERATIONS
+
+
+def operations_of(package: ModuleType) -> set[str]:
+    """Names of the public operations of a package's `ops`, and of those that `explain` knows there."""
+    home = package.__name__
+    public = {name for name in package.__all__ if isfunction(getattr(package, name))}
+    known = {name for name, x in OPERATIONS.items() if x.function.__module__.startswith(f"{home}.")}
+    return (public | known) - {"explain"}
+
+
+def described(tests: Path) -> set[str]:
+    """Names of the operations that the contracts in a folder of tests cover, as their files say it."""
+    found = set()
+    for file in _files(tests, "test_*.py"):
+        for statement in ast.walk(file):
+            if isinstance(statement, ast.ClassDef) and "OpContract" in {ast.unparse(x) for x in statement.bases}:
+                for line in statement.body:
+                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "covers":
+                        found |= {x.id for x in ast.walk(line.value) if isinstance(x, ast.Name)}
+    return found
+
+
+def unchecked(package: ModuleType, tests: Path) -> set[str]:
+    """Names of torch's custom ops that a package's files make, and that neither contracts nor tests give `opcheck`."""
+    ops, named = set(), set()
+    for file in _files(Path(package.__path__[0]), "*.py"):
+        for line in file.body:
+            if isinstance(line, ast.Assign) and _makes_an_op(line.value):
+                ops.add(ast.unparse(line.targets[0]))
+            elif isinstance(line, ast.FunctionDef) and any(map(_makes_an_op, line.decorator_list)):
+                ops.add(line.name)
+    for file in _files(tests, "test_*.py"):
+        for x in ast.walk(file):
+            if (isinstance(x, ast.FunctionDef) and x.name == "operators") or _calls(x, "opcheck"):
+                named |= {y.id if isinstance(y, ast.Name) else getattr(y, "attr", "") for y in ast.walk(x)}
+    return ops - named
+
+
+def _makes_an_op(x: ast.AST) -> bool:
+    return _calls(x, "recorded_op", "custom_op")
+
+
+def _calls(x: ast.AST, *names: str) -> bool:
+    """Tell whether x is a call of a function of one of these names."""
+    return isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] in names
+
+
+def _files(folder: Path, pattern: str) -> Iterator[ast.Module]:
+    """A folder's files as Python reads them, but for tests that need a GPU."""
+    for path in folder.rglob(pattern):
+        if not path.stem.endswith("_gpu"):
+            yield ast.parse(path.read_text(encoding="utf-8"))
