@@ -11,8 +11,10 @@ tests` runs all Python blocks and the shell blocks of `QUICK`; `nox -s pages` ru
 processes of their own.
 """
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_core.nn import registry
 
 ROOT = Path(__file__).parent.parent
+NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
 REASONS = (
     "needs a GPU",
     "needs several machines",
@@ -147,6 +150,31 @@ def test_a_block_runs_or_says_why_not(block):
         compile(block.code, block.page, "exec")
     else:
         subprocess.run(["bash", "-n", "-c", block.command], check=True)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh" and block.reason], ids=str)
+def test_a_command_that_is_not_run_has_its_options(block, capsys):
+    """Its recipe, flags, nox sessions and files exist."""
+    for line in block.code.replace("\\\n", " ").replace("$(which tokenmix)", "tokenmix").splitlines():
+        words = shlex.split(line, comments=True)
+        for session in words[words.index("-s") + 1 :] if "nox" in words else ():
+            if session == "--":
+                break
+            assert f"def {session}(session" in NOXFILE, f"{block}: no nox session {session!r}"
+        for word in words:
+            assert not word.endswith(".py") or (ROOT / word).is_file(), f"{block}: no file {word}"
+        commands = [i for i, word in enumerate(words) if word.startswith("tokenmix") and ":" not in word]
+        if not commands or "pip" in words:
+            continue
+        name, arguments = words[commands[0]], words[commands[0] + 1 :]
+        package = name.replace("-", "_") if "-" in name else "tokenmix_core"
+        command = arguments[: 2 if arguments[0] == "data" else 1]
+        assert importlib.import_module(f"{package}.cli").main([*command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        for flag in (word for word in arguments if word.startswith("--")):
+            assert f"{flag} " in shown or f"{flag}\n" in shown, f"{block}: {' '.join(command)} has no {flag}"
+        if command == ["train"]:
+            assert arguments[1] in importlib.import_module(f"{package}.recipes").RECIPES, f"{block}: {arguments[1]}"
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
