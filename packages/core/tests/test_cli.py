@@ -129,13 +129,87 @@ def test_the_command_that_ctrl_c_leaves_goes_on_with_the_fields_that_were_given(
         return int(re.search(r"stopped at step (\d+)", said)[1]), said.partition("go on with: ")[2].strip()
 
     step, again = interrupted_after(0, ["tokenmix", "train", "tiny", "--out", str(out), "--no-eval", *fields])
-    assert again == f"tokenmix train tiny --out '{out}' --resume --no-eval"
+    assert again == f"tokenmix train --resume '{out}'"
+    assert json.loads((out / "run.json").read_text())["evaluate"] is False
     later, once_more = interrupted_after(step, shlex.split(again))
     assert later > step
     assert once_more == again
     assert logged() == list(range(1, later + 1))
     values = json.loads((out / "run.json").read_text())["values"]
     assert (values["learning_rate"], values["batch_tokens"], values["model"]["num_hidden_layers"]) == (1e-3, 64, 1)
+
+
+def test_resume_needs_the_folder_alone_and_knows_what_was_given(recipes, tmp_path, capsys, monkeypatch):
+    from tokenmix_core.training.callbacks import StopOnSignal
+
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    begun = StopOnSignal.on_step_end
+
+    def stop(self, args, state, control, **rest):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return begun(self, args, state, control, **rest)
+
+    monkeypatch.setattr(StopOnSignal, "on_step_end", stop)
+    call = ["train", "nano", "--out", str(out), "--learning_rate", "1e-3", "--save_steps", "100", "--no-eval"]
+    assert main(call, recipes=recipes) == 130
+    assert f"go on with: tokenmix train --resume {out}" in capsys.readouterr().out
+    monkeypatch.setattr(StopOnSignal, "on_step_end", begun)
+    out.rename(moved)
+    # fields of how it runs may still be given, with the flag in any place
+    assert main(["train", "--resume", str(moved), "--logging_steps", "3"], recipes=recipes) == 0
+    said = capsys.readouterr()
+    assert "trained 4 steps" in said.out
+    record = json.loads((moved / "run.json").read_text())
+    assert (record["values"]["learning_rate"], record["values"]["logging_steps"]) == (1e-3, 3)
+    assert {path.name for path in (moved / "evaluation").iterdir()} <= {"training.json", "training.png", "report.md"}
+    for spelling in (["nano", "--out", str(moved), "--resume"], ["--resume", "nano", "--out", str(moved)]):
+        assert main(["train", *spelling], recipes=recipes) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("train", "name a RECIPE, which `info` lists, or the folder of a run to go on with: --resume DIR"),
+        ("train --resume DIR", "has no run.json, the record of a run; name its recipe, too"),
+        ("train --resume DIR --out other", "--resume and --out name two folders"),
+        ("train --resume OTHER", "holds a run of 'theirs', a recipe of another package"),
+        (
+            "train nano --sources data/fineweb-edu-gpt2 --tokenizer no/such --out OUT",
+            "make it with: tokenmix data prepare fineweb-edu data/fineweb-edu-gpt2 --tokenizer no/such",
+        ),
+        (
+            "train nano --sources mine --out OUT",
+            "make it with: tokenmix data prepare TEXT mine --tokenizer bytes, where",
+        ),
+    ],
+)
+def test_a_call_that_lacks_something_is_told_in_one_sentence_what(call, told, recipes, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run.json").write_text(json.dumps({"recipe": "theirs", "values": {}}))
+    places = {"DIR": str(tmp_path), "OTHER": str(other), "OUT": str(tmp_path / "out")}
+    assert main([places.get(word, word) for word in call.split()], recipes=recipes) == 2
+    said = capsys.readouterr().err.strip()
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_run_in_a_folder_is_told_who_is_there(recipes, tmp_path, capsys):
+    from tokenmix_core.locks import FolderLock
+
+    out = tmp_path / "run"
+    assert main(["train", "nano", "--out", str(out), "--no-eval", "--save_steps", "2"], recipes=recipes) == 0
+    log = (out / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    with FolderLock(out, "training"):
+        for call in (["nano", "--out", str(out)], ["--resume", str(out)]):
+            assert main(["train", *call], recipes=recipes) == 2
+            told = capsys.readouterr().err
+            assert f"{out} is in use: process {os.getpid()} on " in told
+            assert len(told.splitlines()) == 1
+    assert (out / "metrics.jsonl").read_text() == log
 
 
 def test_an_evaluation_that_fails_costs_no_other_and_is_told(recipes, tmp_path, capsys):

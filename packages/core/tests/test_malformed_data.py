@@ -394,7 +394,7 @@ COMMANDS = [
     ("train nano --resume --out EMPTY", "holds no checkpoint to resume from"),
     ("train nano --out RUN", "is not empty; resume the run that it holds"),
     ("train nano --out FILE", "is not empty|File exists|Not a directory"),
-    ("train nano --resume=yes --out RUN", "ignored explicit argument 'yes'"),
+    ("train nano --resume=yes --out RUN", "--resume and --out name two folders, yes and "),
     ("train nano --config RUN", "cannot be read: Is a directory"),
     ("train nano --total_tokens 0", "total_tokens must be at least 1"),
     ("train nano --evaluations perplexity-by-position --sources EMPTY", "EMPTY holds nothing to read"),

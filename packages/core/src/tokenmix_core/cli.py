@@ -130,10 +130,14 @@ def _parser(
 
     example = "tiny --total_tokens 1M --out runs/a"
     sub = command(commands, "train", "run a recipe, then its evaluations", example, takes_fields=True)
-    sub.usage = f"{sub.prog} RECIPE [--out DIR] [--resume] [--no-eval] [--config FILE] [--FIELD VALUE ...]"
-    sub.add_argument("recipe", metavar="RECIPE", help="a recipe; `info` lists them; --FIELD VALUE sets a field of it")
+    # the recipe stands among what is left, for argparse would take a field's value for one that is not given
+    sub.usage = (
+        f"{sub.prog} RECIPE [--out DIR] [--no-eval] [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
+    )
+    sub.description = f"{sub.description} RECIPE is one that `info` lists; --FIELD VALUE sets a field of it."
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/RECIPE)")
-    sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    resume = "go on from the last checkpoint of the run in DIR (or --out), with its recipe, fields and --no-eval"
+    sub.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resume)
     sub.add_argument("--no-eval", action="store_true", help="do not evaluate the trained model")
     sub.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of fields, as `info RECIPE --fields` prints them"

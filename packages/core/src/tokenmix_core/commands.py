@@ -33,6 +33,7 @@ from tokenmix_core.fields import described
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
+from tokenmix_core.training.record import RUN_RECORD, read_record, resumed
 from tokenmix_core.trust import from_config, from_pretrained
 
 RECIPES = "tokenmix_core.recipes:RECIPES"
@@ -105,39 +106,68 @@ def train(args: argparse.Namespace, context: Context) -> int:
     """Run a recipe, then its evaluations."""
     from tokenmix_core.training import trainer
     from tokenmix_core.training.callbacks import read_metrics
-    from tokenmix_core.training.record import resumed
 
-    out = args.out or Path("runs") / args.recipe
-    begun = context.recipe(args.recipe)
+    name, out, fields = _asked_for(args, context)
+    begun, evaluating = context.recipe(name), not args.no_eval
     if args.resume:
-        recipe = resumed(begun, out, args.rest, args.config)
+        recipe = resumed(begun, out, fields, args.config)
+        if (out / RUN_RECORD).is_file():
+            evaluating = evaluating and read_record(out).get("evaluate", True)
     else:
-        recipe = overridden(begun, args.rest, args.config)
-    names = [] if args.no_eval else list(recipe.run.evaluations)
-    if recipe.run.sample_prompt and not args.no_eval and "samples" not in names:
+        recipe = overridden(begun, fields, args.config)
+    names = list(recipe.run.evaluations) if evaluating else []
+    if recipe.run.sample_prompt and evaluating and "samples" not in names:
         names.append("samples")
     check_suites(names, context.suites)
-    if names:
-        check_options(names, tokenizers.load_tokenizer(recipe.data.tokenizer), options_of(recipe), context.suites)
-    result = trainer.train(recipe, out, resume=args.resume)
-    if torch.distributed.is_initialized():
-        # the first process goes on alone
-        torch.distributed.destroy_process_group()
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if result.interrupted:
-        again = [*args.parser.prog.split(), args.recipe, "--out", str(out), "--resume"]
-        again += ["--no-eval"] if args.no_eval else []
-        launched = ", launched as before," if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
-        return 130
-    print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
-    log = read_metrics(out / trainer.METRICS)
-    write_result(training_result(log, recipe.optimizer.batch_tokens), out / "evaluation")
-    if names:
-        model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
-        evaluate(model, tokenizer, names, options_of(recipe), out=out / "evaluation", suites=context.suites)
+    resume = bool(args.resume)
+    # kept until the evaluations are written
+    with trainer.run_lock(out, resume=resume):
+        trainer.check_sources(recipe)
+        if names:
+            check_options(names, tokenizers.load_tokenizer(recipe.data.tokenizer), options_of(recipe), context.suites)
+        result = trainer.train_locked(recipe, out, resume=resume, recorded={"evaluate": evaluating})
+        if torch.distributed.is_initialized():
+            # the first process goes on alone
+            torch.distributed.destroy_process_group()
+        if os.environ.get("RANK", "0") != "0":
+            return 0
+        if result.interrupted:
+            again = [*args.parser.prog.split(), "--resume", str(out)]
+            launched = ", launched as before," if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+            print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
+            return 130
+        print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
+        log = read_metrics(out / trainer.METRICS)
+        write_result(training_result(log, recipe.optimizer.batch_tokens), out / "evaluation")
+        if names:
+            model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
+            evaluate(model, tokenizer, names, options_of(recipe), out=out / "evaluation", suites=context.suites)
     return 0
+
+
+def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, list[str]]:
+    """Return the recipe that `train` is to run, its folder, and the flags that name fields.
+
+    Raises:
+        ValueError: neither a recipe nor a run is named, or two folders are.
+    """
+    fields = list(args.rest)
+    name = fields.pop(0) if fields and not fields[0].startswith("-") else None
+    folder: str | None = args.resume if isinstance(args.resume, str) else None
+    if name is None and folder is not None and folder in context.recipes and not Path(folder).is_dir():
+        # `train --resume RECIPE --out DIR`
+        name, folder = folder, None
+    if folder is not None and args.out is not None and Path(folder) != args.out:
+        raise ValueError(f"--resume and --out name two folders, {folder} and {args.out}; give the one of the run")
+    out: Path | None = args.out if folder is None else Path(folder)
+    if name is not None:
+        return name, out or Path("runs") / name, fields
+    if out is None or not args.resume:
+        raise ValueError("name a RECIPE, which `info` lists, or the folder of a run to go on with: --resume DIR")
+    name = read_record(out)["recipe"]
+    if name not in context.recipes:
+        raise ValueError(f"{out} holds a run of {name!r}, a recipe of another package than that of this command")
+    return name, out, fields
 
 
 def options_of(recipe: Recipe) -> EvalOptions:
@@ -224,6 +254,8 @@ def prepare(args: argparse.Namespace, context: Context) -> None:
     held_out = f"{meta.held_out_tokens:,} tokens of {meta.held_out_documents:,} documents"
     skipped = f"; {n:,} bad rows were skipped" if (n := meta.source["skipped_rows"]) else ""
     print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out{skipped}")
+    if told := corpora.files_read(meta):
+        print(f"{args.output}: {told}")
 
 
 def convert(args: argparse.Namespace, context: Context) -> None:

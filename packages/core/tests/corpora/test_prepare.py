@@ -52,6 +52,56 @@ def test_all_documents_of_a_source_come_back_in_order(kind, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 
+@pytest.mark.parametrize("stop", [None, 4, 13, 21])
+def test_all_kinds_of_files_in_a_folder_are_read_and_counted(stop, tmp_path, monkeypatch, capsys):
+    datasets = pytest.importorskip("datasets")
+    from tokenmix_core.cli import main
+
+    folder = tmp_path / "in"
+    texts = {name: [f"{name} {i}" for i in range(8)] for name in ("b", "c", "d")}
+    (folder / "more").mkdir(parents=True)
+    (folder / ".cache").mkdir()
+    (folder / "a.JSONL").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts["b"]))
+    datasets.Dataset.from_dict({"text": texts["c"]}).to_parquet(folder / "c.parquet")
+    for i, text in enumerate(texts["d"]):
+        (folder / "more" / f"{i}.{'md' if i % 2 else 'txt'}").write_text(text)
+    (folder / ".cache" / "x.txt").write_text("hidden")
+    (folder / "table.csv").write_text("text\nno\n")
+    call = ["data", "prepare", str(folder), str(tmp_path / "out"), "--held-out", "0"]
+    if stop is not None:
+        # stopped, it goes on with the same counts
+        monkeypatch.setattr(prepare_module, "_BATCH_DOCUMENTS", 1)
+        monkeypatch.setattr(prepare_module, "_COMMIT_SECONDS", 0.0)
+        appended = TokenFileWriter.append
+        left = iter(range(stop))
+
+        def append(self, *given):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            appended(self, *given)
+
+        monkeypatch.setattr(TokenFileWriter, "append", append)
+        assert main(call) == 130
+        monkeypatch.setattr(TokenFileWriter, "append", appended)
+    capsys.readouterr()
+    assert main(call) == 0
+    said = capsys.readouterr().out
+    assert documents(tmp_path / "out") == [*texts["b"], *texts["c"], *texts["d"]]
+    assert "24 documents" in said
+    assert (
+        "read 1 JSONL file (8 documents), 1 parquet file (8 documents), 8 text files (8 documents); "
+        "of a kind that is not read: 1 .csv" in said
+    )
+    assert TokenFile(tmp_path / "out").meta.source["skipped_rows"] == 0
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.TSV"])
+def test_a_file_of_data_is_not_taken_for_text(name, tmp_path):
+    (tmp_path / name).write_text('{"text": "x"}')
+    with pytest.raises(ValueError, match=f"{name} is no running text, JSONL or parquet; expected one that ends in"):
+        open_source(str(tmp_path / name))
+
+
 def test_documents_are_held_out_by_their_text_alone(tmp_path):
     source = Source({"corpus": "test"}, lambda n: iter((TEXTS + TEXTS[::-1])[n:]))
     prepare(source, tmp_path / "out", held_out=0.2, progress=False)
@@ -221,7 +271,9 @@ def test_a_partial_file_of_other_settings_or_in_use_is_refused(tmp_path):
     writer = TokenFileWriter(tmp_path / "out", {"held_out": 0.1}, 259)
     writer.append([[1, 2]], [False])
     writer.commit(1)
-    with pytest.raises(ValueError, match="being written by another process"):
+    with pytest.raises(
+        ValueError, match=r"out.partial is in use: process \d+ on .* has been preparing a corpus there since"
+    ):
         TokenFileWriter(tmp_path / "out", {"held_out": 0.1}, 259)
     writer.close()
     with pytest.raises(ValueError, match=r"held_out was 0.1 and is 0.2"):

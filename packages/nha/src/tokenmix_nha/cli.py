@@ -48,12 +48,17 @@ def _add_commands(add: cli.AddCommand) -> None:
         "tokenmix_nha.finetune:command",
         takes_fields=True,
     )
-    sub.usage = f"{sub.prog} CHECKPOINT --stage 1|2 --out DIR [--resume] [--config FILE] [--FIELD VALUE ...]"
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a converted model; --FIELD VALUE as in train")
-    sub.add_argument("--stage", type=int, choices=(1, 2), required=True, help="1: attention, FFN frozen; 2: LoRA")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
-    sub.add_argument("--rank", type=int, default=16, metavar="R", help="rank of LoRA")
-    sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    # the checkpoint stands among what is left, as the recipe of `train` does
+    sub.usage = (
+        f"{sub.prog} CHECKPOINT --stage 1|2 --out DIR [--config FILE] [--FIELD VALUE ...]\n"
+        f"       {sub.prog} --resume DIR"
+    )
+    sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
+    sub.add_argument("--stage", type=int, choices=(1, 2), help="1: attention, FFN frozen; 2: LoRA")
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
+    sub.add_argument("--rank", type=int, metavar="R", help="rank of LoRA (default: 16)")
+    resume = "go on from the last checkpoint of the run in DIR (or --out), with all that it was begun with"
+    sub.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resume)
     sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with fields of the recipe")
 
     sub = add(

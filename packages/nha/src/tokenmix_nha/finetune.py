@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,17 +140,45 @@ def command(args: argparse.Namespace, context: Any) -> int:
     from tokenmix_core.commands import is_checkpoint
     from tokenmix_core.training import trainer
     from tokenmix_core.training.recipe import overridden
+    from tokenmix_core.training.record import resumed
 
-    if not is_checkpoint(args.checkpoint):
-        raise ValueError(f"{args.checkpoint} holds no model: expected a folder with config.json and weights")
-    recipe = overridden(finetune(args.checkpoint, args.stage, rank=args.rank), args.rest, args.config)
-    result = trainer.train(recipe, args.out, resume=args.resume)
-    if result.interrupted:
-        print(f"stopped at step {result.step}; the same command with --resume goes on")
-        return 130
-    folder = result.model_dir
-    if args.stage == 2:
-        folder = args.out / MERGED
-        merge_lora(args.checkpoint, args.out, folder)
+    begun, out, fields = _asked_for(args)
+    checkpoint, stage, rank = begun["checkpoint"], begun["stage"], begun["rank"]
+    if not is_checkpoint(checkpoint):
+        raise ValueError(f"{checkpoint} holds no model: expected a folder with config.json and weights")
+    recipe, resume = finetune(checkpoint, stage, rank=rank), bool(args.resume)
+    recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
+    # kept until the merged model is written
+    with trainer.run_lock(out, resume=resume):
+        result = trainer.train_locked(recipe, out, resume=resume, recorded={"finetune": begun})
+        if result.interrupted:
+            again = shlex.join([*args.parser.prog.split(), "--resume", str(out)])
+            print(f"stopped at step {result.step}; go on with: {again}")
+            return 130
+        folder = result.model_dir
+        if stage == 2:
+            folder = out / MERGED
+            merge_lora(checkpoint, out, folder)
     print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {folder}")
     return 0
+
+
+def _asked_for(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str]]:
+    """Return checkpoint, stage and rank, which a run to go on with has recorded; its folder; and flags of fields.
+
+    Raises:
+        ValueError: something of these is not given.
+    """
+    from tokenmix_core.training.record import read_record
+
+    fields = list(args.rest)
+    given = {"checkpoint": fields.pop(0) if fields and not fields[0].startswith("-") else None}
+    given |= {"stage": args.stage, "rank": args.rank}
+    out = Path(args.resume) if isinstance(args.resume, str) else args.out
+    if out is None:
+        raise ValueError("give the folder of the run: --out DIR, or --resume DIR to go on with one")
+    recorded = read_record(out).get("finetune", {}) if args.resume else {}
+    begun = {"rank": 16, **recorded} | {name: value for name, value in given.items() if value is not None}
+    if absent := [name for name in ("checkpoint", "stage") if name not in begun]:
+        raise ValueError(f"finetune needs {' and '.join(absent)}: CHECKPOINT --stage 1|2 --out DIR")
+    return begun, out, fields

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from filelock import FileLock
 
-from tokenmix_core.corpora.sources import STDLIB, BadRow, Source, open_source, stdlib_source
+from tokenmix_core.corpora.sources import STDLIB, BadRow, FileText, Source, open_source, stdlib_source
 from tokenmix_core.corpora.token_file import TokenFile, TokenFileMeta, TokenFileWriter
 from tokenmix_core.corpora.tokenizer import BYTES, load_tokenizer, tokenizer_fingerprint
 
@@ -74,7 +74,7 @@ def prepare(
     output.parent.mkdir(parents=True, exist_ok=True)
     eos: Any = encoder.eos_token_id
     writer = TokenFileWriter(output, settings, len(encoder))
-    consumed, skipped = writer.consumed, writer.skipped
+    consumed, skipped, kinds = writer.consumed, writer.skipped, writer.kinds
     bar = tqdm(total=source.total, initial=consumed, unit="doc", desc=f"tokens of {output.name}", disable=not progress)
     committed = time.monotonic()
     try:
@@ -96,6 +96,7 @@ def prepare(
                         # what comes after the last one is not asked for
                         batch, bad = batch[: list(texts)[len(ended) - 1] + 1], None
                 writer.append(ended, [is_held_out(text, held_out) for text in kept[: len(ended)]])
+                kinds.update(text.kind for text in kept[: len(ended)] if isinstance(text, FileText))
                 consumed += len(batch)
                 if bad is not None:
                     raise bad
@@ -127,12 +128,26 @@ def prepare(
         bad_ones = f" or bad ({skipped})" if skipped else ""
         raise ValueError(f"the source has no text: {consumed} rows read, all of them empty{bad_ones}")
     recorded = {**source.description, "held_out": held_out, "max_tokens": max_tokens, "skipped_rows": skipped}
+    if kinds:
+        recorded["document_kinds"] = dict(sorted(kinds.items()))
     known_by = {"tokenizer": tokenizer, "fingerprint": fingerprint}
     meta = writer.finish(eos_token_id=eos, **known_by, source=recorded, hold_out_one=held_out > 0)
     if held_out and not meta.held_out_documents:
         few = "is one document" if meta.documents == 1 else f"are {meta.documents:,} equal documents"
         print(f"{output}: nothing is held out, for there {few}; evaluations need another text", file=sys.stderr)
     return meta
+
+
+def files_read(meta: TokenFileMeta) -> str:
+    """Say how many files and documents of each kind a token file was made from; empty if it is of no files."""
+    documents, unread = meta.source.get("document_kinds", {}), meta.source.get("unread_files", {})
+    read = [
+        f"{count:,} {kind} file{'s' * (count != 1)} ({documents.get(kind, 0):,} documents)"
+        for kind, count in meta.source.get("file_kinds", {}).items()
+    ]
+    left = [f"{count:,} {ending}" for ending, count in unread.items()]
+    told = [f"read {', '.join(read)}"] if read else []
+    return "; ".join(told + ([f"of a kind that is not read: {', '.join(left)}"] if left else []))
 
 
 def is_held_out(text: str, share: float) -> bool:

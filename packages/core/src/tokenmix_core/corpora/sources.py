@@ -8,9 +8,9 @@ import itertools
 import json
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,16 @@ HUB_ALIASES: dict[str, tuple[str, str | None]] = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
     "slimpajama": ("cerebras/SlimPajama-627B", None),
 }
-_JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-_TEXT = (".txt", ".md", ".rst", ".py", ".text")
+# kinds of files by the ends of their names; a text file is one document
+JSONL, PARQUET, TEXT = "JSONL", "parquet", "text"
+_KINDS = {
+    JSONL: (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
+    PARQUET: (".parquet",),
+    TEXT: (".txt", ".md", ".rst", ".py", ".text"),
+}
+_READABLE = ", ".join(itertools.chain(*_KINDS.values()))
+# data that would decode as text, and is none
+_NO_TEXT = (".json", ".csv", ".tsv")
 # folders of the standard library that are not running text of its own, or do not come with every build
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # what Arrow raises for files that are damaged
@@ -33,6 +41,21 @@ _PARQUET_ROWS = 1024
 
 class BadRow(ValueError):
     """A row of a source that holds no text; it says which one and why. Sources yield it in the row's place."""
+
+
+class FileText(str):
+    """A document of a file.
+
+    Attributes:
+        kind: the kind of file that it is from.
+    """
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str) -> FileText:
+        self = super().__new__(cls, text)
+        self.kind = kind
+        return self
 
 
 @dataclass(frozen=True)
@@ -65,8 +88,9 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     """Open a source of documents.
 
     Args:
-        spec: "stdlib" (the built-in corpus), a JSONL, parquet or text file, a folder of them (a text file is one
-            document) or one saved by `datasets`, "fineweb-edu", "slimpajama", or a dataset's name on the hub.
+        spec: "stdlib" (the built-in corpus), a JSONL, parquet or text file, a folder of them, of several kinds, too
+            (a text file is one document), or one saved by `datasets`, "fineweb-edu", "slimpajama", or a dataset's name
+            on the hub.
         text_field: the field that holds the text.
         subset: the configuration of a hub dataset.
         split: the split of a dataset.
@@ -83,7 +107,7 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     if path.exists():
         return _files_source(path, text_field)
     name, default_subset = HUB_ALIASES.get(spec, (spec, None))
-    if spec not in HUB_ALIASES and (path.is_absolute() or spec.startswith(".") or path.suffix in (*_TEXT, *_JSONL)):
+    if spec not in HUB_ALIASES and (path.is_absolute() or spec.startswith(".") or _kind_of(path) is not None):
         raise ValueError(f"source {spec!r} does not exist")
     subset = subset if subset is not None else default_subset
     datasets = require("datasets", "data")
@@ -151,40 +175,62 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _kind_of(file: Path) -> str | None:
+    return next((kind for kind, ends in _KINDS.items() if file.name.lower().endswith(ends)), None)
+
+
 def _files_source(path: Path, text_field: str) -> Source:
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and p.name[0] != ".")
-    if path.is_dir():
-        kinds = [[f for f in files if f.name.endswith(k)] for k in (_JSONL, (".parquet",), _TEXT)]
-        files = next((chosen for chosen in kinds if chosen), [])
+    """Read a file, or all files of a folder that can be read, whatever their kinds, in the order of their paths."""
+    if path.is_file():
+        if path.suffix.lower() in _NO_TEXT:
+            raise ValueError(f"{path} is no running text, JSONL or parquet; expected one that ends in {_READABLE}")
+        found, kinds = [path], {path: _kind_of(path) or TEXT}
+    else:
+        found = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+        kinds = {file: kind for file in found if (kind := _kind_of(file)) is not None}
+    files = list(kinds)
     if not files:
-        expected = ", ".join((*_JSONL, ".parquet", *_TEXT))
-        raise ValueError(f"{path} holds nothing to read: expected files that end in {expected}")
-    description = {
+        raise ValueError(f"{path} holds nothing to read: expected files that end in {_READABLE}")
+    description: dict[str, Any] = {
         "files": [f.relative_to(path).as_posix() if path.is_dir() else f.name for f in files][:1000],
+        "file_kinds": dict(sorted(Counter(kinds.values()).items())),
+        "unread_files": dict(sorted(Counter(f.suffix or f.name for f in found if f not in kinds).items())),
         "bytes": sum(f.stat().st_size for f in files),
     }
-    if files[0].suffix == ".parquet":
-        parquet = require("pyarrow.parquet", "data")
-        return Source({**description, "text_field": text_field}, partial(_parquet_rows, parquet, files, text_field))
-    if files[0].name.endswith(_JSONL):
+    if all(kind == TEXT for kind in kinds.values()):
+        total = len(files)
+    else:
+        description["text_field"], total = text_field, None
+    parquet = require("pyarrow.parquet", "data") if PARQUET in kinds.values() else None
 
-        def rows(skip: int) -> Iterator[str | BadRow]:
-            return itertools.islice(_jsonl_rows(files, text_field), skip, None)
+    def rows(skip: int) -> Iterator[str | BadRow]:
+        for file, kind in kinds.items():
+            if kind == PARQUET:
+                skip = yield from _parquet_rows(parquet, file, text_field, skip)
+                continue
+            count = 0
+            for row in [_text_file(file)] if kind == TEXT else _jsonl_rows(file, text_field):
+                count += 1
+                if count > skip:
+                    yield row
+            skip = max(0, skip - count)
 
-        return Source({**description, "text_field": text_field}, rows)
-    return Source(description, lambda skip: map(_text_file, files[skip:]), len(files))
+    return Source(description, rows, total)
 
 
-def _jsonl_rows(files: list[Path], text_field: str) -> Iterator[str | BadRow]:
-    for file in files:
-        number = 0
-        try:
-            with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield _json_row(line, text_field, f"{file}, line {number}")
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            yield BadRow(f"{file} is damaged or cut short after line {number}: {_first_line(error)}")
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _jsonl_rows(file: Path, text_field: str) -> Iterator[str | BadRow]:
+    number = 0
+    try:
+        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _json_row(line, text_field, f"{file}, line {number}")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield BadRow(f"{file} is damaged or cut short after line {number}: {_first_line(error)}")
 
 
 def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
@@ -192,24 +238,27 @@ def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadRow(f"{where}: not valid JSON ({error})")
-    return _text_of(row, text_field, where)
+    text = _text_of(row, text_field, where)
+    return text if isinstance(text, BadRow) else FileText(text, JSONL)
 
 
-def _parquet_rows(parquet: Any, files: list[Path], text_field: str, skip: int) -> Iterator[str | BadRow]:
-    """The rows of parquet files after the first `skip`; a file that cannot be read at all is one bad row."""
-    for file in files:
-        opened = _open_parquet(parquet, file, text_field)
-        if isinstance(opened, BadRow):
-            yield from [opened][skip:]
-            skip = max(0, skip - 1)
-            continue
-        first = 0
-        for group in range(opened.num_row_groups):
-            rows = range(first, first + opened.metadata.row_group(group).num_rows)
-            if skip < len(rows):
-                yield from itertools.islice(_row_group(opened, group, rows, text_field, file), skip, None)
-            skip = max(0, skip - len(rows))
-            first = rows.stop
+def _parquet_rows(parquet: Any, file: Path, text_field: str, skip: int) -> Generator[str | BadRow, None, int]:
+    """Yield the rows of a parquet file after the first `skip`, and return how many are left to skip.
+
+    A file that cannot be read at all is one bad row.
+    """
+    opened = _open_parquet(parquet, file, text_field)
+    if isinstance(opened, BadRow):
+        yield from [opened][skip:]
+        return max(0, skip - 1)
+    first = 0
+    for group in range(opened.num_row_groups):
+        rows = range(first, first + opened.metadata.row_group(group).num_rows)
+        if skip < len(rows):
+            yield from itertools.islice(_row_group(opened, group, rows, text_field, file), skip, None)
+        skip = max(0, skip - len(rows))
+        first = rows.stop
+    return skip
 
 
 def _open_parquet(parquet: Any, file: Path, text_field: str) -> Any:
@@ -227,7 +276,8 @@ def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path
     try:
         for batch in opened.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=[text_field]):
             for row in batch.to_pylist():
-                yield _text_of(row, text_field, f"{file}, row {next(places)}")
+                text = _text_of(row, text_field, f"{file}, row {next(places)}")
+                yield text if isinstance(text, BadRow) else FileText(text, PARQUET)
     except _DAMAGED_PARQUET as error:
         for place in places:
             yield BadRow(f"{file}, row {place} cannot be read as parquet: {_first_line(error)}")
@@ -236,7 +286,7 @@ def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path
 def _text_file(file: Path) -> str | BadRow:
     try:
         # as bytes: reading text would take \r\n for \n
-        return file.read_bytes().decode()
+        return FileText(file.read_bytes().decode(), TEXT)
     except UnicodeDecodeError as error:
         return BadRow(f"{file} is not UTF-8 text: byte {error.start} cannot be decoded")
 

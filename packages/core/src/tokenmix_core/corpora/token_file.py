@@ -17,16 +17,17 @@ import json
 import os
 import shutil
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from tokenmix_core.fields import check_fields
 from tokenmix_core.files import write_atomically
+from tokenmix_core.locks import LOCK_FILES, FolderLock
 
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
@@ -212,7 +213,8 @@ class TokenFileWriter:
     """Writes a token file into `<path>.partial`, which becomes `path` in one rename when all of it is there.
 
     `commit` makes what was appended so far durable; a writer opened again with the same settings goes on after the
-    last commit, and says in `consumed` how many rows of the source that covers, and in `skipped` how many were bad.
+    last commit, and says in `consumed` how many rows of the source that covers, in `skipped` how many were bad, and in
+    `kinds` how many documents came from each kind of file; the caller counts them there.
 
     Args:
         path: the folder to make.
@@ -232,14 +234,11 @@ class TokenFileWriter:
         self.vocab_size = vocab_size
         self.dtype = np.dtype(_DTYPES[vocab_size > 2**16])
         self.consumed = self.skipped = 0
+        self.kinds: Counter[str] = Counter()
         if self.path.exists():
             raise ValueError(f"{self.path} exists already; choose another folder or remove it")
-        self.partial.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.partial / "lock", blocking=False)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise ValueError(f"{self.partial} is being written by another process") from None
+        self._lock = FolderLock(self.partial, "preparing a corpus")
+        self._lock.acquire()
         try:
             sizes = self._read_progress()
         except BaseException:
@@ -255,6 +254,7 @@ class TokenFileWriter:
             progress = json.loads((self.partial / "progress.json").read_text())
             old, sizes = dict(progress["settings"]), {name: int(progress["sizes"][name]) for name in self._PARTS}
             self.consumed, self.skipped = int(progress["consumed"]), int(progress["skipped"])
+            self.kinds = Counter(progress.get("kinds", {}))
         except FileNotFoundError:
             return dict.fromkeys(self._PARTS, 0)
         except (ValueError, TypeError, KeyError) as error:
@@ -289,6 +289,7 @@ class TokenFileWriter:
         self.consumed, self.skipped = consumed, skipped
         sizes = {name: file.tell() for name, file in self._files.items()}
         progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": sizes}
+        progress["kinds"] = dict(self.kinds)
         write_atomically(self.partial / "progress.json", json.dumps(progress))
 
     def finish(
@@ -305,7 +306,7 @@ class TokenFileWriter:
         With `hold_out_one`, where no document is held out, the one with the least hash is, and those that equal it;
         unless all are equal.
         """
-        self.close()
+        self._close_files()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in ("train", "held_out")}
         pieces = {split: [_map(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
         if hold_out_one and not len(lengths["held_out"]):
@@ -339,18 +340,23 @@ class TokenFileWriter:
             sha256={name: file_sha256(self.partial / name) for name in (TOKENS, DOCUMENTS)},
         )
         write_atomically(self.partial / META, json.dumps(asdict(meta), indent=2) + "\n")
-        for name in (*self._PARTS, "progress.json", "lock"):
+        for name in (*self._PARTS, "progress.json", *LOCK_FILES):
             (self.partial / name).unlink(missing_ok=True)
         os.rename(self.partial, self.path)
+        self._lock.release()
         return meta
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
 
     def close(self) -> None:
         """Close the open files; what was committed stays for the next writer."""
-        for file in self._files.values():
-            file.close()
+        self._close_files()
         self._lock.release()
 
     def discard(self) -> None:
         """Remove all that was written."""
-        self.close()
+        self._close_files()
         shutil.rmtree(self.partial, ignore_errors=True)
+        self._lock.release()

@@ -14,6 +14,7 @@ from typing import Any
 from tokenmix_core.evaluation.options import Plot, SuiteResult
 from tokenmix_core.extras import require
 from tokenmix_core.files import write_atomically
+from tokenmix_core.locks import one_at_a_time
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
@@ -153,19 +154,21 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     suite = result["suite"]
     written = [folder / f"{suite}.json"]
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
-    write_atomically(written[0], text)
-    paths = _plot_paths(suite, len(result["plots"]), folder)
-    for path in paths:
-        # one of an earlier run would stand beside other numbers
-        path.unlink(missing_ok=True)
-    for path, plot in zip(paths, result["plots"], strict=True):
-        try:
-            draw(plot, path)
-        except ImportError as error:
-            print(f"{suite}: no plot is drawn, for {error}", file=sys.stderr)
-            break
-        written.append(path)
-    written.append(write_report(folder))
+    # several processes may evaluate into one folder
+    with one_at_a_time(folder):
+        write_atomically(written[0], text)
+        paths = _plot_paths(suite, len(result["plots"]), folder)
+        for path in paths:
+            # one of an earlier run would stand beside other numbers
+            path.unlink(missing_ok=True)
+        for path, plot in zip(paths, result["plots"], strict=True):
+            try:
+                draw(plot, path)
+            except ImportError as error:
+                print(f"{suite}: no plot is drawn, for {error}", file=sys.stderr)
+                break
+            written.append(path)
+        written.append(write_report(folder))
     return written
 
 

@@ -44,6 +44,24 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     }
 
 
+def read_record(output_dir: str | Path) -> dict[str, Any]:
+    """Return the record of the run that a folder holds.
+
+    Raises:
+        ValueError: there is none, or one that cannot be read.
+    """
+    path = Path(output_dir) / RUN_RECORD
+    if not path.is_file():
+        raise ValueError(f"{output_dir} has no {RUN_RECORD}, the record of a run; name its recipe, too")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {**record, "recipe": str(record["recipe"]), "values": dict(record["values"])}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}); remove it and give the fields of the run again to go on"
+        ) from error
+
+
 def resumed(
     recipe: Recipe, output_dir: str | Path, flags: Sequence[str] = (), config: str | Path | None = None
 ) -> Recipe:
@@ -63,13 +81,8 @@ def resumed(
     path = Path(output_dir) / RUN_RECORD
     if not path.is_file():
         return overridden(recipe, flags, config)
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        name, values = record["recipe"], dict(record["values"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is damaged ({type(error).__name__}); remove it and give the fields of the run again to go on"
-        ) from error
+    record = read_record(output_dir)
+    name, values = record["recipe"], record["values"]
     if name != recipe.name:
         raise ValueError(f"{path.parent} holds a run of the recipe {name!r}, not of {recipe.name!r}")
     try:

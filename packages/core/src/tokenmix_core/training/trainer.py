@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from tokenmix_core import streams
 from tokenmix_core.corpora.prepare import built_in_corpus
-from tokenmix_core.corpora.sources import STDLIB
+from tokenmix_core.corpora.sources import HUB_ALIASES, STDLIB
 from tokenmix_core.corpora.token_file import TokenFile
 from tokenmix_core.corpora.tokenizer import load_tokenizer, tokenizer_fingerprint
+from tokenmix_core.extras import install_command
 from tokenmix_core.files import write_atomically
+from tokenmix_core.locks import FolderLock, check_unused, contents
 from tokenmix_core.synthetic import COPYING, NIAH_TASKS
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.callbacks import MetricsFile, Progress, StopOnSignal
@@ -61,6 +66,22 @@ class TrainResult:
     loss: float
     interrupted: bool
     seconds: float
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Refuse a recipe whose corpora are not here, before anything is loaded or fetched.
+
+    Raises:
+        ValueError: a source is neither known by name nor there; the message holds the command that prepares it.
+    """
+    for source in recipe.data.sources:
+        if source in (STDLIB, MQAR, *COPYING, *NIAH_TASKS) or Path(source).exists():
+            continue
+        name = Path(source).name
+        corpus = next((alias for alias in HUB_ALIASES if name == alias or name.startswith(f"{alias}-")), "TEXT")
+        command = f"tokenmix data prepare {corpus} {source} --tokenizer {recipe.data.tokenizer}"
+        what = "" if corpus != "TEXT" else ", where TEXT is a file, a folder or a dataset of the hub"
+        raise ValueError(f"{source} is no token file, for there is nothing of that name; make it with: {command}{what}")
 
 
 def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, str]]:
@@ -112,7 +133,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         here = ", ".join(known) or "none"
         raise ValueError(
             f"report_to: {', '.join(absent)} is no logger that is installed here (there is {here}); tensorboard and "
-            "wandb come with: pip install 'tokenmix-core[tensorboard,wandb]'"
+            f"wandb come with: {install_command('tokenmix-core[tensorboard,wandb]')}"
         )
     cuda = torch.cuda.is_available()
     bf16 = run.precision == "bf16" or (run.precision == "auto" and cuda and torch.cuda.is_bf16_supported())
@@ -226,8 +247,41 @@ def _recording(recipe: Recipe) -> Record:
     return "never" if run.training_graph == "auto" and others else run.training_graph
 
 
-def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:
-    """Run a recipe.
+def check_folder(output_dir: Path, *, resume: bool) -> None:
+    """Refuse a folder that a run cannot be written to.
+
+    Raises:
+        ValueError: a new run's folder holds something, or is another process's; one to resume has no checkpoint.
+    """
+    if resume:
+        if not checkpoint.checkpoint_steps(output_dir):
+            raise ValueError(f"{output_dir} holds no checkpoint to resume from")
+    elif output_dir.exists() and (not output_dir.is_dir() or contents(output_dir)):
+        if output_dir.is_dir():
+            check_unused(output_dir)
+        way = "resume the run that it holds" if checkpoint.checkpoint_steps(output_dir) else "remove it"
+        raise ValueError(f"{output_dir} is not empty; {way}, or choose another folder")
+
+
+def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
+    """Return the lock of a run's folder, to be held while the folder is written; of several processes the first has it.
+
+    Raises:
+        ValueError: as `check_folder`; on entering, another process holds the lock.
+    """
+    check_folder(Path(output_dir), resume=resume)
+    return FolderLock(Path(output_dir), "training") if os.environ.get("RANK", "0") == "0" else nullcontext()
+
+
+def train(
+    recipe: Recipe,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    recorded: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Run a recipe, and hold the lock of its folder meanwhile.
 
     The output folder gets the model and its tokenizer, `metrics.jsonl`, `run.json` (the recipe, the corpora's sha256,
     the versions), and checkpoints. Launched by `torchrun` or `accelerate launch` it runs on all their processes.
@@ -237,19 +291,30 @@ def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progr
         output_dir: an empty or new folder; with `resume`, one with a checkpoint of this very recipe.
         resume: go on from the last checkpoint, along the curve that the run would have had.
         progress: show a progress bar.
+        recorded: what `run.json` holds beside the recipe, such as how a command was called.
 
     Raises:
-        ValueError: a recipe that does not fit together, a folder that holds another run, or a checkpoint that is
-            missing, damaged or foreign.
+        ValueError: a recipe that does not fit together, a folder that holds another run or that another process
+            writes, or a checkpoint that is missing, damaged or foreign.
         FloatingPointError: training diverged.
         OSError: what is to be saved cannot be written.
     """
+    with run_lock(output_dir, resume=resume):
+        return train_locked(recipe, output_dir, resume=resume, progress=progress, recorded=recorded)
+
+
+def train_locked(
+    recipe: Recipe,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    recorded: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Run a recipe as `train` does, for a caller that holds `run_lock` and may keep it for longer."""
     output_dir = Path(output_dir)
-    if not resume and output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        way = "resume the run that it holds" if checkpoint.checkpoint_steps(output_dir) else "remove it"
-        raise ValueError(f"{output_dir} is not empty; {way}, or choose another folder")
-    if resume and not checkpoint.checkpoint_steps(output_dir):
-        raise ValueError(f"{output_dir} holds no checkpoint to resume from")
+    check_folder(output_dir, resume=resume)
+    check_sources(recipe)
     trainer = build_trainer(recipe, output_dir, progress=progress)
     source = None
     if resume:
@@ -260,7 +325,9 @@ def train(recipe: Recipe, output_dir: str | Path, *, resume: bool = False, progr
         output_dir.mkdir(parents=True, exist_ok=True)
         # left by a process that was killed while it wrote
         shutil.rmtree(output_dir / checkpoint.PARTIAL, ignore_errors=True)
-        write_atomically(output_dir / RUN_RECORD, json.dumps(run_record(recipe, trainer), indent=2) + "\n")
+        write_atomically(
+            output_dir / RUN_RECORD, json.dumps({**run_record(recipe, trainer), **(recorded or {})}, indent=2) + "\n"
+        )
     trainer.accelerator.wait_for_everyone()
     signals = next(c for c in trainer.callback_handler.callbacks if isinstance(c, StopOnSignal))
     started = time.perf_counter()

@@ -1,0 +1,145 @@
+"""Folders that one process writes at a time: an operating system's lock, which a kill releases, and who holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK, HOLDER = ".lock", ".lock.json"
+LOCK_FILES = (LOCK, HOLDER)
+# the workers of a killed process notice within 5 s that it is gone, and hold the lock until then
+_ORPHANS_SECONDS = 15.0
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Make a folder, and wait until no other process on this machine is inside of this `with` for the same folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # some network file systems lock no folders
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+class FolderLock:
+    """The right to write into a folder, for use in a `with`; the folder is made, and removed if it stays empty.
+
+    Args:
+        folder: what is to be written.
+        doing: what this process does there, such as "training", for the message to the others.
+
+    Raises:
+        ValueError: on entering, if another process holds the lock: which one, on which host and since when.
+    """
+
+    def __init__(self, folder: Path, doing: str) -> None:
+        self.folder, self.doing = folder, doing
+        self._lock: FileLock | None = None
+        self._made: list[Path] = []
+
+    def acquire(self) -> None:
+        """Take the lock."""
+        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            try:
+                lock.acquire(timeout=_ORPHANS_SECONDS if _holder_is_dead(self.folder) else 0)
+            except Timeout:
+                raise ValueError(_in_use(self.folder)) from None
+        self._lock = lock
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "doing": self.doing}
+        about |= {"since": datetime.now().astimezone().isoformat(" ", "seconds")}
+        # not by a temporary file, which another process could take for the folder's contents
+        (self.folder / HOLDER).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._lock is None:
+            return
+        # while the lock is held, so that no other process has it
+        with suppress(OSError):
+            for name in LOCK_FILES:
+                (self.folder / name).unlink(missing_ok=True)
+            for path in self._made:
+                # until one holds something
+                path.rmdir()
+        self._lock.release()
+        self._lock = None
+
+    def __enter__(self) -> FolderLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def contents(folder: Path) -> list[Path]:
+    """Return what a folder holds beside its lock."""
+    return [path for path in folder.iterdir() if path.name not in LOCK_FILES]
+
+
+def check_unused(folder: Path) -> None:
+    """Raise a ValueError that says who writes into a folder, if a process does."""
+    if not (folder / HOLDER).is_file():
+        return
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(_in_use(folder)) from None
+    lock.release()
+
+
+def _holder(folder: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads((folder / HOLDER).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        # it has the lock, and has not written yet who it is
+        return {}
+
+
+def _holder_is_dead(folder: Path) -> bool:
+    about = _holder(folder)
+    pid = about.get("pid")
+    if about.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _in_use(folder: Path) -> str:
+    about, who = _holder(folder), "another process has it"
+    if about:
+        who = "process {pid} on {host} has been {doing} there since {since}".format(**about)
+    return f"{folder} is in use: {who}; wait until it ends, or choose another folder"
