@@ -26,7 +26,7 @@ from tokenmix_core.testing.models import left_padded, logits_in_pieces
 from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
-from tokenmix_nha.windows import nha_mixers, set_windows, using_windows, windows_of
+from tokenmix_nha.model_windows import nha_mixers, set_windows, using_windows, windows_of
 
 SIZES = {
     "vocab_size": 61,

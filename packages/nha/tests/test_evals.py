@@ -11,8 +11,9 @@ from tokenmix_core.synthetic import mqar
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_nha.evals import recall_share_suite, share_suite, slot_shares
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
+from tokenmix_nha.model_windows import nha_mixers
 from tokenmix_nha.shares import observed_shares
-from tokenmix_nha.windows import nha_layers, nha_mixers
+from tokenmix_nha.windows import nha_layers
 
 
 @pytest.fixture(scope="module")

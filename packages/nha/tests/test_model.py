@@ -12,16 +12,9 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model import NhaForCausalLM, NhaModel
+from tokenmix_nha.model_windows import set_windows, using_windows, windows_of
 from tokenmix_nha.training import DrawWindows, draw_windows
-from tokenmix_nha.windows import (
-    check_windows,
-    hybrid_windows,
-    layers_with_windows,
-    nha_layers,
-    set_windows,
-    using_windows,
-    windows_of,
-)
+from tokenmix_nha.windows import check_windows, hybrid_windows, layers_with_windows, nha_layers
 
 FIELDS = {
     "vocab_size": 61,

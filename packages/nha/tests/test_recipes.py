@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
 from tokenmix_core.training.trainer import METRICS, train
+from tokenmix_nha.model_windows import windows_of
 from tokenmix_nha.recipes import ABLATIONS, BASELINES, RECIPES, drawn, tiny
-from tokenmix_nha.windows import nha_layers, windows_of
+from tokenmix_nha.windows import nha_layers
 
 
 def parameters(name: str) -> int:

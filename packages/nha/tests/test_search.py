@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
 from tokenmix_nha.cli import main
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
+from tokenmix_nha.model_windows import windows_of
 from tokenmix_nha.search import best_of_each, remembered, score_of, search_windows
-from tokenmix_nha.windows import nha_layers, windows_of
+from tokenmix_nha.windows import nha_layers
 
 LAYERS = 12
 

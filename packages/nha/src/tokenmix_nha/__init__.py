@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
     from tokenmix_nha.model import NhaForCausalLM, NhaModel
-    from tokenmix_nha.windows import nha_layers, set_windows, using_windows
+    from tokenmix_nha.model_windows import set_windows, using_windows
+    from tokenmix_nha.windows import nha_layers
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,7 +51,7 @@ __getattr__ = lazily(
         "NhaModel": "model",
         "convert": "conversion",
         "nha_layers": "windows",
-        "set_windows": "windows",
-        "using_windows": "windows",
+        "set_windows": "model_windows",
+        "using_windows": "model_windows",
     },
 )

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from tokenmix_core.files import check_new_folder
 from tokenmix_core.modeling.checkpoint import copy_companions
 from tokenmix_nha.hybridized import FAMILIES
-from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows, nha_mixers
+from tokenmix_nha.model_windows import nha_mixers
+from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows
 
 
 def convert(

@@ -14,8 +14,8 @@ from tokenmix_core.evaluation.perplexity import cut_sequences
 from tokenmix_core.evaluation.recall import MQAR_HELD_OUT, MQAR_LENGTHS
 from tokenmix_core.synthetic import mqar
 from tokenmix_nha import pretrained
+from tokenmix_nha.model_windows import nha_layer_indices, nha_mixers, windows_of
 from tokenmix_nha.shares import observed_shares
-from tokenmix_nha.windows import nha_mixers, nha_places, windows_of
 
 # columns of the heatmap by position
 _BINS = 64
@@ -58,7 +58,7 @@ def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
 def _result(
     suite: str, model: Any, sequences: Int[Tensor, "N T"], options: EvalOptions, about: dict[str, Any]
 ) -> SuiteResult:
-    shares, places = slot_shares(model, sequences, batch_size=options.batch_size or 8), nha_places(model)
+    shares, places = slot_shares(model, sequences, batch_size=options.batch_size or 8), nha_layer_indices(model)
     length = sequences.shape[1]
     rows = [
         {

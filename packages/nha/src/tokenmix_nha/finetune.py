@@ -18,7 +18,7 @@ from tokenmix_core.extras import require
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_core.trust import from_pretrained
 from tokenmix_nha.config import NhaConfig
-from tokenmix_nha.windows import nha_mixers
+from tokenmix_nha.model_windows import nha_mixers
 
 MERGED = "merged"
 

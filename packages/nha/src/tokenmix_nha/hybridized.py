@@ -51,7 +51,8 @@ from tokenmix_core.nn.norm import RMSNorm, add_and_norm
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.mixer import NhaMixer
-from tokenmix_nha.windows import check_windows, nha_mixers
+from tokenmix_nha.model_windows import nha_mixers
+from tokenmix_nha.windows import check_windows
 
 
 @dataclass(kw_only=True)

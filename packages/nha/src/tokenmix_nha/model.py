@@ -9,7 +9,7 @@ from tokenmix_nha.config import NhaConfig
 
 
 class NhaModel(HybridModel):
-    """The backbone; `tokenmix_nha.windows` sets other windows than the configuration's."""
+    """The backbone; `tokenmix_nha.model_windows` sets other windows than the configuration's."""
 
     config: NhaConfig
     config_class = NhaConfig

@@ -16,16 +16,8 @@ from tokenmix_core.evaluation.report import format_rows, write_result
 from tokenmix_core.evaluation.suites import COMMONSENSE, LONGBENCH, RECALL, RULER, check_suites
 from tokenmix_core.files import write_atomically
 from tokenmix_core.training.callbacks import read_metrics
-from tokenmix_nha.windows import (
-    FULL,
-    Window,
-    check_window,
-    hybrid_windows,
-    layers_with_windows,
-    nha_mixers,
-    using_windows,
-    windows_of,
-)
+from tokenmix_nha.model_windows import nha_mixers, using_windows, windows_of
+from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, layers_with_windows
 
 CHOSEN, TRIED = "chosen", "tried.jsonl"
 # those of Table 5

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from tokenmix_core.streams import stream
-from tokenmix_nha.windows import Window, check_window, set_windows, windows_of
+from tokenmix_nha.model_windows import set_windows, windows_of
+from tokenmix_nha.windows import Window, check_window
 
 
 def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:

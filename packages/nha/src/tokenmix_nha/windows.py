@@ -1,12 +1,9 @@
-"""Windows of a model's layers: read and set, for our own models and for converted ones alike."""
+"""Windows of layers as options: checks, patterns of full layers, and the fields of a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-
-from torch import nn
 
 FULL = "full"
 # of layers that name none
@@ -94,53 +91,3 @@ def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any
                     label += "'"
         labels.append(label)
     return {"mixers": labels, "mixer_options": {label: made[label] for label in dict.fromkeys(labels) if label in made}}
-
-
-def nha_mixers(model: nn.Module) -> list[Any]:
-    """The model's Native Hybrid Attention mixers, in the order of its layers.
-
-    Raises:
-        ValueError: it has none.
-    """
-    from tokenmix_nha.mixer import NhaMixer
-
-    mixers = [module for module in model.modules() if isinstance(module, NhaMixer)]
-    if not mixers:
-        raise ValueError(f"{type(model).__name__} has no layer of Native Hybrid Attention whose window could be set")
-    return mixers
-
-
-def nha_places(model: nn.Module) -> list[int]:
-    """Which layers of the model these are, counted from 0."""
-    mixers = {id(mixer) for mixer in nha_mixers(model)}
-    names = [name for name, module in model.named_modules() if id(module) in mixers]
-    return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
-
-
-def windows_of(model: nn.Module) -> list[Window]:
-    """The windows in use."""
-    return [mixer.window for mixer in nha_mixers(model)]
-
-
-def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
-    """Use other windows from the next call on; the configuration and the weights stay as they are.
-
-    A cache belongs to the windows it was made under.
-
-    Raises:
-        ValueError: wrong windows, or another number of them.
-    """
-    mixers = nha_mixers(model)
-    for mixer, window in zip(mixers, check_windows(windows, len(mixers), mixers[0].slots), strict=True):
-        mixer.window = window
-
-
-@contextmanager
-def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
-    """Within it the model has other windows."""
-    before = windows_of(model)
-    set_windows(model, windows)
-    try:
-        yield
-    finally:
-        set_windows(model, before)

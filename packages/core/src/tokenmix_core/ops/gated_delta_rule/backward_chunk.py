@@ -7,11 +7,10 @@ import triton.language as tl
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.backward_state import OfStates
 from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Reverse
+from tokenmix_core.ops.gated_delta_rule.steps import Gradients, OfStates, Reverse
 from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.tile.memory import (
     column,

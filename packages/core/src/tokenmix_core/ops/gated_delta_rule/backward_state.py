@@ -1,18 +1,15 @@
 """The gradient of the state, sequential in reverse over a sequence's chunks, and with it that of the values."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.steps import Reverse
+from tokenmix_core.ops.gated_delta_rule.steps import OfRuns, OfStates, Reverse
 from tokenmix_core.tile.decay import causal_decay_transposed
 from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.tile.sequences import first_chunk, sequence_span
@@ -117,33 +114,6 @@ def backward_state_kernel(
 
     if dinitial_state is not None:
         tl.store(dinitial_state + i_nh.to(tl.int64) * K * V + p_tile, b_ds)
-
-
-class OfRuns(NamedTuple):
-    """Gradients by run of chunks that share a factor of `writes`, in parts: float32 `[slots, HV, parts]`."""
-
-    # of the factor
-    factor: Tensor
-    # of each decay in the run, by way of the state before it, without what the run writes
-    decay: Tensor
-
-
-class OfStates(NamedTuple):
-    """What the reverse pass over chunks finds.
-
-    Attributes:
-        dv: the gradient of v, in its dtype.
-        dstates: that of the state leaving each chunk, dS' `[slots, HV, K, V]`, in v's dtype.
-        ends: ⟨dS', S⟩ of each chunk, with S entering it, in parts, float32 `[slots, HV, parts]`.
-        dinitial_state: that of the initial state; None where there is none.
-        of_runs: what the gradients of `writes` and gates take from runs of several chunks; None elsewhere.
-    """
-
-    dv: Tensor
-    dstates: Tensor
-    ends: Tensor
-    dinitial_state: Tensor | None
-    of_runs: OfRuns | None
 
 
 def backward_state(reverse: Reverse, form: Form) -> OfStates:

@@ -93,3 +93,30 @@ class Gradients(NamedTuple):
     beta: Tensor
     initial_state: Tensor | None
     writes: Tensor | None
+
+
+class OfRuns(NamedTuple):
+    """Gradients by run of chunks that share a factor of `writes`, in parts: float32 `[slots, HV, parts]`."""
+
+    # of the factor
+    factor: Tensor
+    # of each decay in the run, by way of the state before it, without what the run writes
+    decay: Tensor
+
+
+class OfStates(NamedTuple):
+    """What the reverse pass over chunks finds.
+
+    Attributes:
+        dv: the gradient of v, in its dtype.
+        dstates: that of the state leaving each chunk, dS' `[slots, HV, K, V]`, in v's dtype.
+        ends: ⟨dS', S⟩ of each chunk, with S entering it, in parts, float32 `[slots, HV, parts]`.
+        dinitial_state: that of the initial state; None where there is none.
+        of_runs: what the gradients of `writes` and gates take from runs of several chunks; None elsewhere.
+    """
+
+    dv: Tensor
+    dstates: Tensor
+    ends: Tensor
+    dinitial_state: Tensor | None
+    of_runs: OfRuns | None

@@ -10,10 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.backward_state import OfStates
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.steps import Reverse
+from tokenmix_core.ops.gated_delta_rule.steps import OfStates, Reverse
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     LOWEST,

@@ -10,13 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.backward_state import OfStates
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.order import longest_first
 from tokenmix_core.ops.gated_delta_rule.segments import pass_back
-from tokenmix_core.ops.gated_delta_rule.steps import Reverse
+from tokenmix_core.ops.gated_delta_rule.steps import OfStates, Reverse
 from tokenmix_core.tile.hopper import (
     async_copy_rows,
     first_chunk,

@@ -1,0 +1,59 @@
+"""Windows of a model's layers, our own models and converted ones alike: read, set, and set for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from tokenmix_nha.mixer import NhaMixer
+from tokenmix_nha.windows import Window, check_windows
+
+
+def nha_mixers(model: nn.Module) -> list[NhaMixer]:
+    """Return the model's Native Hybrid Attention mixers, in the order of its layers.
+
+    Raises:
+        ValueError: it has none.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, NhaMixer)]
+    if not mixers:
+        raise ValueError(f"{type(model).__name__} has no layer of Native Hybrid Attention whose window could be set")
+    return mixers
+
+
+def nha_layer_indices(model: nn.Module) -> list[int]:
+    """Return the indices of these layers in the model, from 0."""
+    mixers = {id(mixer) for mixer in nha_mixers(model)}
+    names = [name for name, module in model.named_modules() if id(module) in mixers]
+    return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
+
+
+def windows_of(model: nn.Module) -> list[Window]:
+    """Return the windows in use, one for each NHA layer."""
+    return [mixer.window for mixer in nha_mixers(model)]
+
+
+def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
+    """Use other windows from the next call on; the configuration and the weights stay as they are.
+
+    A cache belongs to the windows it was made under.
+
+    Raises:
+        ValueError: wrong windows, or another number of them.
+    """
+    mixers = nha_mixers(model)
+    for mixer, window in zip(mixers, check_windows(windows, len(mixers), mixers[0].slots), strict=True):
+        mixer.window = window
+
+
+@contextmanager
+def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
+    """Give the model other windows inside of a `with`."""
+    before = windows_of(model)
+    set_windows(model, windows)
+    try:
+        yield
+    finally:
+        set_windows(model, before)
