@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from arena.comparison import Comparison
 from arena.contestants import BOUNDED, CONTESTANTS, EVICTION_METHODS
@@ -98,47 +98,91 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
 
 
 def scatter(plot: Plot, path: Path) -> None:
-    """Draw labelled points and their Pareto front.
+    """Draw labelled points and their Pareto front into a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
+    figure = scatter_figure(plot)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def scatter_figure(plot: Plot) -> Any:
+    """Return the figure of labelled points and their Pareto front."""
     require("matplotlib", "plots")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     points = plot.points
     front = pareto_front(points, higher=plot.higher)
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     axes.plot(*zip(*(points[x] for x in front), strict=True), color="0.6", linestyle="--", linewidth=1, zorder=1)
     for variant, point in points.items():
         axes.plot(*point, marker="o", color="C0" if variant in front else "0.5", markersize=5)
-    for variant, offset in _label_offsets(points).items():
-        axes.annotate(label(variant), points[variant], xytext=(5, offset), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    shorten = EngFormatter(sep="")
+    axes.xaxis.set_major_formatter(lambda x, _: shorten(x) if x >= 1000 else f"{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
-    # leave space for the labels to the right of the points
+    # space for the labels around the points
     least, most = min(x for x, _ in points.values()), max(x for x, _ in points.values())
     span = most / least if most > least else 10.0
-    axes.set_xlim(least * span**-0.08, most * span**0.45)
-    axes.margins(y=0.15)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+    axes.set_xlim(least * span**-0.15, most * span**0.35)
+    axes.margins(y=0.2)
+    _add_labels(figure, axes, points, [points[variant] for variant in front])
+    return figure
 
 
-def _label_offsets(points: Points) -> dict[Variant, float]:
-    """Return the vertical offset of each label, such that labels of neighbouring points do not overlap."""
-    heights = [y for _, y in points.values()]
-    scale = 300 / ((max(heights) - min(heights)) or 1.0)
-    logs = {variant: math.log(x) for variant, (x, _) in points.items()}
-    reach = 0.25 * ((max(logs.values()) - min(logs.values())) or 1.0)
-    offsets: dict[Variant, float] = {}
-    for variant in sorted(points, key=lambda variant: points[variant][1]):
-        wanted = points[variant][1] * scale
-        for other, offset in offsets.items():
-            if abs(logs[other] - logs[variant]) < reach:
-                wanted = max(wanted, points[other][1] * scale + offset + 10)
-        offsets[variant] = wanted - points[variant][1] * scale
-    return offsets
+def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float, float]]) -> None:
+    """Put each label near its point, inside the axes, where it covers no point, no other label and not the front."""
+    from matplotlib.path import Path as Line
+    from matplotlib.transforms import Bbox
+
+    figure.canvas.draw()
+    pixels = {variant: axes.transData.transform(point) for variant, point in points.items()}
+    marks = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in pixels.values()]
+    line = Line(axes.transData.transform(front))
+    placed: list[Any] = []
+    # from the top, so that labels move into the space that is left below
+    for variant in sorted(points, key=lambda variant: -points[variant][1]):
+        text = axes.annotate(
+            label(variant), points[variant], xytext=(0, 0), textcoords="offset points", fontsize=8, va="bottom"
+        )
+        text.set_in_layout(False)
+        box = text.get_window_extent()
+        for dx, dy in _OFFSETS:
+            # the side of the text that is nearest to the point
+            left = dx - (box.width if dx < 0 else 0) - (box.width / 2 if dx == 0 else 0)
+            corner = pixels[variant] + (left, dy - box.height / 2)
+            spot = Bbox.from_bounds(*corner, box.width, box.height)
+            inside = axes.bbox.contains(*spot.min) and axes.bbox.contains(*spot.max)
+            if inside and not spot.count_overlaps(placed + marks) and not line.intersects_bbox(spot, filled=False):
+                break
+        else:
+            raise ValueError(f"no space is left for the label {label(variant)!r}; enlarge the figure")
+        placed.append(spot)
+        # offsets are in points, boxes in pixels
+        text.set_position(tuple((corner - pixels[variant]) * 72 / figure.dpi))
+        if math.hypot(dx, dy) > 14:
+            end = spot.min + (spot.max - spot.min) * (0.5 if dx == 0 else dx < 0, 0.5 if dx else dy < 0)
+            axes.add_line(_leader(pixels[variant], end))
+
+
+def _leader(start: Any, end: Any) -> Any:
+    """Return a thin line in pixels between a point and its label."""
+    from matplotlib.lines import Line2D
+    from matplotlib.transforms import IdentityTransform
+
+    return Line2D(*zip(start, end, strict=True), color="0.7", linewidth=0.6, transform=IdentityTransform(), zorder=0)
+
+
+# offsets of a label from its point in pixels, the nearest first
+_OFFSETS = sorted(
+    ((dx, dy) for dx in (0, 9, -9, 18, -18, 36, -36, 60, -60) for dy in range(-140, 141, 4) if math.hypot(dx, dy) > 8),
+    key=lambda offset: (math.hypot(*offset), -offset[0]),
+)
