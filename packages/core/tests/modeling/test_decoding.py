@@ -339,3 +339,17 @@ def test_repeated_steps_never_wait_for_the_device(model, ids):
             torch.cuda.set_sync_debug_mode("default")
         assert any(cache.steps.recorded.repeats.values())
     assert relative_error(torch.cat(logits, 1), whole[:, 4:]) < 1e-3
+
+
+def test_a_disabled_adapter_is_not_in_a_recorded_step(model, ids, captures):
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(model)
+    exact = model.generate(ids, decoding_graph=False, **OPTIONS)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    with_adapter = adapted.generate(input_ids=ids, **OPTIONS)
+    assert not torch.equal(with_adapter, exact)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate(input_ids=ids, **OPTIONS), exact)
+    assert torch.equal(adapted.generate(input_ids=ids, **OPTIONS), with_adapter)
+    assert captures

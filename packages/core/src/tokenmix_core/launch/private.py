@@ -11,7 +11,8 @@ import inspect
 import os
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +169,22 @@ _any_global_hook = find("torch.nn.modules.module:_has_any_global_hook")
 def watches_all_modules() -> bool:
     """Tell whether somebody may have asked torch to tell of the calls of all modules."""
     return _any_global_hook is None or _any_global_hook()
+
+
+@contextmanager
+def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Within it, calling a module makes `change(call)` of what the call did before, its hooks included.
+
+    It is stored where `Module.compile` stores the compiled call, which every call looks up.
+    """
+    before = module.__dict__.get("_compiled_call_impl")
+    module.__dict__["_compiled_call_impl"] = change(before or module._call_impl)
+    try:
+        yield
+    finally:
+        del module.__dict__["_compiled_call_impl"]
+        if before is not None:
+            module.__dict__["_compiled_call_impl"] = before
 
 
 def direct_apply(function: Any) -> Callable:

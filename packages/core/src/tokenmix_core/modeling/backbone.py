@@ -18,6 +18,7 @@ from tokenmix_core.modeling.cache_name import NAMES, CacheOutput, takes_either_n
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.packing import begin_call
+from tokenmix_core.modeling.rows import keeps_rows, rows_for_hooks
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.mlp import SwiGLU
@@ -63,9 +64,27 @@ class HybridBlock(GradientCheckpointingLayer):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.intermediate_size else None
 
     def forward(
-        self, hidden_states: Float[Tensor, "B T D"], branch: Float[Tensor, "B T D"] | None = None, **mixer_args: Any
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        branch: Float[Tensor, "B T D"] | None = None,
+        *,
+        rows: Span | None = None,
+        **mixer_args: Any,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """x and its last branch, whose sum are the block's outputs, and what the mixer returns beside."""
+        """x and its last branch, whose sum are the block's outputs, and what the mixer returns beside.
+
+        With `rows`, inputs and outputs have padding, which is dropped between them.
+        """
+        if rows is None:
+            return self._mix(hidden_states, branch, **mixer_args)
+        packed = rows.pack(hidden_states), None if branch is None else rows.pack(branch)
+        with rows_for_hooks(self.modules(), rows):
+            hidden_states, branch, auxiliary = self._mix(*packed, **mixer_args)
+        return rows.unpack(hidden_states), rows.unpack(branch), auxiliary
+
+    def _mix(
+        self, hidden_states: Tensor, branch: Tensor | None, **mixer_args: Any
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         y, hidden_states = add_and_norm(self.mixer_norm, hidden_states, branch)
         mixed, auxiliary = self.mixer(y, **mixer_args)
         if self.mlp is None or self.mlp_norm is None:
@@ -192,14 +211,18 @@ class HybridModel(HybridPreTrainedModel):
         self._check_inputs(mixer_inputs)
         span, cache = call.span, call.cache
         mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.documents, cache)
-        hidden, branch, seen = span.pack(hidden), None, [hidden]
+        packed, branch, seen = span.pack(hidden), None, [hidden]
+        rows = span if keeps_rows(self, span) else None
+        real, hidden = packed.shape[1], packed if rows is None else hidden
         auxiliary: dict[str, list[Tensor]] = {}
-        if hidden.shape[1]:
+        if real:
             borders = call.cu_seqlens
             rotary = {int(dim): table(call.position_ids) for dim, table in self.rotary.items()}
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
                 args |= {"cu_seqlens": borders, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
+                if rows is not None:
+                    args["rows"] = rows
                 if cache is None:
                     hidden, branch, more = layer(hidden, branch, **args)
                 else:
@@ -213,8 +236,10 @@ class HybridModel(HybridPreTrainedModel):
                         )
                     auxiliary.setdefault(name, []).append(value)
                 if output_hidden_states:
-                    seen.append(span.unpack(hidden + branch))
-        hidden = span.unpack(self.norm(hidden if branch is None else hidden + branch))
+                    total = hidden + branch
+                    seen.append(span.unpack(total if rows is None else span.pack(total)))
+        hidden = self.norm(hidden if branch is None else hidden + branch)
+        hidden = span.unpack(hidden if rows is None else span.pack(hidden))
         if cache is not None:
             cache.end()
         return HybridOutput(

@@ -23,6 +23,7 @@ from tokenmix_core.launch.early import beginning_early
 from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
+from tokenmix_core.nn.plain import foreign_modules, has_hooks, settings_of
 
 # rooms that are recorded of a model at a time
 _KEPT = 4
@@ -150,6 +151,10 @@ class Steps:
         self.model, self.cache = model, cache
         self.mixers = [module for module in model.modules() if isinstance(module, Mixer)]
         self.recorded: Recorded | None = None
+        # looked at before every step, which are many: dictionaries of hooks, and modules such as adapters
+        self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._foreign = foreign_modules(model)
+        self._settings = settings_of(self._foreign)
         # whether the model itself is at work on a step
         self._within = False
 
@@ -161,6 +166,9 @@ class Steps:
         """Tell whether a call of the model is a step to be made here."""
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
+            return False
+        if any(self._hooks) or settings_of(self._foreign) != self._settings:
+            # since the cache's first step: what is recorded knows nothing of it
             return False
         own = self.model.input_takers
         others = (name for name, x in given.items() if x is not None and name not in _TAKEN and name not in own)
@@ -289,8 +297,8 @@ def why_not(model: Any, cache: Any) -> str | None:
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or getattr(model, "hf_device_map", None):
         return "the model is on several devices"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return "modules have hooks, which would not be called"
+    if any(has_hooks(m) or (m is not model and "forward" in m.__dict__) for m in model.modules()):
+        return "modules have hooks or forwards of their own, which would not be called"
     mixers = sum(isinstance(module, Mixer) for module in model.modules())
     return None if mixers == len(cache.layers) else "its layers are not all ours"
 
@@ -312,7 +320,8 @@ def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
         for layer in cache.layers
         for part in layer.parts.values()
     )
-    return device, modes, model.training, weights, mixers, parts, cache.batch_size
+    adapters = settings_of(foreign_modules(model))
+    return device, modes, model.training, weights, mixers, adapters, parts, cache.batch_size
 
 
 def _rounded_up(tokens: int) -> int:

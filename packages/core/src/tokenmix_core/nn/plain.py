@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,30 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def foreign_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of other libraries than torch and ours, such as adapters."""
+    known = ("torch", "tokenmix_")
+    return [module for module in model.modules() if not type(module).__module__.startswith(known)]
+
+
+def settings_of(modules: Iterable[nn.Module]) -> Hashable:
+    """Return what modules are set to: their attributes of plain Python, such as the active adapter, and own forwards.
+
+    A graph that was captured before an adapter was switched must not be replayed afterwards.
+    """
+    return tuple(
+        (id(module), *((name, repr(x)) for name, x in vars(module).items() if _is_setting(x)), id(forward))
+        for module in modules
+        for forward in (module.__dict__.get("forward"),)
+    )
+
+
+def _is_setting(x: Any) -> bool:
+    if isinstance(x, dict):
+        return all(map(_is_setting, x.values()))
+    return all(map(_is_setting, x)) if isinstance(x, list | tuple | set) else isinstance(x, int | float | str | None)
 
 
 def refuse_meta(x: Tensor, *modules: nn.Module) -> None:

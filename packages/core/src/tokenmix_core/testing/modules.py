@@ -115,6 +115,59 @@ class ModulesContract:
         for name, values in exact.items():
             assert torch.equal(forms(name), values), name
 
+    @torch.no_grad()
+    def test_a_hook_sees_the_rows_of_a_padded_batch(self, model, ids):
+        lengths, tokens = [ids.shape[1], ids.shape[1] - 7, 2], ids.shape[1]
+        left = (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
+        plain = model(ids, attention_mask=left.flip(1), use_cache=False, **self.inputs).logits
+        watched = [x for x in model.modules() if x._parameters or x in list(model.model.layers)]
+        shape: list[int] = []
+
+        def steer(module: nn.Module, args: Any, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and list(first.shape[:2]) == shape:
+                seen.add(module)
+                moved = first.clone()
+                moved[:, -1] += 0.1
+                return (moved, *output[1:]) if isinstance(output, tuple) else moved
+            return None
+
+        def call(row: Any, mask: Tensor | None) -> Tensor:
+            shape[:] = row.shape
+            return model(row, attention_mask=mask, use_cache=False, **self.inputs).logits
+
+        seen: set[nn.Module] = set()
+        handles = [module.register_forward_hook(steer) for module in watched]
+        alone = [call(ids[i : i + 1, -n:], None)[0] for i, n in enumerate(lengths)]
+        of_single_rows, seen = seen, set()
+        together = call(ids, left)
+        assert seen == of_single_rows
+        right = call(ids, left.flip(1))
+        for handle in handles:
+            handle.remove()
+        for i, n in enumerate(lengths):
+            assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
+            # the last place of a shorter row is padding, which nobody reads
+            assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
+
+    @torch.no_grad()
+    def test_each_row_of_a_padded_batch_has_its_own_adapter(self, model, ids):
+        peft = pytest.importorskip("peft")
+        # scores are of chunks, which are no tokens of a row
+        linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        names = [name for name in linear if "score" not in name and name != "lm_head"]
+        config = peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False)
+        adapted = peft.get_peft_model(copy.deepcopy(model), config, adapter_name="a").eval()
+        adapted.add_adapter("b", config)
+        lengths, tokens, chosen = [ids.shape[1], ids.shape[1] - 7, 2], ids.shape[1], ["a", "b", "a"]
+        left = (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
+        given = {"use_cache": False, **self.inputs}
+        together = adapted(input_ids=ids, attention_mask=left, adapter_names=chosen, **given).logits
+        for i, (n, name) in enumerate(zip(lengths, chosen, strict=True)):
+            adapted.set_adapter(name)
+            alone = adapted(input_ids=ids[i : i + 1, -n:], **given).logits[0]
+            assert relative_error(together[i, -n:], alone) < 1e-4, name
+
     def test_adapters_on_every_linear_layer_take_effect_and_merge(self, model, ids):
         peft = pytest.importorskip("peft")
         # merged into a tied weight, the head's adapter would change the embedding as well

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.launch import graphs
+from tokenmix_core.nn.plain import foreign_modules, settings_of
 
 # kinds of micro-batches that are recorded, and those that are known to have come once
 MOST, SEEN = 8, 64
@@ -70,7 +71,8 @@ class RecordedPasses:
             raise ValueError(f"there are no graphs on {device.type}")
         # a tensor's device has a number, "cuda" none
         self.device, self.capture, self.needed = torch.empty(0, device=device).device, capture, needed
-        self.parameters, self.modules = list(model.parameters()), list(model.modules())
+        self.model, self.parameters, self.modules = model, list(model.parameters()), list(model.modules())
+        self.foreign = foreign_modules(model)
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
         self.kinds: dict[Hashable, _Recorded | None] = {}
@@ -140,8 +142,11 @@ class RecordedPasses:
         if self._hooked():
             self._say("the model has got hooks: its passes are made kernel by kernel")
             return None
+        if self.modules != list(self.model.modules()):
+            self._say("the model has got other modules: its passes are made kernel by kernel")
+            return None
         plain = tuple(tuple(_hashable(values.get(name)) for name in names) for values, names in self._plain)
-        return plain, tuple(p.requires_grad for p in self.parameters)
+        return plain, settings_of(self.foreign), tuple(p.requires_grad for p in self.parameters)
 
     def _say(self, what: str) -> None:
         if not self._said:

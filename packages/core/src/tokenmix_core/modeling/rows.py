@@ -1,0 +1,78 @@
+"""Rows with padding for hooks and adapters: they see `[B, T, D]` while the layers compute real tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmix_core.launch import private
+from tokenmix_core.nn.plain import has_hooks
+from tokenmix_core.nn.state import Span
+
+
+def keeps_rows(model: nn.Module, span: Span) -> bool:
+    """True if the call has padding to drop and a module of the model is watched, so that rows must stay apart.
+
+    All modules are looked at, once a call with padding.
+    """
+    if span.mask is None or span.keeps_padding or torch.compiler.is_compiling():
+        return False
+    return private.watches_all_modules() or any(map(_is_watched, model.modules()))
+
+
+@contextmanager
+def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
+    """Within it, watched modules that are given packed tokens `[1, total, ...]` see `[B, T, ...]`, zero at padding.
+
+    Hooks get rows, and so does the module itself, where per-row adapters compute. A module that mixes along time, which
+    is one that is given `cu_seqlens`, computes packed tokens inside of its hooks.
+    """
+    everything = private.watches_all_modules()
+    with ExitStack() as stack:
+        for module in modules:
+            if everything or _is_watched(module):
+                stack.enter_context(private.call_replaced(module, lambda call, m=module: _in_rows(m, call, span)))
+        yield
+
+
+def _is_watched(module: nn.Module) -> bool:
+    # accelerate's own forward brings weights and looks at no shapes
+    own = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
+    return own or has_hooks(module)
+
+
+def _in_rows(module: nn.Module, call: Callable, span: Span) -> Callable:
+    packed_shape, rows_shape = (1, len(span.index)), (span.batch, span.tokens)
+
+    def pack(x: Any) -> Any:
+        return _mapped(x, rows_shape, span.pack)
+
+    def unpack(x: Any) -> Any:
+        return _mapped(x, packed_shape, span.unpack)
+
+    def in_rows(*args: Any, **kwargs: Any) -> Any:
+        if "cu_seqlens" not in kwargs:
+            return pack(call(*unpack(args), **unpack(kwargs)))
+        forward, own = module.forward, module.__dict__.get("forward")
+        module.__dict__["forward"] = lambda *a, **k: unpack(forward(*pack(a), **pack(k)))
+        try:
+            return pack(call(*unpack(args), **unpack(kwargs)))
+        finally:
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
+
+    return in_rows
+
+
+def _mapped(x: Any, shape: tuple[int, int], change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensors whose first two dimensions are `shape`, in plain tuples, lists and dictionaries, too."""
+    if isinstance(x, Tensor):
+        return change(x) if x.dim() > 1 and tuple(x.shape[:2]) == shape else x
+    if type(x) in (tuple, list):
+        return type(x)(_mapped(y, shape, change) for y in x)
+    return {name: _mapped(y, shape, change) for name, y in x.items()} if type(x) is dict else x
