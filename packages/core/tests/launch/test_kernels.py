@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.launch import driver, kernels, private
+from tokenmix_core.launch import driver, forms, kernels, private
 from tokenmix_core.launch.kernels import cached_launch, compiled_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,6 +84,19 @@ def test_a_launch_takes_arguments_of_every_kind(flag):
         got.zero_()
         _write[(2,)](got, *args, ADD=7, ALSO=torch.float32)
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_a_form_for_all_lengths_computes_what_others_do():
+    x = torch.randn(16, device="cuda")
+    out = torch.zeros(2, 16, device="cuda")
+    for count in (16, 5, 1, 7, 12):
+        for long in (1 << 40, 3, 160):
+            args = (x, None, count, long, -3, 1, True, 0.37)
+            wanted = torch.zeros_like(out)
+            _write.fn[(2,)](wanted, *args, ADD=7, ALSO=torch.float32)
+            _write[(2,)](out, *args, ADD=7, ALSO=torch.float32)
+            assert torch.equal(out, wanted)
 
 
 @pytest.mark.gpu
@@ -260,33 +273,122 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
     assert len(left) == 2
 
 
-def test_numbers_that_triton_does_not_tell_apart_share_a_kernel(handed_over, monkeypatch):
-    compiled = []
+class Numbered:
+    """A kernel that tells of the numbers that it is compiled for, and whether these are left unspecialised."""
 
-    class Kernel:
-        arg_names = ("x", "flag", "y", "n", "factor")
-        params = tuple(SimpleNamespace(is_constexpr=name == "flag") for name in arg_names)
+    arg_names, __name__ = ("x", "flag", "y", "n", "stride", "tiles", "factor"), "numbered"
+    params = tuple(SimpleNamespace(is_constexpr=name == "flag") for name in arg_names)
 
-        def warmup(self, *args, **options):
-            compiled.append(args[3])
+    def __init__(self, compiled, free=()):
+        self.compiled, self.free = compiled, tuple(free)
 
-    form = ("Q", None, "Q", "i", "f")
+    def warmup(self, *args, grid, **options):
+        self.compiled.append((args[1], *args[3:6], *self.free))
+
+
+@pytest.fixture
+def numbered(handed_over, monkeypatch):
+    """`launch(n, tiles, flag=True)` of such a kernel, its launcher, what it was compiled for, and what was launched."""
+    form = ("Q", None, "Q", "i", "i", "i", "f")
     monkeypatch.setattr(kernels, "_load", lambda *_: driver.Loaded(7, 128, 100, False, form))
     monkeypatch.setattr(kernels, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "current_stream", lambda device: 9)
     monkeypatch.setattr(kernels, "_begun", list)
-    kernel = kernels._Launcher(Kernel())
+    monkeypatch.setattr(private, "unspecialised", lambda kernel, names: Numbered(kernel.compiled, names))
+    compiled = []
+    kernel = kernels._Launcher(Numbered(compiled))
     x, y = torch.zeros(4), torch.zeros(4)
-    for n in range(1, 200):
-        kernel[(n,)](x, True, y, n, factor=1 / n)
-    assert [words[2] for *_, words in handed_over] == [*range(1, 200)]
-    # one, multiples of 16, and others
-    assert compiled == [1, 2, 16]
-    kernel[(1,)](x, False, y, 5, factor=1.0)
-    kernel[(1,)](x, False, torch.zeros(5)[1:], 5, factor=1.0)
-    assert len(compiled) == 5
-    assert kernels._kind(5) != kernels._kind(5 + (1 << 31)) != kernels._kind(5 + (1 << 63))
-    assert len(kernel._loaded) == 5
+
+    def launch(n, tiles, *, flag=True, stride=64):
+        kernel[(tiles,)](x, flag, y, n, stride, tiles, factor=1 / n)
+
+    return launch, kernel, compiled, handed_over
+
+
+def test_lengths_share_one_form_of_a_kernel(numbered):
+    launch, _, compiled, launched = numbered
+    for n in range(320, 800):
+        launch(n, -(-n // 8))
+    assert [words[2] & 0xFFFFFFFF for *_, words in launched] == [*range(320, 800)]
+    # for the first numbers, and for all values of those two that vary; the stride stays known
+    assert compiled == [(True, 320, 64, 40), (True, 321, 64, 41, "n", "tiles")]
+    launch(5, 1, flag=False)
+    assert compiled[2:] == [(False, 5, 64, 1)]
+
+
+def test_other_numbers_of_the_same_kind_share_the_first_form(numbered):
+    launch, _, compiled, launched = numbered
+    for n in (32, 64, 48):
+        launch(n, 16)
+    assert len(compiled) == 1
+    assert len(launched) == 3
+
+
+def test_numbers_that_vary_later_are_left_unspecialised_from_then_on(numbered):
+    launch, _, compiled, _ = numbered
+    for n in (32, 33, 47):
+        launch(n, 16)
+    for tiles in (16, 3, 5, 1, 32):
+        launch(51, tiles)
+        launch(64, tiles)
+    assert compiled == [(True, 32, 64, 16), (True, 33, 64, 16, "n"), (True, 51, 64, 3, "n", "tiles")]
+
+
+def test_strides_that_stay_multiples_of_16_stay_known(numbered):
+    launch, _, compiled, _ = numbered
+    for n in (31, 32, 33):
+        launch(n, 16, stride=64 * n)
+    assert compiled == [(True, 31, 31 * 64, 16), (True, 32, 32 * 64, 16, "n")]
+
+
+def test_a_kernel_that_needs_its_numbers_is_compiled_for_each_combination(numbered, monkeypatch):
+    launch, _, compiled, launched = numbered
+    warmup = Numbered.warmup
+
+    def refuses(self, *args, grid, **options):
+        if self.free:
+            raise RuntimeError("PassManager::run failed")
+        warmup(self, *args, grid=grid, **options)
+
+    monkeypatch.setattr(Numbered, "warmup", refuses)
+    for n in (32, 33, 34, 48):
+        launch(n, 16)
+    assert compiled == [(True, 32, 64, 16), (True, 33, 64, 16)]
+    assert len(launched) == 4
+
+
+def test_a_call_that_is_replayed_often_gets_a_form_of_its_own(numbered):
+    launch, kernel, compiled, _ = numbered
+    launch(32, 16)
+    launch(33, 16)
+    args = torch.zeros(4), True, torch.zeros(4), 33, 64, 16, 0.5
+    assert kernel.packing((1,), args, {}).general
+    with forms.specialised():
+        assert not kernel.knows(args, {})
+        launch(33, 16)
+    assert compiled[2:] == [(True, 33, 64, 16)]
+    assert not kernel.packing((1,), args, {}).general
+    launch(33, 16)
+    launch(35, 16)
+    assert len(compiled) == 3
+
+
+def test_forms_are_told_apart_by_the_size_of_numbers():
+    assert len({forms.kind(x) for x in (1, 5, 16, 5 + (1 << 31), 16 + (1 << 31), 5 + (1 << 63))}) == 6
+    assert forms.kind(True) is bool
+    assert forms.kind(0.5) is forms.kind(1.0)
+    assert forms.kind(torch.zeros(5)) != forms.kind(torch.zeros(5)[1:])
+
+
+def test_forms_of_a_kernel_are_bounded(numbered, monkeypatch):
+    monkeypatch.setattr(kernels, "_REMEMBERED", 8)
+    monkeypatch.setattr(forms, "_REMEMBERED", 8)
+    launch, kernel, _, _ = numbered
+    for flag in range(100):
+        launch(32, 16, flag=flag)
+        launch(33, 16, flag=flag)
+    assert len(kernel._loaded) <= 8
+    assert len(kernel._forms._first) <= 8
 
 
 class Counted:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tokenmix_core.launch import private, replay, replay_code
+from tokenmix_core.launch import forms, private, replay, replay_code
 from tokenmix_core.launch.compiling import NotCompiled
 from tokenmix_core.launch.replay import Checked, Replayed
 from tokenmix_core.ops import gated_delta_rule_step, short_conv_step, ssd_step
@@ -366,6 +366,28 @@ def test_without_torchs_guards_calls_are_replayed_all_the_same(add, monkeypatch)
         a, b = torch.randn(6), torch.randn(6)
         torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
     assert function.runs == 1
+
+
+def test_a_call_that_is_replayed_often_is_recorded_once_more_by_kernels_of_its_own(add, recordings, monkeypatch):
+    monkeypatch.setattr(replay, "_SPECIALISED", 6)
+    asked = []
+
+    def packing(self, grid, args, options):
+        pack = lambda places: packs(self, grid, args, options)(places)  # noqa: E731
+        pack.general = not forms.asked()
+        asked.append(forms.asked())
+        return pack
+
+    packs = type(add).packing
+    monkeypatch.setattr(type(add), "packing", packing)
+    function, replayed = three_sums(add)
+    for _ in range(20):
+        call(replayed, 1024)
+    assert recordings == [1024, 1024]
+    assert function.runs == 2
+    assert asked == [False] * 3 + [True] * 3
+    assert replayed._known
+    assert len(replayed.recent) == 1
 
 
 @pytest.mark.parametrize("room", [1 << 20, 0], ids=["one buffer", "buffers"])

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tokenmix_core.launch import early, private, switch
+from tokenmix_core.launch import early, forms, private, switch
 from tokenmix_core.launch.compiling import compiling
 from tokenmix_core.launch.driver import Loaded, launch, loaded, packed
 from tokenmix_core.launch.early import PDL
@@ -33,7 +33,7 @@ def cached_launch(kernel):
 
     Triton compiles a kernel anew for other dtypes, for other alignments of pointers, for other divisibilities of
     numbers, and inspects every argument at every launch to find the right one. Here what it distinguishes by is the
-    key (`_kind`), so that a call with other numbers, such as a length that never was, is one look-up, too. All
+    key (`forms.py`), so that a call with other numbers, such as a length that never was, is one look-up, too. All
     parameters must be given at each launch, in order or by name, which makes no difference. The interpreter's kernels
     stay as they are.
     """
@@ -87,14 +87,18 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
         wait(_begun())
         with ThreadPoolExecutor(len(new)) as pool:
             with together(pool, ignore_errors=True):
-                made = [kernel.fn.warmup(*args, grid=grid, **options) for kernel, grid, args, options in new]
+                chosen = [kernel.form(args, options)[1] for kernel, _, args, options in new]
+                made = [
+                    form.warmup(*args, grid=grid, **options)
+                    for form, (_, grid, args, options) in zip(chosen, new, strict=True)
+                ]
             loads = [pool.submit(_load, kernel, device) for kernel in made]
-        for (launcher, _, args, options), compiled, load in zip(new, made, loads, strict=True):
+        for (launcher, _, args, options), form, compiled, load in zip(new, chosen, made, loads, strict=True):
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
                 # that happens once in thousands: the launch compiles it by itself, or says why not
-                private.drop(launcher.fn, compiled)
+                private.drop(form, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
 
@@ -147,10 +151,10 @@ class _Launcher:
         self.__doc__ = kernel.__doc__
         # by how many arguments are given in order and which by name: what puts the latter in order, and other names
         self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
-        # by what a kernel is compiled for; None where only Triton can launch
-        self._loaded: dict[tuple, Loaded | None] = {}
-        # which arguments are compiled in
-        self._constant = private.compiled_in(kernel)
+        # by what a kernel is compiled for, the form that is launched, None where only Triton can, and whether it is one
+        # for all lengths
+        self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
+        self._forms = forms.Forms(kernel)
         # of a kernel that supports programmatic dependent launch, how many arguments leave out PDL
         names = private.argument_names(kernel)
         if PDL in names[:-1]:
@@ -190,67 +194,78 @@ class _Launcher:
         named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
         return named, tuple(name for name in options if name not in wanted)
 
+    def form(self, args: tuple, options: dict) -> tuple[tuple, Any]:
+        """The key and the kernel to compile for such a call."""
+        key = self._forms.key(current_device(), args, options)
+        if key in self._loaded and not (forms.asked() and self._loaded[key][1]):
+            return key, self.fn
+        return (None if forms.asked() else self._forms.general(key, args)) or (key, self.fn)
+
     def knows(self, args: tuple, options: dict) -> bool:
         """Tell whether a kernel for such a call was kept."""
-        return self._key(args, options) in self._loaded
+        key = self.form(args, options)[0]
+        return key in self._loaded and not (forms.asked() and self._loaded[key][1])
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
         """Launch such calls by this kernel."""
-        self._loaded[self._key(args, options)] = kernel
-        if len(self._loaded) > _REMEMBERED:
+        key = self.form(args, options)[0]
+        exact = self._forms.key(current_device(), args, options)
+        # the next call with these numbers finds it at once
+        for found in (key, exact):
+            self._loaded[found] = kernel, key != exact
+        while len(self._loaded) > _REMEMBERED:
             del self._loaded[next(iter(self._loaded))]
         private.say_what_is_missing()
 
     def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
-        """`pack(places)` of a call whose kernel was kept, for `driver.launch`; None where only Triton can launch it."""
-        kernel = self._loaded[self._key(args, options)]
+        """`pack(places)` of a call whose kernel was kept, for `driver.launch`; None where only Triton can launch it.
+
+        `pack.general` tells whether the kernel is the form for all lengths.
+        """
+        kernel, general = self._loaded[self._forms.key(current_device(), args, options)]
         if kernel is None:
             return None
-        return functools.partial(packed, kernel, grid, [0 if isinstance(x, Tensor) else x for x in args])
+        pack: Any = functools.partial(packed, kernel, grid, [0 if isinstance(x, Tensor) else x for x in args])
+        pack.general = general
+        return pack
 
     def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
         if _taker.take is not None:
             _taker.take((self, grid, args, options))
             return
-        key = self._key(args, options)
-        if key in self._loaded:
-            kernel = self._loaded[key]
-        else:
+        key = self._forms.key(current_device(), args, options)
+        found = self._loaded.get(key)
+        if found is None or (found[1] and forms.asked()):
             kernel = self._compile(grid, args, options)
+        else:
+            kernel = found[0]
         # what profilers hook into launches is called by Triton's own way alone
         start = None if kernel is None or observed() else launch()
         if kernel is None or start is None:
             with compiling(self.fn):
                 self.fn[grid](*args, **options)
-        elif found := packed(kernel, grid, [x.data_ptr() if isinstance(x, Tensor) else x for x in args], {}):
-            start(found, current_stream(key[0]))
-
-    def _key(self, args: tuple, options: dict) -> tuple:
-        """What Triton compiles a kernel for: the device, arguments by kind or, if compiled in, value, and options."""
-        kinds = [current_device()]
-        for x, constant in zip(args, self._constant, strict=True):
-            kinds.append(x if constant and not isinstance(x, Tensor) else _kind(x))
-        return (*kinds, *options.items())
+        elif words := packed(kernel, grid, [x.data_ptr() if isinstance(x, Tensor) else x for x in args], {}):
+            start(words, current_stream(key[0]))
 
     def _compile(self, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
-        """Compile and keep the kernel of calls like this; None where only Triton can launch it."""
-        kernel = None
-        if private.launching() is not None:
+        """Find, or compile, and keep the kernel of calls like this; None where only Triton can launch it."""
+        key, form = self.form(args, options)
+        if self.knows(args, options):
+            kernel = self._loaded[key][0]
+        elif private.launching() is None:
+            kernel = None
+        else:
             wait(_begun())
-            with compiling(self.fn):
-                kernel = _load(self.fn.warmup(*args, grid=grid, **options), current_device())
+            kernel = self._compiled(form, grid, args, options)
         self.keep(kernel, args, options)
         return kernel
 
-
-def _kind(x: Any) -> Any:
-    """What Triton distinguishes an argument by: dtype and alignment, or 1, divisibility by 16, and size of a number."""
-    cls = x.__class__
-    if cls is int:
-        kind = 1 if x == 1 else 2 if x & 15 else 16
-        return kind if -0x80000000 <= x <= 0x7FFFFFFF else (kind, x < 1 << 63)
-    if cls is float or cls is bool:
-        return cls
-    if isinstance(x, Tensor):
-        return x.dtype if x.data_ptr() & 15 == 0 else (x.dtype,)
-    return x
+    def _compiled(self, form: Any, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
+        if form is not self.fn:
+            try:
+                return _load(form.warmup(*args, grid=grid, **options), current_device())
+            # a kernel may need to know more of its numbers: the one for these says by itself if it does not compile
+            except Exception:
+                self._forms.refuse(form)
+        with compiling(self.fn):
+            return _load(self.fn.warmup(*args, grid=grid, **options), current_device())

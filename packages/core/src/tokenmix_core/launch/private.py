@@ -350,6 +350,15 @@ def compiled_in(kernel: Any) -> list[bool]:
     return [bool(x.is_constexpr) for x in params]
 
 
+def unspecialised(kernel: Any, names: list[str]) -> Any:
+    """The kernel, compiled without regard to the values of these numbers; None where Triton cannot."""
+    if getattr(kernel, "params", None) is None:
+        return None
+    made = type(kernel)(kernel.fn, do_not_specialize=names)
+    choose_compiler_options(made)
+    return made
+
+
 class Described(NamedTuple):
     """A compiled kernel as Triton describes it.
 

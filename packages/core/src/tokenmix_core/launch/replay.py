@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core import changes
-from tokenmix_core.launch import private, switch
+from tokenmix_core.launch import forms, private, switch
 from tokenmix_core.launch.private import storage
 from tokenmix_core.launch.replay_code import Step, alike, compiled, matching, renew
 
@@ -41,6 +41,8 @@ _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 _RECORDINGS, _SEEN, _MAGNITUDES = 32, 256, 64
 # where one of so many recordings was replayed so often, as in a deep model, the next one is made at first sight
 _RECENT, _OFTEN = 4, 8
+# a call that was replayed so often gets kernels that are compiled for its lengths
+_SPECIALISED = 512
 # so many recordings that were not replayed double how often a signature must have occurred
 _PATIENCE = 8
 # kinds that a call is compared with before its own is found
@@ -134,6 +136,11 @@ class Replayed:
         known = self._known[key] = self._known.pop(key)
         if known is None:
             return self.run(*inputs)
+        if known.general and known.replays[0] >= _SPECIALISED:
+            # once more, by kernels that are compiled for its numbers
+            self.recent = tuple(x for x in self.recent if x is not known.match)
+            with forms.specialised():
+                return self._record(inputs, tensors, key, None)
         if known.match is not None and known.match in self.recent:
             renew(known.match, inputs)
         self._expect(known)
@@ -150,7 +157,9 @@ class Replayed:
         if call is None:
             self._known[key] = None
         else:
-            known = _Replay(call, matching(call, inputs, key[0], _launching(), replays), replays)
+            most = _SPECIALISED if recorder.general else None
+            match = matching(call, inputs, key[0], _launching(), replays, most)
+            known = _Replay(call, match, replays, recorder.general)
             self._known[key] = known
             self._expect(known)
         keep_last(self._known, _RECORDINGS)
@@ -184,11 +193,13 @@ class _Replay(NamedTuple):
         call: `call(stream, tensors, pointers)`.
         match: `match(*inputs)`, which finds others of its kind.
         replays: one number, how often it was replayed.
+        general: whether one of its kernels is compiled for all lengths.
     """
 
     call: Callable
     match: Callable | None
     replays: list[int]
+    general: bool
 
 
 class _Due:
@@ -318,6 +329,8 @@ class _Recorder(private.Mode):
         self._waiting: list[tuple[Any, list[tuple]]] = []
         self._steps: list[Step] = []
         self._possible = True
+        # whether a kernel is compiled for all lengths
+        self.general = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -395,6 +408,7 @@ class _Recorder(private.Mode):
 
     def _note_launch(self, pack: Any, args: list, buffers: list[tuple]) -> None:
         self._possible &= pack is not None
+        self.general |= getattr(pack, "general", False)
         places = []
         for place, x in enumerate(args):
             # an empty tensor has no address

@@ -110,18 +110,22 @@ def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[st
     return b"".join(packed), list(names)
 
 
-def matching(call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int]) -> Callable | None:
+def matching(
+    call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int], most: int | None = None
+) -> Callable | None:
     """`match(*inputs)`: `call` with its arguments, for inputs that look like these; None for others, which may too.
 
-    None where that cannot be found out faster than by their kind. Matches are counted in `matches[0]`.
+    None where that cannot be found out faster than by their kind. Matches are counted in `matches[0]`, and
+    end with `most` of them.
     """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if private.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
         return None
     given, places = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
+    ended = "" if most is None else f" or matches[0] >= {most}"
     lines = [
         *(f"p{i} = x{i}.data_ptr()" for i in tensors),
-        f"stream = None if ({' | '.join(f'p{i}' for i in tensors)}) & 15 else launching.replays_on({device})",
+        f"stream = None if ({' | '.join(f'p{i}' for i in tensors)}) & 15{ended} else launching.replays_on({device})",
         "if stream is None:",
         "    return None",
         "matches[0] += 1",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.launch import graphs
 from tokenmix_core.launch.early import beginning_early
+from tokenmix_core.launch.forms import specialised
 from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
@@ -69,12 +70,15 @@ class Recorded:
             Whether it was repeated, with no Python of its own run.
         """
         repeat = self.repeats.get(key)
-        if repeat is None and key in self.repeats and self.capture is not None:
-            repeat = self._record(key, work, rehearsal)
+        # a graph repeats its kernels for as long as it is kept
+        with specialised():
+            if repeat is None and key in self.repeats and self.capture is not None:
+                repeat = self._record(key, work, rehearsal)
+            if repeat is None:
+                # calls of what is not to be recorded are replayed one by one, which early launches are not
+                with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
+                    work()
         if repeat is None:
-            # calls of what is not to be recorded are replayed one by one, which early launches are not
-            with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
-                work()
             self.repeats.setdefault(key, None)
             return False
         repeat()

@@ -23,7 +23,17 @@ from tokenmix_core.ops.common import (
     row_impl,
 )
 from tokenmix_core.ops.softmax_attention import autograd
-from tokenmix_core.ops.softmax_attention.backends import IMPLS, AttentionImpl, Call, Mask, call_of, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.backends import (
+    IMPLS,
+    AttentionImpl,
+    Call,
+    Mask,
+    by_cudnn,
+    call_of,
+    choose_impl,
+    limit,
+)
+from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan
 from tokenmix_core.ops.softmax_attention.plan import GLUON, takes_gluon
 from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
 
@@ -71,7 +81,9 @@ def attention(
     Raises:
         ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
     """
-    mask, scale, impl = _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl)
+    mask, scale, impl, plans = _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl)
+    if plans:
+        impl = kernels_before_plan(q, k, v, mask) or impl
     x = autograd.Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, **mask._asdict(), scale=scale, impl=impl)
     o, lse = autograd.attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
@@ -155,10 +167,10 @@ def attention_decode(
 
 
 @Checked
-def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None]:
+def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None, bool]:
     """Validate a whole-sequence call; return the mask in its simplest form, the scale and the implementation.
 
-    None is our kernels, those in Gluon wherever they run.
+    None is our kernels, those in Gluon wherever they run. The last tells whether cuDNN was chosen, for either pass.
     """
     op = "attention"
     dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
@@ -168,7 +180,8 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
         bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
         if dims["TQ"] != dims["TK"]:
             raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
-    return mask, scale, implementation(op, q, k, v, mask, cu_seqlens is not None, impl)
+    found = implementation(op, q, k, v, mask, cu_seqlens is not None, impl)
+    return mask, scale, found, impl is None and q.is_cuda and by_cudnn(found, q, k, v, mask, cu_seqlens is not None)
 
 
 def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | None) -> str | None:

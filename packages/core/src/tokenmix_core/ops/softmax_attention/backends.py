@@ -18,6 +18,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 AttentionImpl = Literal["gluon", "triton", "sdpa", "flash_attn", "reference"]
 IMPLS: tuple[str, ...] = get_args(AttentionImpl)
+# inside this package, our kernels for both passes, those in Gluon wherever they run; None leaves the backward pass open
+OURS = "ours"
 
 # below this many queries a row the libraries' plain causal kernels have no lead over ours
 _LONG = 128
@@ -114,6 +116,12 @@ def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: 
     return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
 
 
+def by_cudnn(impl: str | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> bool:
+    """Tell whether cuDNN makes one of the passes, in 16 bits on CUDA, behind a forward pass by `impl`."""
+    call = call_of(q, k, v, mask, packed)
+    return backward_impl(impl, call, False) == "sdpa" and call.dtype in _HALF and takes_cudnn(*call[2:8])
+
+
 def limit(impl: str, call: Call) -> str | None:
     """Why `impl` cannot run this call, as a sentence with the way out; None where it can."""
     return _LIMITS[impl](call)
@@ -181,7 +189,8 @@ def load(impl: str | None) -> Backend:
 
     None lets kernels in Gluon run where they can.
     """
-    if impl in (None, "gluon", "triton"):
+    if impl in (None, OURS, "gluon", "triton"):
+        impl = None if impl == OURS else impl
         from tokenmix_core.ops.softmax_attention import backward, forward
 
         return Backend(

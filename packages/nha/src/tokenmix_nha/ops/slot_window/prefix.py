@@ -17,7 +17,8 @@ from torch import Tensor
 from tokenmix_core.ops.common import AttentionOutput, differentiable, of_fields, recorded_op
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.api import attention
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, choose_impl
+from tokenmix_core.ops.softmax_attention.backends import Call, Mask, by_cudnn, choose_impl
+from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan
 
 _CAUSAL = Mask(causal=True, window=None, sinks=0)
 
@@ -46,7 +47,9 @@ def zero_prefix_attention(
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, _CAUSAL, packed, heads))
         # kernels of ours are those that were asked for
-        impl = (None if impl == "gluon" else impl) if chosen == "triton" else chosen
+        asked, impl = impl, (None if impl == "gluon" else impl) if chosen == "triton" else chosen
+        if asked is None and by_cudnn(impl, q, k, v, _CAUSAL, packed):
+            impl = kernels_before_plan(q, k, v, _CAUSAL) or impl
     return _attention(*Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, slots=slots, scale=scale, impl=impl))[0]
 
 
