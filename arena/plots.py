@@ -158,18 +158,20 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         for dx, dy in _OFFSETS:
             # the side of the text that is nearest to the point
             left = dx - (box.width if dx < 0 else 0) - (box.width / 2 if dx == 0 else 0)
-            corner = pixels[variant] + (left, dy - box.height / 2)
-            spot = Bbox.from_bounds(*corner, box.width, box.height)
-            inside = axes.bbox.contains(*spot.min) and axes.bbox.contains(*spot.max)
+            x, y = pixels[variant] + (left, dy - box.height / 2)
+            spot = Bbox.from_extents(x, y, x + box.width, y + box.height)
+            inside = axes.bbox.contains(spot.x0, spot.y0) and axes.bbox.contains(spot.x1, spot.y1)
             if inside and not spot.count_overlaps(placed + marks) and not line.intersects_bbox(spot, filled=False):
                 break
         else:
             raise ValueError(f"no space is left for the label {label(variant)!r}; enlarge the figure")
         placed.append(spot)
         # offsets are in points, boxes in pixels
-        text.set_position(tuple((corner - pixels[variant]) * 72 / figure.dpi))
+        shift = (spot.x0 - pixels[variant][0], spot.y0 - pixels[variant][1])
+        text.set_position(tuple(pixel * 72 / figure.dpi for pixel in shift))
         if math.hypot(dx, dy) > 14:
-            end = spot.min + (spot.max - spot.min) * (0.5 if dx == 0 else dx < 0, 0.5 if dx else dy < 0)
+            across, up = (0.5 if dx == 0 else float(dx < 0)), (0.5 if dx else float(dy < 0))
+            end = (spot.x0 + spot.width * across, spot.y0 + spot.height * up)
             axes.add_line(_leader(pixels[variant], end))
 
 
