@@ -48,7 +48,7 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
     return next(tile for bound, tile in table.items() if head_size <= bound)
 
 
-def attention_places(head_size: int, programs: int) -> tuple[int, int]:
+def attention_stages(head_size: int, programs: int) -> tuple[int, int]:
     """How many places the forward kernel for Hopper has for tiles of keys, and of values, and a thread's registers.
 
     So four blocks share a multiprocessor with heads of 64 and two with heads of 128, or three by one place, which

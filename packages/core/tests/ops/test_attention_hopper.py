@@ -8,7 +8,7 @@ import torch
 from tokenmix_core.ops.softmax_attention import attention_reference
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
-from tokenmix_core.ops.softmax_attention.terms import TERMS
+from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS
 from tokenmix_core.testing import gluon
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
@@ -34,11 +34,11 @@ CASES = {
 def hopper():
     """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
     place = "ops.softmax_attention.hopper"
-    names = "tile.hopper", f"{place}.terms", f"{place}.backward", f"{place}.forward"
-    _, _, *modules = gluon.load("tokenmix_core", *names)
-    for module in modules:
+    shared = "tile.hopper", "tile.hopper_softmax", f"{place}.terms", f"{place}.query_tile", f"{place}.backward_tiles"
+    *_, backward, forward = gluon.load("tokenmix_core", *shared, f"{place}.backward", f"{place}.forward")
+    for module in (backward, forward):
         module.TILE = 16
-    return modules
+    return backward, forward
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,9 +66,9 @@ def test_gradients_answer_to_the_reference(hopper, case):
     lse = lse.transpose(1, 2).contiguous()
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     delta = torch.full_like(lse, float("nan"))
-    terms = delta.new_full((*delta.shape, TERMS.value), float("nan"), dtype=torch.bfloat16)
+    bias = delta.new_full((*delta.shape, BIAS_COLUMNS.value), float("nan"), dtype=torch.bfloat16)
     backward, _ = hopper
-    given = dict(q=q, k=k, v=v, do=do, terms=terms, cu_seqlens=cu, mask=mask, scale=0.125, selected=selected)
+    given = dict(q=q, k=k, v=v, do=do, bias=bias, cu_seqlens=cu, mask=mask, scale=0.125, selected=selected)
     queries = dict(**given, o=o.contiguous(), lse=lse, dlse=dlse, delta=delta)
     backward.backward_queries(**queries, dq=grads[0])
     backward.backward_keys(**given, dk=grads[1], dv=grads[2])
@@ -76,7 +76,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
         torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
     # for the portable kernel of keys
     alone, delta_alone = torch.full_like(q, float("nan")), torch.full_like(delta, float("nan"))
-    backward.backward_queries(**queries | dict(terms=None, delta=delta_alone), dq=alone)
+    backward.backward_queries(**queries | dict(bias=None, delta=delta_alone), dq=alone)
     assert torch.equal(alone, grads[0])
     assert torch.equal(delta_alone.nan_to_num(), delta.nan_to_num())
     if selected is not None:
@@ -92,7 +92,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
 @pytest.mark.parametrize("case", [case for case in CASES if "chosen" not in CASES[case]])
 def test_outputs_answer_to_the_reference(hopper, monkeypatch, case, count):
     # places for tiles of keys
-    monkeypatch.setattr(hopper[1].tuning, "attention_places", lambda head_size, programs: (count, 128))
+    monkeypatch.setattr(hopper[1].tuning, "attention_stages", lambda head_size, programs: (count, 128))
     generator = torch.Generator().manual_seed(0)
     B, HQ, H, TQ = (CASES[case].get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2), ("TQ", 70)))
     TK = CASES[case].get("TK", TQ)
@@ -126,7 +126,7 @@ def far_above(mask: Mask, T: int, D: int):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)
 def test_scores_far_above_those_of_the_own_tile_are_met_once_more(hopper, monkeypatch, mask, count):
-    monkeypatch.setattr(hopper[1].tuning, "attention_places", lambda head_size, programs: (count, 128))
+    monkeypatch.setattr(hopper[1].tuning, "attention_stages", lambda head_size, programs: (count, 128))
     inputs, outputs, exact = far_above(mask, 70, 64)
     hopper[1].forward(*inputs, *outputs, None, mask, 0.25)
     torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)

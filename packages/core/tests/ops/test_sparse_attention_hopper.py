@@ -42,11 +42,12 @@ CASES = {
 def hopper():
     """The modules of the kernels on the stand-in, with tiles of 16."""
     place, attention = "ops.sparse_attention.hopper", "ops.softmax_attention.hopper"
-    shared = "tile.hopper", f"{attention}.terms", f"{attention}.backward", f"{place}.tiles"
+    tiles = f"{attention}.terms", f"{attention}.query_tile", f"{attention}.backward_tiles", f"{place}.tiles"
+    shared = "tile.hopper", "tile.hopper_softmax", *tiles
     names = "forward", "backward_queries", "backward_keys"
     *modules, package = gluon.load("tokenmix_core", *shared, *(f"{place}.{name}" for name in names), place)
-    package.TILE = modules[5].TILE = TILE
-    return modules[4:]
+    package.TILE = modules[-2].TILE = TILE
+    return modules[-3:]
 
 
 @pytest.fixture

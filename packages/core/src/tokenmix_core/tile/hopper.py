@@ -67,7 +67,7 @@ def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def async_copy_tile(s_x, p_x, first, rows, stride: gl.constexpr, valid=None, THREAD_RELATIVE: gl.constexpr = False):
+def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: gl.constexpr = False):
     """Start an async copy of the rows from `first` on to an smem tile; rows from `rows` on become 0.
 
     With `valid` all rows of the tile exist, and they become 0 unless `valid`. `THREAD_RELATIVE` computes each thread's

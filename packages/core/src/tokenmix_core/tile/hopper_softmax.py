@@ -12,6 +12,8 @@ float16 lacks this range: it always takes the running maximum.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tokenmix_core.tile.hopper import mma_layout
+
 # bound of a row sum and of its reciprocal: halfway, in exponents, between 1 (the greatest weight of the first tile) and
 # the end of float32
 LIMIT = gl.constexpr(2.0**64)
@@ -48,6 +50,21 @@ def expand_to_quads(b_row, zeros):
     """Broadcast a value per row to the layout of `quad_row_sums` of a tile like `zeros`."""
     b_tile = zeros + b_row[:, None]
     return gl.max(gl.max(b_tile.reshape([zeros.shape[0], zeros.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_step(b_s, b_m, b_shift, b_sums, b_o, scale, update):
+    """Exponentiate a tile of scores; if `update`, raise the row maxima and rescale the sums and the accumulator first.
+
+    Returns:
+        the unnormalised probabilities, the maxima, the shift, the quad row sums and the accumulator.
+    """
+    if update:
+        b_m, b_shift, b_shrink = update_row_max(b_s, b_m, scale)
+        b_sums *= expand_to_quads(b_shrink, gl.zeros(b_s.shape, gl.float32, mma_layout(b_s.shape[1], gl.num_warps())))
+        b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, mma_layout(b_o.shape[1], gl.num_warps())))[:, None]
+    b_p = gl.exp2(b_s * scale - b_shift[:, None])
+    return b_p, b_m, b_shift, b_sums + quad_row_sums(b_p), b_o
 
 
 @gluon.jit

@@ -15,10 +15,10 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
 from tokenmix_core.ops.softmax_attention.plan import Form, plan
-from tokenmix_core.ops.softmax_attention.selection import first_place, list_tiles, listed, selected_rows
-from tokenmix_core.ops.softmax_attention.terms import TERMS, store_terms
+from tokenmix_core.ops.softmax_attention.selection import list_offset, list_tiles, listed, selected_rows
+from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.softmax_attention.tiles import (
-    add_product,
+    add_dot,
     key_tiles,
     load_tile,
     masked_tile,
@@ -47,20 +47,20 @@ def meet_keys(
         b_p = tl.where(visible(distance, o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_p, 0.0)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+    return add_dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
 
 
 @cached_launch
 @triton.jit
 def _attention_backward_queries(
-    q, k, v, o, do, lse, dlse, delta, terms, dq, cu_seqlens, selected,
+    q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, selected,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh,
     TQ, TK, HQ, H, N, tiles, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     THROUGH_LSE: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """dq, delta and, if wanted, terms of a tile of queries and a head a program; sinks as in the forward kernel."""
+    """Compute dq, delta and, unless `bias` is None, bias columns of one query tile of one head; sinks as forward."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -90,8 +90,8 @@ def _attention_backward_queries(
     if THROUGH_LSE:
         b_delta -= tl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
     tl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
-    if terms is not None:
-        store_terms(terms, o_row + o_t, b_lse, b_delta, o_t < queries, scale * LOG2_E)
+    if bias is not None:
+        store_bias(bias, o_row + o_t, b_lse, b_delta, o_t < queries, scale * LOG2_E)
 
     first = i_t * BM + keys - queries
     last = tl.minimum(first + BM, keys) - 1
@@ -136,10 +136,10 @@ def meet_queries(
         distance = o_q[None, :] + shift - o_k[:, None]
         m_s = visible(distance, o_k[:, None], keys, window, sinks, CAUSAL, WINDOW)
         b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
-    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
+    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
     b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_dst = b_pt * (b_dpt - b_delta[None, :])
-    b_dk = add_product(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
+    b_dk = add_dot(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
     return b_dk, b_dv
 
 
@@ -179,7 +179,7 @@ def _attention_backward_keys(
     near, full, end, stop = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
     if order is not None:
         # from here on tiles are counted along the list of those that hold a selected query
-        place = first_place(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
+        place = list_offset(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
         order += place
         near = tl.load(ranks + place + near)
         full = tl.load(ranks + place + full)
@@ -211,23 +211,23 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    # the kernel of dq leaves delta, or its terms, for the kernel of dk and dv
+    # the kernel of dq leaves delta, or bias columns, for the kernel of dk and dv
     # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
     delta = torch.empty_like(lse)
     by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None, scale=scale)
-    terms = lse.new_empty(*lse.shape, TERMS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None
+    bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None
     given = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, cu_seqlens=cu_seqlens)
 
     if isinstance(by.queries, Form):
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_queries
 
         backward_queries(
-            **given, terms=terms, o=o, dlse=dlse, dq=dq, mask=mask, scale=scale, selected=selected, fill=fill
+            **given, bias=bias, o=o, dlse=dlse, dq=dq, mask=mask, scale=scale, selected=selected, fill=fill
         )  # fmt: skip
     else:
         tiles = chunk_slots(1, TQ, by.queries.BM, cu_seqlens)
         _attention_backward_queries[(tiles * HQ * B,)](
-            **given, terms=terms, o=o, dlse=dlse, dq=dq, selected=selected, **strides(q=q, k=k, v=v, d=do),
+            **given, bias=bias, o=o, dlse=dlse, dq=dq, selected=selected, **strides(q=q, k=k, v=v, d=do),
             **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             THROUGH_LSE=dlse is not None, FILL=fill,
@@ -239,7 +239,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
         from tokenmix_core.ops.softmax_attention.hopper.backward import backward_keys
 
         backward_keys(
-            q=q, k=k, v=v, do=do, terms=terms, dk=dk, dv=dv, cu_seqlens=cu_seqlens, mask=mask, scale=scale,
+            q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, cu_seqlens=cu_seqlens, mask=mask, scale=scale,
             selected=selected,
         )  # fmt: skip
     else:

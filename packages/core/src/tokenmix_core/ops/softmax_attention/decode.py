@@ -16,7 +16,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_product, key_tiles, load_tile
+from tokenmix_core.ops.softmax_attention.tiles import add_dot, key_tiles, load_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_core.tile.early import gdc_launch_and_wait
 from tokenmix_core.tile.masks import visible
@@ -67,7 +67,7 @@ def _attention_decode(
         m_s = visible(distance, o_k[None, :], keys, window, sinks, True, WINDOW)
         b_p, b_shrink, b_m, b_l = online_softmax(tl.where(m_s, b_s, float("-inf")), b_m, b_l, scale, True)
         b_v = load_tile(v + i_b * s_vb + i_hk * s_vh, i_k * BN, keys, s_vt, V, BN, BV, True)
-        b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+        b_o = add_dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     o_row = ((i_b * TQ + o_t) * HQ + o_h) * splits + i_s

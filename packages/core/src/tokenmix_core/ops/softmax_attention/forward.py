@@ -14,7 +14,7 @@ from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.plan import Form, plan
 from tokenmix_core.ops.softmax_attention.selection import selected_rows
 from tokenmix_core.ops.softmax_attention.tiles import (
-    add_product,
+    add_dot,
     key_tiles,
     load_tile,
     masked_tile,
@@ -42,7 +42,7 @@ def meet_keys(
         b_s = tl.where(visible(distance, o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_s, float("-inf"))
     b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
     b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
-    b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+    b_o = add_dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
     return b_o, b_m, b_l
 
 

@@ -14,7 +14,7 @@ from tokenmix_core.launch.replay import is_real
 from tokenmix_core.ops.choice import HALF, GluonForm
 from tokenmix_core.ops.softmax_attention.backends import Mask, on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
-from tokenmix_core.ops.softmax_attention.terms import LEAST_SCALE
+from tokenmix_core.ops.softmax_attention.terms import MIN_SCALE
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
@@ -78,7 +78,7 @@ def plan(
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE
-    if scale >= LEAST_SCALE:
+    if scale >= MIN_SCALE:
         keys = Form.ONE
     # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen

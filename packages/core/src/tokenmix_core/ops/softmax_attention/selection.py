@@ -27,7 +27,7 @@ def listed(order, i):
 
 
 @triton.jit
-def first_place(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
+def list_offset(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
     """Where the list of a sequence begins: it has room for its tiles and one more."""
     if PACKED:
         return start // BM + 2 * i_n
@@ -42,7 +42,7 @@ def _list_tiles(
 ):
     i_n = tl.program_id(0)
     start, length = sequence_span(i_n, TQ, cu_seqlens, PACKED)
-    place = first_place(i_n.to(tl.int64), i_n, start, tiles, BM, PACKED)
+    place = list_offset(i_n.to(tl.int64), i_n, start, tiles, BM, PACKED)
     count = 0
     for i in range(0, tl.cdiv(length, BM) + 1, BT):
         o_i = i + tl.arange(0, BT)

@@ -1,42 +1,42 @@
-"""Each query's log-sum-exp and delta as terms of 16 bits, which the matrix units subtract.
+"""Bias columns: each query's lse and delta as bf16×3 columns that the MMAs of the dK/dV kernel add.
 
-The kernel of keys has queries in columns: Pᵀ = exp(scale · K Qᵀ − lse) and dSᵀ = Pᵀ ⊙ (V dOᵀ − δ). As numbers lse and δ
-would be read from shared memory by every thread, 32 of them a tile, and taken off in as many instructions. As further
-columns of Q and dO they need neither: K and V have ones there, and a float32 number is the sum of three bfloat16.
+The dK/dV kernel has queries in columns: Pᵀ = exp(scale · K Qᵀ − lse) and dSᵀ = Pᵀ ⊙ (V dOᵀ − delta). As vectors, lse
+and delta would cost each thread 32 shared-memory loads and as many subtractions per tile. As extra columns of Q and dO,
+with ones in K and V, they cost neither. A float32 number is the sum of three bfloat16 numbers.
 """
 
 import triton
 import triton.language as tl
 
-# terms of −lse / scale, and as many of −δ behind them
-EACH = tl.constexpr(3)
-# with zeros behind these, the least depth of a product
-TERMS = tl.constexpr(16)
-# with less −lse / scale could leave float32
-LEAST_SCALE = 2.0**-64
+# bfloat16 parts of −lse / scale; as many of −delta follow
+PARTS = tl.constexpr(3)
+# padded with zeros to the K dimension of one MMA instruction
+BIAS_COLUMNS = tl.constexpr(16)
+# below it, −lse / scale could overflow float32
+MIN_SCALE = 2.0**-64
 
 
 @triton.jit
-def terms_of(o_c, b_lse, b_delta, scale):
-    """The columns `o_c` of the terms of queries, in bfloat16, for shapes that broadcast.
+def bias_of(o_c, b_lse, b_delta, scale):
+    """Return the bias columns `o_c` of queries, in bfloat16; shapes broadcast.
 
-    `scale` is a score's factor in units of `b_lse`. That is −∞ for a query that sees no key, whose scores are masked,
-    and ∞ for one that nobody wants, whose weights are 0: as infinities they would leave no numbers.
+    `scale` is a score's factor in units of `b_lse`. `b_lse` is −∞ if a query sees no key: all its scores are masked. It
+    is ∞ if a query is not selected: all its weights are 0. An infinite bias would turn them into NaNs.
     """
     b_infinite = tl.where(b_lse > 0, -(2.0**100), 0.0)
     b_x = tl.where(tl.abs(b_lse) == float("inf"), b_infinite, -b_lse / scale)
-    b_x = tl.where(o_c < EACH, b_x, -b_delta)
+    b_x = tl.where(o_c < PARTS, b_x, -b_delta)
     b_high = b_x.to(tl.bfloat16).to(tl.float32)
     b_rest = b_x - b_high
     b_middle = b_rest.to(tl.bfloat16).to(tl.float32)
-    i_term = o_c - tl.where(o_c < EACH, 0, EACH)
-    b_term = tl.where(i_term == 0, b_high, tl.where(i_term == 1, b_middle, b_rest - b_middle))
-    return tl.where(o_c < 2 * EACH, b_term, 0.0).to(tl.bfloat16)
+    i_part = o_c - tl.where(o_c < PARTS, 0, PARTS)
+    b_bias = tl.where(i_part == 0, b_high, tl.where(i_part == 1, b_middle, b_rest - b_middle))
+    return tl.where(o_c < 2 * PARTS, b_bias, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def store_terms(terms, o_row, b_lse, b_delta, m_row, scale):
-    """Store the terms of the queries of the rows `o_row`, where there are such."""
-    o_c = tl.arange(0, TERMS)[None, :]
-    b_terms = terms_of(o_c, b_lse[:, None], b_delta[:, None], scale)
-    tl.store(terms + o_row[:, None] * TERMS + o_c, b_terms, mask=m_row[:, None])
+def store_bias(bias, o_row, b_lse, b_delta, m_row, scale):
+    """Store the bias columns of the rows `o_row` where `m_row`."""
+    o_c = tl.arange(0, BIAS_COLUMNS)[None, :]
+    b_bias = bias_of(o_c, b_lse[:, None], b_delta[:, None], scale)
+    tl.store(bias + o_row[:, None] * BIAS_COLUMNS + o_c, b_bias, mask=m_row[:, None])

@@ -122,7 +122,7 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 
 
 @triton.jit
-def add_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """`b_sum + b_x · b_y`.
 
     In full precision the product is summed by itself first: sums of sums lose less than one sum over all tiles. The

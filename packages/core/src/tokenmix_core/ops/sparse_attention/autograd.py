@@ -109,11 +109,11 @@ def _backward(given: BackwardInputs) -> Gradients:
     from tokenmix_core.ops.sparse_attention.backward_queries import kept_attention_backward_queries
 
     options |= dict(ranks=out.ranks, lists=out.lists, impl=x.impl)
-    dq, delta, terms = kept_attention_backward_queries(
+    dq, delta, bias = kept_attention_backward_queries(
         q=x.q, k=x.k, v=x.v, o=out.o, do=do, lse=out.lse, dlse=dlse, **options
     )  # fmt: skip
     dk, dv, d_keep = kept_attention_backward_keys(
-        q=x.q, k=x.k, v=x.v, do=do, lse=out.lse, delta=delta, terms=terms,
+        q=x.q, k=x.k, v=x.v, do=do, lse=out.lse, delta=delta, bias=bias,
         keep=x.keep if through_keep else None, **options,
     )  # fmt: skip
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)

@@ -16,7 +16,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile
+from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
 from tokenmix_core.ops.sparse_attention.pieces import (
@@ -55,12 +55,12 @@ def meet_queries(
     if MASKED:
         m_s = (o_q[None, :] + shift >= o_k[:, None]) & (o_q[None, :] + shift < b_end[:, None])
         b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
-    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
+    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
     b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_dst = b_pt * (b_dpt - b_delta[None, :])
     if THROUGH_KEEP:
         b_dm += tl.sum(tl.where(o_q[None, :] + shift >= b_away[:, None], b_dst, 0.0), 1)
-    b_dk = add_product(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
+    b_dk = add_dot(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
     return b_dk, b_dv, b_dm
 
 
@@ -220,12 +220,12 @@ def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: t
 
 
 def kept_attention_backward_keys(
-    q, k, v, do, lse, delta, terms, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
+    q, k, v, do, lse, delta, bias, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dk and dv, and the gradient of `keep` unless that is None."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     d_keep = _write_gradients(
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, terms=terms, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=bias, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
         cu_seqlens=cu_seqlens, keep=keep, unit=unit, window=window, scale=scale,
     )  # fmt: skip
     return dk, dv, d_keep
@@ -236,22 +236,22 @@ def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, w
     count = min(count, k.shape[1])
     ranks, lists = list_first(k, count, cu_seqlens)
     _write_gradients(
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, terms=None, dk=dk, dv=dv, ranks=ranks, lists=lists, until=None,
+        q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=None, dk=dk, dv=dv, ranks=ranks, lists=lists, until=None,
         cu_seqlens=cu_seqlens, keep=None, unit=1, window=window, scale=scale, most=count,
     )  # fmt: skip
 
 
 def _write_gradients(
-    *, q, k, v, do, lse, delta, terms, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, most=None
+    *, q, k, v, do, lse, delta, bias, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, most=None
 ) -> Tensor | None:
     """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any.
 
-    By kernels in Gluon where that of queries left `terms` for them.
+    By kernels in Gluon where that of queries left `bias` columns for them.
     """
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, _, K), (_, TK, H, V) = q.shape, v.shape
     tile = tuning.kept_attention("backward_keys", max(K, V), q.dtype, unit)
-    if terms is not None:
+    if bias is not None:
         from tokenmix_core.ops.sparse_attention.hopper import TILE
 
         tile = tile._replace(BM=TILE, BN=TILE)
@@ -266,11 +266,11 @@ def _write_gradients(
     dm, parts_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(parts))
     # gradients, or parts of them, and where they belong
     written = dict(dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v, parts_m=parts_m, ranks=ranks, lists=lists)
-    if terms is not None:
+    if bias is not None:
         from tokenmix_core.ops.sparse_attention.hopper.backward_keys import backward_keys
 
         backward_keys(
-            q=q, k=k, v=v, do=aligned(do), terms=terms, **written, cu_seqlens=cu_seqlens, pieces=pieces,
+            q=q, k=k, v=v, do=aligned(do), bias=bias, **written, cu_seqlens=cu_seqlens, pieces=pieces,
             unit=unit, window=window, scale=scale,
         )  # fmt: skip
     else:

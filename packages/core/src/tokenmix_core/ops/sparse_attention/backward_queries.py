@@ -12,8 +12,8 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.terms import LEAST_SCALE, TERMS
-from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS, MIN_SCALE
+from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
@@ -43,7 +43,7 @@ def meet_columns(
         b_p = tl.where(seen(o_q, b_left, o_k, far, p_until, s_ut, keys), b_p, 0.0)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    return add_product(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+    return add_dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
 
 
 @cached_launch
@@ -89,7 +89,7 @@ def _kept_attention_backward_queries(
     b_left = left_of(o_q, window, UNIT, WINDOW)
     near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
     p_list, begin, whole, count = far_tiles(
-        ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BN, UNIT, WINDOW
+        ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
     clear = whole // BN
     if until is not None:
@@ -115,20 +115,20 @@ def _kept_attention_backward_queries(
 def kept_attention_backward_queries(
     q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dq `[B, TQ, HQ, K]`, and for the kernel of dk and dv delta `[B, HQ, TQ]`, or terms of it for that in Gluon."""
+    """dq `[B, TQ, HQ, K]`, and for the kernel of dk and dv delta `[B, HQ, TQ]`, or bias columns for that in Gluon."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.contiguous()
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
     dq = q.new_empty(q.shape)
-    if scale >= LEAST_SCALE and takes_gluon(impl, q, k, v, until):
+    if scale >= MIN_SCALE and takes_gluon(impl, q, k, v, until):
         from tokenmix_core.ops.sparse_attention.hopper.backward_queries import backward_queries
 
-        terms = lse.new_empty(*lse.shape, TERMS.value, dtype=torch.bfloat16)
+        bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16)
         backward_queries(
-            q=q, k=k, v=v, o=o, do=aligned(do), lse=lse, dlse=dlse, terms=terms, dq=dq, ranks=ranks, lists=lists,
+            q=q, k=k, v=v, o=o, do=aligned(do), lse=lse, dlse=dlse, bias=bias, dq=dq, ranks=ranks, lists=lists,
             cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale,
         )  # fmt: skip
-        return dq, None, terms
+        return dq, None, bias
     delta = torch.empty_like(lse)
     tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, unit)
     tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)

@@ -11,7 +11,7 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
@@ -39,7 +39,7 @@ def meet_columns(
         b_s = tl.where(seen(o_q, b_left, o_k, far, p_until, s_ut, keys), b_s, float("-inf"))
     b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
     b_v = load_rows(p_v, o_k, keys, s_vt, V, BV, MASKED)
-    b_o = add_product(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+    b_o = add_dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
     return b_o, b_m, b_l
 
 
@@ -77,7 +77,7 @@ def _kept_attention_forward(
     b_left = left_of(o_q, window, UNIT, WINDOW)
     near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
     p_list, begin, whole, count = far_tiles(
-        ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BN, UNIT, WINDOW
+        ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
     # listed tiles that all queries see, unless some end before
     clear = whole // BN

@@ -37,16 +37,17 @@ def local_tiles(first, last, window, keys, BN: tl.constexpr, UNIT: tl.constexpr,
 
 
 @triton.jit
-def far_tiles(
-    ranks, lists, i_b, i_m, i_n, start, first, last, window, U, HM,
-    BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """The listed columns before the local parts of queries at positions `first` … `last`.
+def far_tiles(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    """Find the listed columns before the local parts of queries at positions `first` … `last`.
+
+    `row` is the batch row, the head of `keep`, the sequence and its first token; `sizes` are U and HM.
 
     Returns:
-        `(p_list, begin, whole, count)`: where the sequence's list begins, the place of its first unit, and how many
-        listed columns lie before all local parts, and before one of them.
+        `(p_list, begin, whole, count)`: the sequence's list, the number of its first unit, and the listed columns that
+        lie before all local parts, and before any of them.
     """
+    i_b, i_m, i_n, start = row
+    U, HM = sizes
     begin = first_unit(start, i_n, UNIT)
     p_rank = ranks + (i_b * HM + i_m) * (U + 1) + begin
     rank = tl.load(p_rank)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import block_size as width
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_product, load_tile, store_tile
+from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, store_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, rows_of, sizes
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, borders, owner
@@ -61,10 +61,10 @@ def meet_gradients(
     if MASKED:
         o_k = tl.arange(0, b_k.shape[0])
         b_pt = tl.where((o_k[:, None] <= (b_t - row)[None, :]) & m_r[None, :], b_pt, 0.0)
-    b_dv = add_product(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
+    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
     b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_dst = (b_pt * (b_dpt - b_delta[None, :])).to(b_q.dtype)
-    b_dk = add_product(b_dst, b_q, b_dk, PRECISION)
+    b_dk = add_dot(b_dst, b_q, b_dk, PRECISION)
     b_dqt = tl.dot(tl.trans(b_k), b_dst, input_precision=PRECISION)
     o_d = tl.arange(0, BK)
     p_dq = part_q + (b_pair.to(tl.int64) * G + b_g)[None, :] * K + o_d[:, None]

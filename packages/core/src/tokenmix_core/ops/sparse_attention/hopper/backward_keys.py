@@ -1,10 +1,17 @@
-"""The backward kernel of keys for Hopper, in Gluon: pieces of dk, dv and the gradient of `keep`, heads of 64 or 128.
+"""dK, dV and the gradient of `keep` over retained keys on Hopper: heads of 64 or 128, one warpgroup per CTA.
 
-As attention's kernel of keys, where a tile's keys are gathered from a list and a program takes a piece of the tiles of
-queries that see them. Pieces, and the sums of their parts, are those of the portable form.
+work tile  a tile of gathered columns, or a share of the query tiles that see it (`pieces.py`)
+smem       K, V (gathered once), bias selectors; stages: Q, dO, bias columns (two buffers)
+iteration  wait Q_i, dO_i
+           Sᵀ = bias + K Q_iᵀ, dPᵀ = bias + V dO_iᵀ in flight together (WGMMA); meanwhile cp.async tile i + 1
+           wait Sᵀ → Pᵀ = exp2(Sᵀ), mask; dV += Pᵀ dO_i; wait dPᵀ → dSᵀ = Pᵀ ∘ dPᵀ; dK += dSᵀ Q_i
+           d(keep) += row sums of dSᵀ over the queries that see the key as a listed one
+epilogue   all query tiles: rows of dK, dV are scattered; a share: float32 partial sums → workspace
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,17 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from tokenmix_core import tuning
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
-from tokenmix_core.ops.softmax_attention.hopper.backward import (
+from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
+    Heads,
+    Keys,
+    QueryStage,
+    advance,
     allocate_queries,
-    begin_weights,
-    bring_queries,
-    columns_behind,
-    next_tile,
+    async_copy_queries,
+    mma_scores_transposed,
+    plus_columns,
 )
-from tokenmix_core.ops.softmax_attention.hopper.terms import EACH, TERMS, adding_terms
+from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows
+from tokenmix_core.ops.softmax_attention.hopper.terms import BIAS_COLUMNS, PARTS, bias_selector
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import constants
-from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, listed_columns
+from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns
 from tokenmix_core.ops.sparse_attention.mask import away_from
 from tokenmix_core.ops.sparse_attention.pieces import (
     ALL_PIECES,
@@ -38,21 +49,39 @@ from tokenmix_core.ops.sparse_attention.pieces import (
     Pieces,
     find_tile,
 )
-from tokenmix_core.tile.hopper import (
-    LOG2_E,
-    barrier,
-    mma_layout,
-    opaque,
-    opaque_tile,
-    row_layout,
-    wait_async_copies,
-)
+from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, opaque, opaque_tile, row_layout, wait_async_copies
 from tokenmix_core.tile.masks import within
+
+
+class Visits(NamedTuple):
+    """Query tiles of a work tile, by one head, and the queries that see its columns.
+
+    Attributes:
+        queries: queries of the sequence.
+        shift: position of the first query.
+        m_min: first query tile.
+        full_min: first query tile that needs no mask.
+        full_max: first query tile behind those.
+        m_max: end of the query tiles.
+        count: query tiles of all heads of the GQA group.
+        b_away: first query for which each column is no longer local.
+        b_end: first query after b_away's range that does not see the column.
+    """
+
+    queries: gl.tensor
+    shift: gl.tensor
+    m_min: gl.tensor
+    full_min: gl.tensor
+    full_max: gl.tensor
+    m_max: gl.tensor
+    count: gl.tensor
+    b_away: gl.tensor
+    b_end: gl.tensor
 
 
 @gluon.jit
 def store_gathered(p_x, s_x, o_t, rows, stride):
-    """Store a tile from shared memory as the rows `o_t`, laid out as rows are, but for those from `rows` on."""
+    """Scatter an smem tile to the rows `o_t`, in the layout of rows, except those from `rows` on."""
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     m_t = o_t < rows
@@ -62,46 +91,50 @@ def store_gathered(p_x, s_x, o_t, rows, stride):
 
 @gluon.jit
 def store_part(p_x, b_x, rows: gl.constexpr, layout: gl.constexpr):
-    """Store a tile in float32 as rows side by side."""
+    """Store a float32 accumulator as contiguous rows."""
     o_n = gl.arange(0, rows, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, b_x.shape[1], gl.SliceLayout(0, layout))
     gl.store(p_x + o_n[:, None] * b_x.shape[1] + o_d[None, :], b_x)
 
 
 @gluon.jit
-def meet_queries(
-    i, cursor, sums, here_s, next_s, given, steps, s_qt: gl.constexpr, s_dt: gl.constexpr, FACTORS: gl.constexpr,
+def dkdv_step(
+    i, cursor, sums, stage: QueryStage, next_stage: QueryStage, heads: Heads, given: Keys, visits: Visits,
+    THROUGH_KEEP: gl.constexpr,
 ):  # fmt: skip
-    """As attention's: add what a tile of queries gives to dk, dv and, if wanted, to the gradients of keys' factors."""
+    """Accumulate dK, dV and, if wanted, d(keep) over the query tile in `stage`; prefetch the next one to `next_stage`.
+
+    Returns:
+        the next query tile and its head, and the sums.
+    """
     i_q, i_h = cursor
     b_dk, b_dv, b_dm = sums
-    pointers, keys_s, span, o_k, b_away, b_end, scale = given
-    queries, shift, near, full, end, stop, count = span
-    BT: gl.constexpr = here_s[0].shape[0]
-    dtype: gl.constexpr = here_s[0].dtype
-    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_layout(here_s[0].shape[1], gl.num_warps()), 2)
-    left_v: gl.constexpr = gl.DotOperandLayout(0, mma_layout(here_s[1].shape[1], gl.num_warps()), 2)
+    o_k = given.o_k
+    BT: gl.constexpr = stage.q.shape[0]
+    dtype: gl.constexpr = stage.q.dtype
+    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.q.shape[1], gl.num_warps()), 2)
+    left_v: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.do.shape[1], gl.num_warps()), 2)
     wait_async_copies(0)
-    b_st, b_dpt = begin_weights(keys_s, here_s)
-    i_next, i_h = next_tile(i_q, i_h, near, stop)
-    # nothing comes after the last tile
-    bring_queries(next_s, pointers, i_h, steps, i_next * BT, gl.where(i + 1 < count, queries, 0), s_qt, s_dt)
+    b_st, b_dpt = mma_scores_transposed(given, stage)
+    i_next, i_h = advance(i_q, i_h, visits.m_min, visits.m_max)
+    # nothing is copied behind the last tile
+    async_copy_queries(next_stage, heads, i_h, i_next * BT, gl.where(i + 1 < visits.count, visits.queries, 0))
     b_st = warpgroup_mma_wait(1, [b_st])
-    b_pt = gl.exp2(b_st * (scale * LOG2_E))
-    if (i_q < full) | (i_q >= end):
-        # what there is no query for has a gradient of 0
-        distance = columns_behind(i_q * BT + shift - o_k, BT)
-        b_pt = gl.where(within(distance, gl.maximum(b_end - o_k, 0)[:, None]), b_pt, 0.0)
+    b_pt = gl.exp2(b_st * (given.scale * LOG2_E))
+    if (i_q < visits.full_min) | (i_q >= visits.full_max):
+        # rows beyond the last query have dO = 0
+        distance = plus_columns(i_q * BT + visits.shift - o_k, BT)
+        b_pt = gl.where(within(distance, gl.maximum(visits.b_end - o_k, 0)[:, None]), b_pt, 0.0)
     b_left = gl.convert_layout(b_pt.to(dtype), left_v)
-    b_dv = warpgroup_mma(b_left, opaque_tile(here_s[1]), b_dv, is_async=True)
+    b_dv = warpgroup_mma(b_left, opaque_tile(stage.do), b_dv, is_async=True)
     b_dpt = warpgroup_mma_wait(1, [b_dpt])
     b_dst = b_pt * b_dpt
-    if FACTORS:
-        o_q = i_q * BT + shift + gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))
-        b_dm += gl.sum(gl.where(o_q[None, :] >= b_away[:, None], b_dst, 0.0), 1)
+    if THROUGH_KEEP:
+        o_q = i_q * BT + visits.shift + gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))
+        b_dm += gl.sum(gl.where(o_q[None, :] >= visits.b_away[:, None], b_dst, 0.0), 1)
     b_right = gl.convert_layout(b_dst.to(dtype), left_k)
-    b_dk = warpgroup_mma(b_right, opaque_tile(here_s[0]), b_dk, is_async=True)
-    # what stands among the waited for is not overwritten before
+    b_dk = warpgroup_mma(b_right, opaque_tile(stage.q), b_dk, is_async=True)
+    # listing b_left and b_right in deps keeps their registers live until the WGMMAs have read them
     b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
     return (i_next, i_h), (b_dk, b_dv, b_dm)
 
@@ -109,12 +142,12 @@ def meet_queries(
 @cached_launch
 @gluon.jit
 def _kept_attention_backward_keys(
-    q, k, v, do, terms, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, facts, piece_tiles, totals,
+    q, k, v, do, bias, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, facts, piece_tiles, totals,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """A piece of a tile of columns a program: some of the tiles of queries that see it, of all heads of the group."""
+    """Compute one work tile per program: a tile of columns by some or all of its query tiles, for a GQA group."""
     i_p = gl.program_id(0)
     if i_p < gl.load(totals + ALL_PIECES):
         scores: gl.constexpr = mma_layout(BT, gl.num_warps())
@@ -134,67 +167,68 @@ def _kept_attention_backward_keys(
         shift = keys - queries
         share = gl.load(totals + SHARE)
         piece = i_p - gl.load(p_fact + FIRST_PIECE * tiles)
-        near = gl.load(p_fact + NEAR * tiles) + piece * share
-        stop = gl.minimum(near + share, gl.load(p_fact + STOP * tiles))
-        full = gl.load(p_fact + FULL * tiles)
-        end = gl.load(p_fact + END * tiles)
-        total = gl.maximum(stop - near, 0) * (HQ // H)
+        m_min = gl.load(p_fact + NEAR * tiles) + piece * share
+        m_max = gl.minimum(m_min + share, gl.load(p_fact + STOP * tiles))
+        full_min = gl.load(p_fact + FULL * tiles)
+        full_max = gl.load(p_fact + END * tiles)
+        total = gl.maximum(m_max - m_min, 0) * (HQ // H)
 
-        sh_k = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
-        sh_v = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
-        # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = allocate_queries(q.dtype.element_ty, BT, K, V)
-        odd_s = allocate_queries(q.dtype.element_ty, BT, K, V)
-        # from the first head of the group on
+        k_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
+        v_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
+        stage_0 = allocate_queries(q.dtype.element_ty, BT, K, V)
+        stage_1 = allocate_queries(q.dtype.element_ty, BT, K, V)
+        # first head of the GQA group
         i_h = i_hk * (HQ // H)
-        pointers = (
-            q + i_b * s_qb + start * s_qt + i_h * s_qh,
-            do + i_b * s_db + start * s_dt + i_h * s_dh,
-            terms + ((i_b * HQ + i_h) * TQ + start) * TERMS,
+        heads = Heads(
+            Rows(q + i_b * s_qb + start * s_qt + i_h * s_qh, s_qt),
+            Rows(do + i_b * s_db + start * s_dt + i_h * s_dh, s_dt),
+            Rows(bias + ((i_b * HQ + i_h) * TQ + start) * BIAS_COLUMNS, BIAS_COLUMNS),
+            (s_qh, s_dh, TQ * BIAS_COLUMNS),
         )
-        steps = (s_qh, s_dh, TQ * TERMS)
         p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
         p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
-        begin_gather(sh_k, p_k, listed_columns(p_list, begin, column, count, BT, UNIT, rows_k), keys, s_kt)
-        begin_gather(sh_v, p_v, listed_columns(p_list, begin, column, count, BT, UNIT, rows_v), keys, s_vt)
-        bring_queries(even_s, pointers, near * 0, steps, near * BT, gl.where(total > 0, queries, 0), s_qt, s_dt)
+        units = KeyList(p_list, begin, count)
+        async_gather_rows(k_s, p_k, listed_columns(units, column, BT, UNIT, rows_k), keys, s_kt)
+        async_gather_rows(v_s, p_v, listed_columns(units, column, BT, UNIT, rows_v), keys, s_vt)
+        async_copy_queries(stage_0, heads, m_min * 0, m_min * BT, gl.where(total > 0, queries, 0))
 
-        o_k = listed_columns(p_list, begin, column, count, BT, UNIT, gl.SliceLayout(1, scores))
+        o_k = listed_columns(units, column, BT, UNIT, gl.SliceLayout(1, scores))
         b_away = away_from(o_k, window, UNIT, WINDOW)
         b_end = gl.where(kept, keys, b_away)
-        keys_s = (sh_k, sh_v, adding_terms(0, BT), adding_terms(EACH, BT))
-        given = (pointers, keys_s, (queries, shift, near, full, end, stop, total), o_k, b_away, b_end, scale)
-        cursor = (near, near * 0)
+        given = Keys(k_s, v_s, bias_selector(0, BT), bias_selector(PARTS, BT), o_k, scale)
+        visits = Visits(queries, shift, m_min, full_min, full_max, m_max, total, b_away, b_end)
+        cursor = (m_min, m_min * 0)
         sums = (
             gl.zeros([BT, K], gl.float32, sums_k),
             gl.zeros([BT, V], gl.float32, sums_v),
             gl.zeros([BT], gl.float32, gl.SliceLayout(1, scores)),
         )
-        factors: gl.constexpr = dm is not None
+        through_keep: gl.constexpr = dm is not None
         for i in range(0, total - 1, 2):
-            cursor, sums = meet_queries(i, cursor, sums, even_s, odd_s, given, steps, s_qt, s_dt, factors)
-            cursor, sums = meet_queries(i + 1, cursor, sums, odd_s, even_s, given, steps, s_qt, s_dt, factors)
+            cursor, sums = dkdv_step(i, cursor, sums, stage_0, stage_1, heads, given, visits, through_keep)
+            cursor, sums = dkdv_step(i + 1, cursor, sums, stage_1, stage_0, heads, given, visits, through_keep)
         if total % 2 == 1:
-            cursor, sums = meet_queries(total - 1, cursor, sums, even_s, odd_s, given, steps, s_qt, s_dt, factors)
+            cursor, sums = dkdv_step(total - 1, cursor, sums, stage_0, stage_1, heads, given, visits, through_keep)
         b_dk, b_dv, b_dm = sums
         wait_async_copies(0)
-        # read once more: what the loop does not need would take its registers
+        # loaded again: held through the loop, these values would take its registers
         i_x = gl.load(piece_tiles + opaque(i_p))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
         )
         p_fact = facts + i_x
-        o_k = listed_columns(p_list, begin, column, count, BT, UNIT, gl.SliceLayout(1, scores))
+        units = KeyList(p_list, begin, count)
+        o_k = listed_columns(units, column, BT, UNIT, gl.SliceLayout(1, scores))
         if gl.load(p_fact + PIECES * tiles) == 1:
-            sh_k.store((b_dk * scale).to(dk.dtype.element_ty))
-            sh_v.store(b_dv.to(dv.dtype.element_ty))
+            k_s.store((b_dk * scale).to(dk.dtype.element_ty))
+            v_s.store(b_dv.to(dv.dtype.element_ty))
             barrier()
             o_row = (i_b * TK + start) * H + i_hk
-            o_rows = listed_columns(p_list, begin, column, count, BT, UNIT, rows_k)
-            store_gathered(dk + o_row * K, sh_k, o_rows, keys, H * K)
+            o_rows = listed_columns(units, column, BT, UNIT, rows_k)
+            store_gathered(dk + o_row * K, k_s, o_rows, keys, H * K)
             if K != V:
-                o_rows = listed_columns(p_list, begin, column, count, BT, UNIT, rows_v)
-            store_gathered(dv + o_row * V, sh_v, o_rows, keys, H * V)
+                o_rows = listed_columns(units, column, BT, UNIT, rows_v)
+            store_gathered(dv + o_row * V, v_s, o_rows, keys, H * V)
             if dm is not None:
                 p_dm = dm + (i_b * H + i_hk) * TK + start + o_k
                 gl.store(p_dm, gl.where(kept, b_dm, 0.0), mask=o_k < keys)
@@ -208,13 +242,13 @@ def _kept_attention_backward_keys(
 
 
 def backward_keys(
-    q, k, v, do, terms, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, cu_seqlens, pieces: Pieces,
+    q, k, v, do, bias, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, cu_seqlens, pieces: Pieces,
     *, unit, window, scale,
 ) -> None:  # fmt: skip
-    """Write dk and dv, and the gradients of keys' factors `dm` unless that is None; of tiles in pieces their parts."""
+    """Write dk, dv and, unless `dm` is None, the keys' share of d(keep); of split tiles, write partial sums."""
     small = q.shape[3] == v.shape[3] == 64 and dm is None
     _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
-        q=q, k=k, v=v, do=do, terms=terms, dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v,
+        q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v,
         parts_m=parts_m, ranks=ranks, lists=lists, facts=pieces.facts, piece_tiles=pieces.piece_tiles,
         totals=pieces.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
         **sizes(q, k, ranks, cu_seqlens), tiles=pieces.tiles, window=window or 0, scale=scale,

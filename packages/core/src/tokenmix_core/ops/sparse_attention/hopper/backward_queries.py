@@ -1,31 +1,51 @@
-"""The backward kernel of queries for Hopper, in Gluon: dq, and o · do − dlse in terms, of 16-bit heads of 64 or 128.
+"""dQ of attention over retained keys on Hopper: 16-bit heads of 64 or 128, one warpgroup per CTA.
 
-As attention's kernel of queries, with listed tiles before the local ones: both products that a tile begins with are
-started together, exponentials run beside the second, and the next tile is copied meanwhile.
+smem       Q, dO; stages: K, V (two buffers)     columns of a CTA: listed tiles (gathered), then local tiles
+prologue   cp.async Q, dO; K_0, V_0; delta = rowsum(dO ∘ O) − dlse; bias columns → global, for the dK/dV kernel
+iteration  wait K_i, V_i
+           S = Q K_iᵀ, dP = dO V_iᵀ in flight together (WGMMA)
+           meanwhile gather or copy K, V of i + 1; load the list entries of i + 2
+           wait S → P = exp2(S − lse), mask; wait dP → dS = P ∘ (dP − delta); dQ += dS K_i
+epilogue   dQ → smem → global
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
-from tokenmix_core.ops.softmax_attention.hopper.backward import allocate_tiles, columns_before
-from tokenmix_core.ops.softmax_attention.hopper.terms import TERMS, store_terms
+from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
+    KeyStage,
+    Queries,
+    allocate_keys,
+    minus_columns,
+    mma_dq,
+    mma_scores,
+)
+from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile
+from tokenmix_core.ops.softmax_attention.hopper.terms import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
-from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns_read, listed_columns, read_list
+from tokenmix_core.ops.sparse_attention.hopper.tiles import (
+    KeyList,
+    async_gather_rows,
+    columns_read,
+    listed_columns,
+    read_list,
+)
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
 from tokenmix_core.tile.hopper import (
     LOG2_E,
     async_copy_tile,
     barrier,
-    locate_chunk,
     mma_layout,
     opaque_tile,
     row_layout,
@@ -35,171 +55,161 @@ from tokenmix_core.tile.hopper import (
 from tokenmix_core.tile.masks import within
 
 
+class Columns(NamedTuple):
+    """Columns that a query tile reads: listed tiles, then local key tiles.
+
+    Attributes:
+        k: keys of the sequence.
+        v: values of the sequence.
+        units: list of retained units.
+        listed_tiles: tiles of listed columns.
+        unmasked: listed columns that all queries of the tile see.
+        keys: keys of the sequence.
+        n_min: first local tile.
+        full_min: first local tile that needs no mask.
+        full_max: first local tile behind those.
+        total: number of tiles.
+        window: keys of the window.
+    """
+
+    k: Rows
+    v: Rows
+    units: KeyList
+    listed_tiles: gl.tensor
+    unmasked: gl.tensor
+    keys: gl.tensor
+    n_min: gl.tensor
+    full_min: gl.tensor
+    full_max: gl.tensor
+    total: gl.tensor
+    window: gl.tensor
+
+
 @gluon.jit
-def bring_columns(columns_s, i, b_list, given, s_kt: gl.constexpr, s_vt: gl.constexpr, UNIT: gl.constexpr):
-    """Begin to copy the i-th tile of columns: what the list says in `b_list`, or behind the list keys side by side.
+def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.constexpr):
+    """Start async copies of the i-th tile of columns, whose list entries are `b_list`; commit them.
 
     Returns:
-        what the list says of the tile behind it: read now, it is there when that is asked for.
+        the list entries of the next tile, loaded one iteration ahead of their use.
     """
-    pointers, of_list, span = given
-    p_k, p_v = pointers
-    p_list, begin, far, count = of_list
-    keys, near, _, _, total = span
-    sh_k, sh_v = columns_s
-    BT: gl.constexpr = sh_k.shape[0]
-    rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(sh_k.shape[1], gl.num_warps()))
-    rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(sh_v.shape[1], gl.num_warps()))
-    if i < far:
+    k, v, units, listed_tiles, _, keys, n_min, _, _, total, _ = given
+    BT: gl.constexpr = stage.k.shape[0]
+    rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(stage.k.shape[1], gl.num_warps()))
+    rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(stage.v.shape[1], gl.num_warps()))
+    if i < listed_tiles:
         b_values = b_list
-        if UNIT == 1 and sh_k.shape[1] != sh_v.shape[1]:
-            b_values = read_list(p_list, i * BT, count, BT, UNIT, rows_v)
-        begin_gather(sh_k, p_k, columns_read(b_list, begin, i * BT, count, BT, UNIT, rows_k), keys, s_kt)
-        begin_gather(sh_v, p_v, columns_read(b_values, begin, i * BT, count, BT, UNIT, rows_v), keys, s_vt)
-        b_list = read_list(p_list, (i + 1) * BT, count, BT, UNIT, rows_k)
+        if UNIT == 1 and stage.k.shape[1] != stage.v.shape[1]:
+            b_values = read_list(units, i * BT, BT, UNIT, rows_v)
+        async_gather_rows(stage.k, k.pointer, columns_read(b_list, units, i * BT, BT, UNIT, rows_k), keys, k.stride)
+        async_gather_rows(stage.v, v.pointer, columns_read(b_values, units, i * BT, BT, UNIT, rows_v), keys, v.stride)
+        b_list = read_list(units, (i + 1) * BT, BT, UNIT, rows_k)
     else:
-        # nothing comes after the last tile
+        # nothing is copied behind the last tile
         left = gl.where(i < total, keys, 0)
-        first = (near + i - far) * BT
-        async_copy_tile(sh_k, p_k, first, left, s_kt, THREAD_RELATIVE=True)
-        async_copy_tile(sh_v, p_v, first, left, s_vt, THREAD_RELATIVE=True)
+        first = (n_min + i - listed_tiles) * BT
+        async_copy_tile(stage.k, k.pointer, first, left, k.stride, THREAD_RELATIVE=True)
+        async_copy_tile(stage.v, v.pointer, first, left, v.stride, THREAD_RELATIVE=True)
     async_copy.commit_group()
     return b_list
 
 
 @gluon.jit
-def meet_columns(
-    i, b_list, b_dq, here_s, next_s, given, of_queries, s_kt: gl.constexpr, s_vt: gl.constexpr,
-    UNIT: gl.constexpr, WINDOW: gl.constexpr,
+def dq_step(
+    i, b_list, b_dq, stage: KeyStage, next_stage: KeyStage, given: Columns, queries: Queries, UNIT: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Add what the i-th tile of columns, which is in `here_s`, gives to dq; the next one is brought to `next_s`.
+    """Accumulate dQ over the i-th tile of columns, which is in `stage`; prefetch the next one to `next_stage`.
 
     Returns:
-        what the list says of the tile behind the next one, and dq.
+        the list entries of the tile after the next, and dQ.
     """
-    sh_q, sh_do, b_lse, b_delta, o_q, whole, window, scale = of_queries
-    _, of_list, span = given
-    p_list, begin, far, count = of_list
-    _, near, full, end, _ = span
-    sh_k, sh_v = opaque_tile(here_s[0]), opaque_tile(here_s[1])
-    BT: gl.constexpr = sh_k.shape[0]
-    scores: gl.constexpr = mma_layout(BT, gl.num_warps())
-    sums: gl.constexpr = mma_layout(sh_k.shape[1], gl.num_warps())
-    column: gl.constexpr = gl.SliceLayout(0, scores)
-    zeros = gl.zeros([BT, BT], gl.float32, scores)
+    k_s, v_s = opaque_tile(stage.k), opaque_tile(stage.v)
+    BT: gl.constexpr = k_s.shape[0]
+    o_q = queries.o_q
     wait_async_copies(0)
-    b_s = warpgroup_mma(opaque_tile(sh_q), sh_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_dp = warpgroup_mma(opaque_tile(sh_do), sh_v.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_list = bring_columns(next_s, i + 1, b_list, given, s_kt, s_vt, UNIT)
+    b_s, b_dp = mma_scores(queries, k_s, v_s)
+    b_list = async_copy_columns(next_stage, i + 1, b_list, given, UNIT)
     b_s = warpgroup_mma_wait(1, [b_s])
-    b_p = gl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
-    i_near = near + i - far
-    if gl.where(i < far, i >= whole // BT, (i_near < full) | (i_near >= end)):
-        b_left = left_of(o_q, window, UNIT, WINDOW)
-        if i < far:
-            o_k = listed_columns(p_list, begin, i * BT, count, BT, UNIT, column)
+    b_p = gl.exp2(b_s * (queries.scale * LOG2_E) - queries.b_lse[:, None])
+    i_k = given.n_min + i - given.listed_tiles
+    if gl.where(i < given.listed_tiles, i >= given.unmasked // BT, (i_k < given.full_min) | (i_k >= given.full_max)):
+        b_left = left_of(o_q, given.window, UNIT, WINDOW)
+        if i < given.listed_tiles:
+            column: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, gl.num_warps()))
+            o_k = listed_columns(given.units, i * BT, BT, UNIT, column)
             b_p = gl.where(within(o_k[None, :], b_left[:, None]), b_p, 0.0)
         else:
-            distance = columns_before(o_q - i_near * BT, BT)
+            distance = minus_columns(o_q - i_k * BT, BT)
             b_p = gl.where(within(distance, gl.maximum(o_q - b_left + 1, 0)[:, None]), b_p, 0.0)
-    b_dp = warpgroup_mma_wait(0, [b_dp])
-    b_ds = (b_p * (b_dp - b_delta[:, None])).to(sh_k.dtype)
-    b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, sums, 2))
-    b_dq = warpgroup_mma(b_ds, sh_k, b_dq, is_async=True)
-    # what stands among the waited for is not overwritten before
-    b_dq, b_ds = warpgroup_mma_wait(0, [b_dq, b_ds])
-    return b_list, b_dq
+    return b_list, mma_dq(b_p, b_dp, queries, k_s, b_dq)
 
 
 @cached_launch
 @gluon.jit
 def _kept_attention_backward_queries(
-    q, k, v, o, do, lse, dlse, terms, dq, ranks, lists, cu_seqlens,
+    q, k, v, o, do, lse, dlse, bias, dq, ranks, lists, cu_seqlens,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq and terms of a tile of queries and a head a program."""
-    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
-    i_n = 0
-    start = i_b * 0
-    queries = TQ
-    keys = TK
-    if PACKED:
-        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BT, N, cu_seqlens, PACKED, gl.num_warps())
-        i_t = first_row // BT
-        keys = queries
+    """Compute dQ and bias columns of one query tile of one head per program."""
+    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
+    i_b, i_h, i_hk, i_n, i_t, start, queries, keys = tile
     if i_t * BT < queries:
-        rows: gl.constexpr = row_layout(V, gl.num_warps())
         scores: gl.constexpr = mma_layout(BT, gl.num_warps())
-        sums: gl.constexpr = mma_layout(K, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
-        rows_v: gl.constexpr = gl.SliceLayout(1, rows)
-        p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
-        p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+        k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
+        v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
         first = i_t * BT + keys - queries
         last = gl.minimum(first + BT, keys) - 1
-        near, full, end, stop = local_tiles(first, last, window, keys, BT, UNIT, WINDOW)
-        p_list, begin, whole, count = far_tiles(
-            ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BT, UNIT, WINDOW
+        n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BT, UNIT, WINDOW)
+        row_of_lists = (i_b, i_hk // (H // HM), i_n, start)
+        p_list, begin, unmasked, count = far_tiles(
+            ranks, lists, row_of_lists, first, last, window, (U, HM), UNIT, WINDOW
         )
-        far = gl.cdiv(count, BT)
-        total = far + stop - near
-        sh_q = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
-        sh_do = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
-        # places that Triton tells apart: in a ring products and copies would wait for each other
-        even_s = allocate_tiles(q.dtype.element_ty, BT, K, V)
-        odd_s = allocate_tiles(q.dtype.element_ty, BT, K, V)
-        async_copy_tile(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
-        async_copy_tile(sh_do, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
+        units = KeyList(p_list, begin, count)
+        listed_tiles = gl.cdiv(count, BT)
+        total = listed_tiles + n_max - n_min
+        q_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
+        do_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
+        stage_0 = allocate_keys(q.dtype.element_ty, BT, K, V)
+        stage_1 = allocate_keys(q.dtype.element_ty, BT, K, V)
+        async_copy_tile(q_s, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
+        async_copy_tile(do_s, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
-        given = ((p_k, p_v), (p_list, begin, far, count), (keys, near, full, end, total))
-        b_list = read_list(p_list, 0, count, BT, UNIT, rows_k)
-        b_list = bring_columns(even_s, i_t * 0, b_list, given, s_kt, s_vt, UNIT)
+        given = Columns(k_rows, v_rows, units, listed_tiles, unmasked, keys, n_min, full_min, full_max, total, window)
+        b_list = async_copy_columns(stage_0, i_t * 0, read_list(units, 0, BT, UNIT, rows_k), given, UNIT)
 
         o_row = (i_b * HQ + i_h) * TQ + start
-        o_t = i_t * BT + gl.arange(0, BT, rows_v)
-        o_d = gl.arange(0, V, gl.SliceLayout(0, rows))
-        p_o = o + ((i_b * TQ + start) * HQ + i_h) * V + o_t.to(gl.int64)[:, None] * (HQ * V) + o_d[None, :]
-        b_o = gl.load(p_o, mask=(o_t < queries)[:, None], other=0.0).to(gl.float32)
-        wait_async_copies(1)
-        b_delta = gl.sum(b_o * sh_do.load(rows).to(gl.float32), 1)
-        if dlse is not None:
-            b_delta -= gl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
+        p_o = o + ((i_b * TQ + start) * HQ + i_h) * V
+        b_delta, _ = load_delta(p_o, HQ * V, do_s, dlse, o_row, i_t * BT, queries)
         b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
         o_m = gl.arange(0, BT, gl.SliceLayout(1, scores))
         b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
-        store_terms(
-            terms + (o_row + i_t * BT) * TERMS, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E
-        )  # fmt: skip
+        p_bias = bias + (o_row + i_t * BT) * BIAS_COLUMNS
+        store_bias(p_bias, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E)
 
-        b_dq = gl.zeros([BT, K], gl.float32, sums)
-        of_queries = (sh_q, sh_do, b_lse, b_delta, first + o_m, whole, window, scale)
+        b_dq = gl.zeros([BT, K], gl.float32, mma_layout(K, gl.num_warps()))
+        resident = Queries(q_s, do_s, b_lse, b_delta, first + o_m, scale)
         for i in range(0, total - 1, 2):
-            b_list, b_dq = meet_columns(
-                i, b_list, b_dq, even_s, odd_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
-            )  # fmt: skip
-            b_list, b_dq = meet_columns(
-                i + 1, b_list, b_dq, odd_s, even_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
-            )  # fmt: skip
+            b_list, b_dq = dq_step(i, b_list, b_dq, stage_0, stage_1, given, resident, UNIT, WINDOW)
+            b_list, b_dq = dq_step(i + 1, b_list, b_dq, stage_1, stage_0, given, resident, UNIT, WINDOW)
         if total % 2 == 1:
-            b_list, b_dq = meet_columns(
-                total - 1, b_list, b_dq, even_s, odd_s, given, of_queries, s_kt, s_vt, UNIT, WINDOW
-            )  # fmt: skip
-        # through shared memory, so that a thread stores 16 bytes at once
+            b_list, b_dq = dq_step(total - 1, b_list, b_dq, stage_0, stage_1, given, resident, UNIT, WINDOW)
         wait_async_copies(0)
-        sh_q.store((b_dq * scale).to(dq.dtype.element_ty))
+        # through smem, so that a thread stores 16 bytes at once
+        q_s.store((b_dq * scale).to(dq.dtype.element_ty))
         barrier()
         p_dq = dq + ((i_b * TQ + start + i_t * BT) * HQ + i_h) * K
-        store_rows(p_dq, sh_q, HQ * K, queries - i_t * BT, gl.num_warps())
+        store_rows(p_dq, q_s, HQ * K, queries - i_t * BT, gl.num_warps())
 
 
-def backward_queries(q, k, v, o, do, lse, dlse, terms, dq, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
-    """Write dq, and the terms of queries for the kernel of keys."""
+def backward_queries(q, k, v, o, do, lse, dlse, bias, dq, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
+    """Write dq, and the bias columns of queries for the dK/dV kernel."""
     tiles = chunk_slots(1, q.shape[1], TILE, cu_seqlens)
     _kept_attention_backward_queries[(tiles * q.shape[2] * q.shape[0],)](
-        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, terms=terms, dq=dq, ranks=ranks, lists=lists,
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, bias=bias, dq=dq, ranks=ranks, lists=lists,
         cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do),
         **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
         **constants(q, v, unit, window, cu_seqlens),

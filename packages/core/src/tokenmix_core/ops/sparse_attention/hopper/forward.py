@@ -1,8 +1,15 @@
-"""The forward kernel for Hopper, in Gluon: 16-bit heads of 64 or 128.
+"""Forward attention over retained keys on Hopper: 16-bit heads of 64 or 128, one warpgroup per CTA.
 
-The order is that of attention's: tiles come the last one first, local before listed ones, the next keys and values are
-copied beside a tile's products, and the softmax is relative to the greatest scores of the first tile
-(`tile/hopper_softmax.py`). Where listed keys lie is read a tile before that.
+    smem       Q [BM, K]; K, V [2, BN, ·]       columns of a CTA: listed tiles (gathered), then local tiles (contiguous)
+    prologue   cp.async Q; K, V of the last tile; positions of the tile before
+    iteration  wait K_i, V_i
+               S = Q K_iᵀ (WGMMA)               meanwhile gather K, V of i − 1; load the positions of i − 2
+               mask; P = exp2(S − shift); row sums
+               O += P V_i (WGMMA)
+    epilogue   O / l → smem → global; lse
+
+As in dense attention (`softmax_attention/hopper/forward.py`), tiles are visited last to first, and the row maxima of
+the first one are the shift of all (`tile/hopper_softmax.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +24,12 @@ from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import sizes
-from tokenmix_core.ops.sparse_attention.hopper.tiles import begin_gather, columns, seen
+from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, columns, seen
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
-from tokenmix_core.tile.hopper import (
-    async_copy_tile,
-    barrier,
-    locate_chunk,
-    mma_layout,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
-from tokenmix_core.tile.hopper_softmax import (
-    expand_to_quads,
-    finalize,
-    needs_running_max,
-    quad_row_sums,
-    sums_in_range,
-    update_row_max,
-)
+from tokenmix_core.tile.hopper import async_copy_tile, mma_layout, row_layout, wait_async_copies
+from tokenmix_core.tile.hopper_softmax import finalize, needs_running_max, quad_row_sums, softmax_step, sums_in_range
 
 
 @cached_launch
@@ -48,16 +41,9 @@ def _kept_attention_forward(
     K: gl.constexpr, V: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries and a head a program."""
-    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
-    i_n = 0
-    start = i_b * 0
-    queries = TQ
-    keys = TK
-    if PACKED:
-        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED, gl.num_warps())
-        i_t = first_row // BM
-        keys = queries
+    """Compute O and lse of one query tile of one head per program."""
+    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
+    i_b, i_h, i_hk, i_n, i_t, start, queries, keys = tile
     if i_t * BM < queries:
         scores: gl.constexpr = mma_layout(BN, gl.num_warps())
         sums: gl.constexpr = mma_layout(V, gl.num_warps())
@@ -70,82 +56,80 @@ def _kept_attention_forward(
         p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
         first = i_t * BM + keys - queries
         last = gl.minimum(first + BM, keys) - 1
-        near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
-        p_list, begin, whole, count = far_tiles(
-            ranks, lists, i_b, i_hk // (H // HM), i_n, start, first, last, window, U, HM, BN, UNIT, WINDOW
+        n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
+        row_of_lists = (i_b, i_hk // (H // HM), i_n, start)
+        p_list, begin, unmasked, count = far_tiles(
+            ranks, lists, row_of_lists, first, last, window, (U, HM), UNIT, WINDOW
         )
-        far = gl.cdiv(count, BN)
-        total = far + stop - near
-        sh_q = gl.allocate_shared_memory(dtype, [BM, K], shared)
-        sh_k = gl.allocate_shared_memory(dtype, [2, BN, K], shared)
-        sh_v = gl.allocate_shared_memory(dtype, [2, BN, V], shared)
-        async_copy_tile(sh_q, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt)
+        units = KeyList(p_list, begin, count)
+        listed_tiles = gl.cdiv(count, BN)
+        total = listed_tiles + n_max - n_min
+        q_s = gl.allocate_shared_memory(dtype, [BM, K], shared)
+        k_s = gl.allocate_shared_memory(dtype, [2, BN, K], shared)
+        v_s = gl.allocate_shared_memory(dtype, [2, BN, V], shared)
+        async_copy_tile(q_s, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt)
 
         o_m = gl.arange(0, BM, row)
         zeros = gl.zeros([BM, BN], gl.float32, scores)
         b_o = gl.zeros([BM, V], gl.float32, sums)
         b_l = gl.zeros([BM], gl.float32, row)
         b_shift = gl.zeros([BM], gl.float32, row)
-        # one round, and another one with maxima of all tiles where its sums ask for that
-        rounds = total * 0 + 1
-        all_maxima = total * 0
+        # one pass, and a second one with a running maximum if the sums leave the safe range
+        passes = total * 0 + 1
+        running_max = total * 0
         if needs_running_max(dtype):
-            all_maxima += 1
-        while rounds == 1:
+            running_max += 1
+        while passes == 1:
             i = gl.maximum(total - 1, 0)
-            begin_gather(sh_k.index(0), p_k, columns(p_list, begin, i, far, count, near, BN, UNIT, rows_k), keys, s_kt)
-            begin_gather(sh_v.index(0), p_v, columns(p_list, begin, i, far, count, near, BN, UNIT, rows_v), keys, s_vt)
+            async_gather_rows(k_s.index(0), p_k, columns(units, listed_tiles, i, n_min, BN, UNIT, rows_k), keys, s_kt)
+            async_gather_rows(v_s.index(0), p_v, columns(units, listed_tiles, i, n_min, BN, UNIT, rows_v), keys, s_vt)
             async_copy.commit_group()
-            o_next = columns(p_list, begin, gl.maximum(i - 1, 0), far, count, near, BN, UNIT, rows_k)
+            o_next = columns(units, listed_tiles, gl.maximum(i - 1, 0), n_min, BN, UNIT, rows_k)
             b_o = gl.zeros([BM, V], gl.float32, sums)
             b_shift = gl.zeros([BM], gl.float32, row)
             b_m = gl.full([BM], float("-inf"), gl.float32, row)
             b_sums = quad_row_sums(zeros)
             for n in range(total):
                 wait_async_copies(0)
-                b_s = warpgroup_mma(sh_q, sh_k.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                # nothing comes after the last tile
+                b_s = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                # nothing is copied behind the last tile
                 left = gl.where(i > 0, keys, 0)
-                begin_gather(sh_k.index((n + 1) % 2), p_k, o_next, left, s_kt)
+                async_gather_rows(k_s.index((n + 1) % 2), p_k, o_next, left, s_kt)
                 o_rows = o_next
                 if K != V:
-                    o_rows = columns(p_list, begin, gl.maximum(i - 1, 0), far, count, near, BN, UNIT, rows_v)
-                begin_gather(sh_v.index((n + 1) % 2), p_v, o_rows, left, s_vt)
+                    o_rows = columns(units, listed_tiles, gl.maximum(i - 1, 0), n_min, BN, UNIT, rows_v)
+                async_gather_rows(v_s.index((n + 1) % 2), p_v, o_rows, left, s_vt)
                 async_copy.commit_group()
-                # of the tile after the next
-                o_next = columns(p_list, begin, gl.maximum(i - 2, 0), far, count, near, BN, UNIT, rows_k)
+                # positions of the tile after the next
+                o_next = columns(units, listed_tiles, gl.maximum(i - 2, 0), n_min, BN, UNIT, rows_k)
                 b_s = warpgroup_mma_wait(0, [b_s])
-                i_near = near + i - far
-                if gl.where(i < far, i >= whole // BN, (i_near < full) | (i_near >= end)):
-                    o_k = columns(p_list, begin, i, far, count, near, BN, UNIT, gl.SliceLayout(0, scores))
-                    b_s = gl.where(seen(first + o_m, o_k, i < far, window, UNIT, WINDOW), b_s, float("-inf"))
-                if (n == 0) | (all_maxima == 1):
-                    b_m, b_shift, b_shrink = update_row_max(b_s, b_m, scale)
-                    b_sums *= expand_to_quads(b_shrink, zeros)
-                    b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
-                b_p = gl.exp2(b_s * scale - b_shift[:, None])
-                b_sums += quad_row_sums(b_p)
+                i_k = n_min + i - listed_tiles
+                if gl.where(i < listed_tiles, i >= unmasked // BN, (i_k < full_min) | (i_k >= full_max)):
+                    o_k = columns(units, listed_tiles, i, n_min, BN, UNIT, gl.SliceLayout(0, scores))
+                    b_s = gl.where(seen(first + o_m, o_k, i < listed_tiles, window, UNIT, WINDOW), b_s, float("-inf"))
+                b_p, b_m, b_shift, b_sums, b_o = softmax_step(
+                    b_s, b_m, b_shift, b_sums, b_o, scale, (n == 0) | (running_max == 1)
+                )
                 b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
-                b_o = warpgroup_mma(b_left, sh_v.index(n % 2), b_o, is_async=True)
-                # what stands among the waited for is not overwritten before
+                b_o = warpgroup_mma(b_left, v_s.index(n % 2), b_o, is_async=True)
+                # listing b_left in deps keeps its registers live until the WGMMA has read them
                 b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
                 i -= 1
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
-            rounds = gl.where(sums_in_range(b_l) | (all_maxima == 1), 0, 1)
-            all_maxima = rounds
-            # tiles are written again when every warp's products have read them
+            passes = gl.where(sums_in_range(b_l) | (running_max == 1), 0, 1)
+            running_max = passes
+            # all warps' MMAs have read the buffers that a second pass fills
             wait_async_copies(0)
 
         b_norm, b_lse = finalize(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
-        # through shared memory, so that a thread stores 16 bytes at once; BM is BN where K and V differ
-        sh_o = sh_v.index(0)
+        # BM = BN if K ≠ V: then a V buffer holds a tile of O
+        o_s = v_s.index(0)
         if K == V:
-            sh_o = sh_q
-        sh_o.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
-        barrier()
+            o_s = q_s
+        b_o *= gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]
         p_o = o + (i_b * TQ + start + i_t * BM) * HQ * V + i_h * V
-        store_rows(p_o, sh_o, HQ * V, queries - i_t * BM, gl.num_warps())
+        store_tile(p_o, o_s, b_o, HQ * V, queries - i_t * BM)
 
 
 def forward(q, k, v, o, lse, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:

@@ -1,4 +1,8 @@
-"""Tiles of columns by position, for Gluon: which rows they are, copied to shared memory where they lie apart."""
+"""Tiles of columns for Gluon: listed (retained) keys, gathered to smem, and local keys, which are contiguous."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,57 +15,71 @@ from tokenmix_core.tile.masks import within
 NOWHERE = gl.constexpr(1 << 30)
 
 
+class KeyList(NamedTuple):
+    """The retained units of a head and sequence, in order.
+
+    Attributes:
+        pointer: first unit of the list.
+        begin: number of the sequence's first unit; listed numbers count from the start of the batch row.
+        count: listed columns, single keys, that a query tile may read.
+    """
+
+    pointer: gl.tensor
+    begin: gl.tensor
+    count: gl.tensor
+
+
 @gluon.jit
-def read_list(p_list, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """What a list says of its columns `o_c` … `o_c + BN − 1`: their keys, or the unit of all of them."""
+def read_list(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """Load the list entries of columns `o_c` … `o_c + BN − 1`: their keys, or the one unit that holds all of them."""
     if UNIT == 1:
         o_n = o_c + gl.arange(0, BN, layout)
-        return gl.load(p_list + o_n, mask=o_n < count, other=0)
+        return gl.load(units.pointer + o_n, mask=o_n < units.count, other=0)
     else:
-        # a tile lies in one unit
-        return gl.load(p_list + o_c // UNIT, mask=o_c < count, other=0)
+        return gl.load(units.pointer + o_c // UNIT, mask=o_c < units.count, other=0)
 
 
 @gluon.jit
-def columns_read(b_list, begin, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """The positions of columns of which a list says `b_list`; `NOWHERE` behind its end."""
+def columns_read(b_list, units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """Return the positions of columns `o_c` … `o_c + BN − 1` from their list entries, or `NOWHERE`."""
     o_n = gl.arange(0, BN, layout)
     if UNIT == 1:
-        o_k = gl.where(o_c + o_n < count, b_list - begin, NOWHERE)
+        o_k = gl.where(o_c + o_n < units.count, b_list - units.begin, NOWHERE)
     else:
-        o_k = gl.where(o_c < count, (b_list - begin) * UNIT + o_c % UNIT, NOWHERE) + o_n
+        o_k = gl.where(o_c < units.count, (b_list - units.begin) * UNIT + o_c % UNIT, NOWHERE) + o_n
     return o_k
 
 
 @gluon.jit
-def listed_columns(p_list, begin, o_c, count, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """As `sparse_attention.tiles.listed_columns`, in a layout: the listed columns `o_c` … `o_c + BN − 1`."""
-    b_list = read_list(p_list, o_c, count, BN, UNIT, layout)
-    return columns_read(b_list, begin, o_c, count, BN, UNIT, layout)
+def listed_columns(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """Return the positions of the listed columns `o_c` … `o_c + BN − 1`, as `sparse_attention.tiles.listed_columns`."""
+    return columns_read(read_list(units, o_c, BN, UNIT, layout), units, o_c, BN, UNIT, layout)
 
 
 @gluon.jit
-def columns(p_list, begin, i, far, count, near, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Positions of a query tile's i-th tile of columns: `far` tiles of the list's, then the keys' from `near` on."""
-    o_k = listed_columns(p_list, begin, i * BN, gl.where(i < far, count, 0), BN, UNIT, layout)
-    return gl.where(i < far, o_k, (near + i - far) * BN + gl.arange(0, BN, layout))
+def columns(units: KeyList, listed_tiles, i, n_min, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
+    """Return the positions of the i-th tile of columns: `listed_tiles` tiles, then key tiles from `n_min` on."""
+    o_c = i * BN
+    some = KeyList(units.pointer, units.begin, gl.where(i < listed_tiles, units.count, 0))
+    o_k = listed_columns(some, o_c, BN, UNIT, layout)
+    return gl.where(i < listed_tiles, o_k, (n_min + i - listed_tiles) * BN + gl.arange(0, BN, layout))
 
 
 @gluon.jit
-def begin_gather(s_x, p_x, o_t, rows, stride: gl.constexpr):
-    """Begin to copy the rows `o_t` of a matrix, laid out as rows are, into a shared tile; from `rows` on they are 0."""
+def async_gather_rows(s_x, p_x, o_t, rows, stride: gl.constexpr):
+    """Start an async copy of the rows `o_t`, in the layout of rows, to an smem tile; rows from `rows` on become 0."""
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
-    # where nothing is copied the row may be any
     m_t = o_t < rows
+    # masked rows take a valid address
     p_x += gl.where(m_t, o_t, 0).to(gl.int64)[:, None] * stride + o_d[None, :]
     async_load(s_x, p_x, mask=m_t[:, None])
 
 
 @gluon.jit
-def seen(o_q, o_k, far, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """Tell which queries at `o_q` see the columns at `o_k` of a tile, `far` or not."""
+def seen(o_q, o_k, listed, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
+    """True if the query at `o_q` sees the column at `o_k` of a tile that is `listed`, or else local."""
     b_left = left_of(o_q, window, UNIT, WINDOW)
-    b_first = gl.where(far, 0, b_left)
-    b_end = gl.where(far, b_left, o_q + 1)
+    b_first = gl.where(listed, 0, b_left)
+    b_end = gl.where(listed, b_left, o_q + 1)
     return within(o_k[None, :] - b_first[:, None], gl.maximum(b_end - b_first, 0)[:, None])

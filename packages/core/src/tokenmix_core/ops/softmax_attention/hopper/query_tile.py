@@ -1,0 +1,85 @@
+"""Query tiles of the Hopper attention kernels: location in a packed batch, prologues and epilogues."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenmix_core.tile.hopper import barrier, locate_chunk, row_layout, store_rows, wait_async_copies
+
+
+class Rows(NamedTuple):
+    """A matrix in global memory: the pointer to its first row, and the stride of rows."""
+
+    pointer: gl.tensor
+    stride: gl.tensor
+
+
+class QueryTile(NamedTuple):
+    """The work tile of a program: BM queries of one head of one sequence.
+
+    Attributes:
+        i_b: batch row, int64.
+        i_h: query head, int64.
+        i_hk: key head, int64.
+        i_n: sequence of a packed batch, else 0.
+        i_t: index of the tile in its sequence; an unused tile begins past the last query.
+        start: first token of the sequence in its batch row, int64.
+        queries: the sequence's queries.
+        keys: the sequence's keys.
+    """
+
+    i_b: gl.tensor
+    i_h: gl.tensor
+    i_hk: gl.tensor
+    i_n: gl.tensor
+    i_t: gl.tensor
+    start: gl.tensor
+    queries: gl.tensor
+    keys: gl.tensor
+
+
+@gluon.jit
+def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: gl.constexpr, PACKED: gl.constexpr):
+    """Return the `QueryTile` of `indices`: batch row, query head, key head and tile slot of a program."""
+    i_b, i_h, i_hk, i_t = indices
+    i_n = 0
+    start = i_b * 0
+    queries = TQ
+    keys = TK
+    if PACKED:
+        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED, gl.num_warps())
+        i_t = first_row // BM
+        keys = queries
+    return QueryTile(i_b, i_h, i_hk, i_n, i_t, start, queries, keys)
+
+
+@gluon.jit
+def store_tile(p_x, s_x, b_x, stride, rows):
+    """Store an accumulator through the smem buffer `s_x`, so that a thread stores 16 bytes at once."""
+    s_x.store(b_x.to(s_x.dtype))
+    barrier()
+    store_rows(p_x, s_x, stride, rows, gl.num_warps())
+
+
+@gluon.jit
+def load_delta(p_o, stride, do_s, dlse, o_row, first, queries):
+    """Wait for dO, the older of two copies in flight, and return delta = rowsum(dO ∘ O) − dlse of a query tile.
+
+    `o_row` is the offset of the sequence's first query in `dlse`, which may be None.
+
+    Returns:
+        delta and the queries' indices, in the layout of rows.
+    """
+    layout: gl.constexpr = row_layout(do_s.shape[1], gl.num_warps())
+    o_t = first + gl.arange(0, do_s.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, do_s.shape[1], gl.SliceLayout(0, layout))
+    p_o = p_o + o_t.to(gl.int64)[:, None] * stride + o_d[None, :]
+    b_o = gl.load(p_o, mask=(o_t < queries)[:, None], other=0.0).to(gl.float32)
+    wait_async_copies(1)
+    b_delta = gl.sum(b_o * do_s.load(layout).to(gl.float32), 1)
+    if dlse is not None:
+        b_delta -= gl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
+    return b_delta, o_t
