@@ -208,6 +208,7 @@ class TestDecoding(OpContract):
         "replayed": "lengths are read from the cache: tests/launch records decoding as a model makes it",
     }
     forms: ClassVar = {"decode": by_decoding}
+    impls: ClassVar = (None,)
     differentiable = False
     tokens = ("k_cache", "v_cache")
     cases: ClassVar = {

@@ -56,6 +56,9 @@ def test_gradients_do_not_depend_on_the_forward_or_on_layouts(backward, mask, si
             upstream = layout.gradients({name: x[name] for name in ("do", "dlse")})
             # the log-sum-exp is float32 for all dtypes
             do, dlse = upstream["do"], layout.gradients({"dlse": x["dlse"].float()})["dlse"]
+            if not all(runs(impl, **arguments, mask=mask) for impl in (forward, backward)):
+                # an implementation that refuses arguments of this layout; the default never chooses it for them
+                continue
             options = {"cu_seqlens": None, "mask": mask, "scale": SCALE}
             o, lse = (t.contiguous() for t in load(forward).forward(**arguments, **options))
             for through_lse in (False, True) if with_lse else (False,):

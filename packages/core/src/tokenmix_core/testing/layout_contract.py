@@ -108,7 +108,15 @@ class Compared:
     def assert_independent(self, title: str, layout: Layout) -> None:
         """Assert that a layout changes no result and no gradient by more than rounding."""
         wanted = self.run(layout, plain=True) if layout.repeats else self.plain
-        got = self.run(layout)
+        try:
+            got = self.run(layout)
+        except ValueError as error:
+            # kernels that were asked for by name may refuse arguments of this layout, but never gradients
+            if f"impl={self.impl!r} takes tensors that begin" not in str(error):
+                raise
+            layout = layout._replace(arguments=copies)
+            wanted = self.run(layout, plain=True) if layout.repeats else self.plain
+            got = self.run(layout)
         assert got.keys() <= wanted.keys()
         for name, x in got.items():
             where = f"{title}: {name}"
