@@ -99,7 +99,13 @@ def blocks_of(page: str) -> list[Block]:
 
 def pages() -> list[str]:
     """The Markdown files of the workspace, its results left out."""
-    folders = (ROOT.glob("*.md"), ROOT.glob("docs/**/*.md"), ROOT.glob("arena/*.md"), ROOT.glob("packages/**/*.md"))
+    folders = (
+        ROOT.glob("*.md"),
+        ROOT.glob("docs/**/*.md"),
+        ROOT.glob("arena/*.md"),
+        ROOT.glob("examples/*.md"),
+        ROOT.glob("packages/**/*.md"),
+    )
     return sorted(path.relative_to(ROOT).as_posix() for group in folders for path in group)
 
 

@@ -54,6 +54,7 @@ def build() -> Site:
         {KERNELS: _put(site, "kernels.md", _kernels(site))},
         {"Train on your own text": _readme(site, "docs/training.md")},
         {"Write a mixer": _readme(site, "docs/custom_mixer.md")},
+        {"Examples": _put(site, addresses()["examples/README.md"], _examples(site))},
         {"Notation": _readme(site, "docs/notation.md")},
         {"Architecture": _readme(site, "docs/architecture.md")},
     ]
@@ -95,6 +96,7 @@ def addresses() -> dict[str, str]:
     found = {
         "README.md": "index.md",
         "CONTRIBUTING.md": "contributing.md",
+        "examples/README.md": "examples.md",
         "arena/README.md": "arena/index.md",
         "packages/core/README.md": "core/index.md",
         "packages/core/src/tokenmix_core/modeling/README.md": "core/modeling.md",
@@ -143,6 +145,14 @@ def _readme(site: Site, source: str) -> str:
     """A file of the repository as a page; returns its address."""
     uri = addresses()[source]
     return _put(site, uri, _text(site, source, uri))
+
+
+def _examples(site: Site) -> str:
+    """The list of examples, then each script."""
+    parts = [_text(site, "examples/README.md", addresses()["examples/README.md"])]
+    for path in sorted(ROOT.glob("examples/*.py")):
+        parts.append(f"## {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n")
+    return "\n".join(parts)
 
 
 def _text(site: Site, source: str, uri: str) -> str:
