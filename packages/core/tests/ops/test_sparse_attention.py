@@ -366,7 +366,7 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
-def test_pieces_cover_all_tiles_of_queries_once_and_share_the_work(programs, device, monkeypatch):
+def test_work_tiles_cover_all_query_tiles_once_and_split_the_work(programs, device, monkeypatch):
     from tokenmix_core.ops.sparse_attention import mask, pieces
 
     monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
@@ -376,23 +376,23 @@ def test_pieces_cover_all_tiles_of_queries_once_and_share_the_work(programs, dev
     ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (1, H, T)))
     mask.list_units(keep, ranks, lists)
     strides = dict.fromkeys(("s_ub", "s_ut", "s_uh"), 0)
-    made = pieces.cut_pieces(
+    made = pieces.schedule_tiles(
         ranks, lists, None, None, TQ=T, TK=T, H=H, BM=BM, BN=BN, unit=1, window=window, until_strides=strides
     )
-    near, _, _, stop, *_, pieces, first_piece, first_part = made.facts.tolist()
-    share, all_pieces, all_parts = made.totals.tolist()
+    m_min, _, _, m_max, *_, splits, first_work, first_partial = made.facts.tolist()
+    split_size, num_work, num_partials = made.totals.tolist()
     # all of the first head is kept, nothing of the second
     wanted = [T // BM + 1 - j // BM for j in range(0, T, BN)]
     wanted += [min(T // BM + 1, -(-(min(j + BN, T) - 1 + window) // BM)) - j // BM for j in range(0, T, BN)]
-    work = [b - a for a, b, n in zip(near, stop, pieces, strict=True) if n]
+    work = [b - a for a, b, n in zip(m_min, m_max, splits, strict=True) if n]
     assert sorted(work) == sorted(wanted)
-    assert share == max(1, -(-sum(work) // programs))
-    assert [n for n in pieces if n] == [max(1, -(-w // share)) for w in work]
-    assert all_pieces == sum(pieces) <= len(made.piece_tiles)
-    assert all_parts == sum(n for n in pieces if n > 1) <= len(made.part_tiles)
-    for x, n in enumerate(pieces):
-        assert made.piece_tiles[first_piece[x] :][:n].tolist() == [x] * n
-        assert n < 2 or made.part_tiles[first_part[x] :][:n].tolist() == [x] * n
+    assert split_size == max(1, -(-sum(work) // programs))
+    assert [n for n in splits if n] == [max(1, -(-w // split_size)) for w in work]
+    assert num_work == sum(splits) <= len(made.work_tiles)
+    assert num_partials == sum(n for n in splits if n > 1) <= len(made.partial_tiles)
+    for x, n in enumerate(splits):
+        assert made.work_tiles[first_work[x] :][:n].tolist() == [x] * n
+        assert n < 2 or made.partial_tiles[first_partial[x] :][:n].tolist() == [x] * n
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -1,7 +1,7 @@
-"""The backward kernels: delta = o · do − dlse and dq by tiles of queries, then dk and dv by tiles of keys.
+"""The backward kernels: delta = rowsum(dO ∘ O) − dlse and dq by query tiles, then dk and dv by KV tiles.
 
-Probabilities are recomputed from the log-sum-exp. The kernel of dk and dv computes transposed scores by a product of
-their own, since transposing a rounded product for the next one miscompiles on Hopper under Triton 3.6.
+Probabilities are recomputed from the log-sum-exp. The dK/dV kernel computes Sᵀ = K Qᵀ by an MMA of its own: transposing
+the rounded S for the next MMA miscompiles on Hopper under Triton 3.6.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tokenmix_core.tile.sequences import locate_chunk
 
 
 @triton.jit
-def meet_keys(
+def dq_step(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of keys gives to dq."""
+    """Accumulate dq over KV tile `i_k`."""
     b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
     b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
     b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
@@ -97,34 +97,35 @@ def _attention_backward_queries(
     last = tl.minimum(first + BM, keys) - 1
     o_q = first + tl.arange(0, BM)
     b_dq = tl.zeros([BM, BK], tl.float32)
-    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    sink_tiles, n_min, full_min, full_max, n_max = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
     if BS:
-        if far_sinks > 0:
-            b_dq = meet_keys(
+        if sink_tiles > 0:
+            b_dq = dq_step(
                 b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, 0, o_q, keys, window, sinks, scale * LOG2_E,
                 K, V, BS, BK, BV, CAUSAL, WINDOW, True, PRECISION,
             )  # fmt: skip
-        far_sinks = 0
-    for i_k in range(full, end):
-        b_dq = meet_keys(
+        sink_tiles = 0
+    for i_k in range(full_min, full_max):
+        b_dq = dq_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale * LOG2_E,
             K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
         )  # fmt: skip
-    for i in range(0, far_sinks + full - near + stop - end):
-        b_dq = meet_keys(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q,
-            keys, window, sinks, scale * LOG2_E, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+    for i in range(0, sink_tiles + full_min - n_min + n_max - full_max):
+        b_dq = dq_step(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, s_kt, s_vt,
+            masked_tile(i, sink_tiles, n_min, full_min, full_max), o_q, keys, window, sinks, scale * LOG2_E,
+            K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
         )  # fmt: skip
     store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
 
 
 @triton.jit
-def meet_queries(
+def dkdv_step(
     b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, queries, shift, keys, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of queries gives to dk and dv."""
+    """Accumulate dk and dv over query tile `i_q`."""
     o_q = i_q * BM + tl.arange(0, BM)
     m_q = o_q < queries
     b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
@@ -152,7 +153,7 @@ def _attention_backward_keys(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys and a key head a program."""
+    """Compute dk and dv of one KV tile of one key head per program."""
     # the first tiles, which most queries see, start first
     pid = tl.program_id(0)
     i_t = pid % tiles
@@ -176,29 +177,29 @@ def _attention_backward_keys(
     b_v = load_tile(v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt, V, BN, BV, True)
     b_dk = tl.zeros([BN, BK], tl.float32)
     b_dv = tl.zeros([BN, BV], tl.float32)
-    near, full, end, stop = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
+    m_min, full_min, full_max, m_max = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
     if order is not None:
-        # from here on tiles are counted along the list of those that hold a selected query
-        place = list_offset(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
-        order += place
-        near = tl.load(ranks + place + near)
-        full = tl.load(ranks + place + full)
-        end = tl.load(ranks + place + end)
-        stop = tl.load(ranks + place + stop)
+        # from here on indices count the listed tiles, which hold a selected query
+        offset = list_offset(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
+        order += offset
+        m_min = tl.load(ranks + offset + m_min)
+        full_min = tl.load(ranks + offset + full_min)
+        full_max = tl.load(ranks + offset + full_max)
+        m_max = tl.load(ranks + offset + m_max)
     for i_h in range(i_hk * (HQ // H), (i_hk + 1) * (HQ // H)):
         p_q = q + i_b * s_qb + start * s_qt + i_h * s_qh
         p_do = do + i_b * s_db + start * s_dt + i_h * s_dh
         o_row = (i_b * HQ + i_h) * TQ + start
-        for i_q in range(full, end):
-            b_dk, b_dv = meet_queries(
+        for i_q in range(full_min, full_max):
+            b_dk, b_dv = dkdv_step(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt, listed(order, i_q), o_k,
                 queries, shift, keys, window, sinks, scale * LOG2_E,
                 K, V, BM, BK, BV, CAUSAL, WINDOW, False, PRECISION,
             )  # fmt: skip
-        for i in range(0, full - near + stop - end):
-            b_dk, b_dv = meet_queries(
+        for i in range(0, full_min - m_min + m_max - full_max):
+            b_dk, b_dv = dkdv_step(
                 b_dk, b_dv, b_k, b_v, p_q, p_do, lse + o_row, delta + o_row, s_qt, s_dt,
-                listed(order, masked_tile(i, 0, near, full, end)), o_k, queries, shift, keys,
+                listed(order, masked_tile(i, 0, m_min, full_min, full_max)), o_k, queries, shift, keys,
                 window, sinks, scale * LOG2_E, K, V, BM, BK, BV, CAUSAL, WINDOW, True, PRECISION,
             )  # fmt: skip
     store_tile(dk + (i_b * TK + start) * H * K + i_hk * K, b_dk * scale, first, keys, H * K, K, BN, BK)
@@ -206,13 +207,13 @@ def _attention_backward_keys(
 
 
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
-    """dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero); `selected` and `fill` as forward."""
+    """Return dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero), as the forward pass."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    # the kernel of dq leaves delta, or bias columns, for the kernel of dk and dv
-    # (of chosen queries only in tiles that hold one, so that the second's tiles of queries must lie within the first's)
+    # the dQ kernel leaves delta, or bias columns, for the dK/dV kernel, with selected queries in visited tiles only: so
+    # the second kernel's query tiles must lie within the first's
     delta = torch.empty_like(lse)
     by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None, scale=scale)
     bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None
@@ -232,7 +233,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             THROUGH_LSE=dlse is not None, FILL=fill,
         )  # fmt: skip
-    # a sink is seen by every query: among keys that a window sees, its tile would make all others wait
+    # all queries see a sink: with a window, its KV tile would be a long tail after all others
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
     if by.keys is Form.ONE:

@@ -1,7 +1,7 @@
-"""Decoding: the last few queries of each sequence against its cache, split over the keys and then merged.
+"""Decoding by split KV: the last few queries of each sequence attend to shares of its cache; a second kernel merges.
 
-A program holds the queries of one key head, TQ · HQ / H rows, so that the cache is read once; it takes its share of the
-tiles that these queries see, wherever the sequence ends. Nothing depends on lengths that the host would have to know.
+A program holds the queries of one key head, TQ · HQ / H rows, so that the cache is read once, and visits its share of
+their KV tiles. Lengths stay on the device: no host synchronisation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _attention_decode(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A share of the keys, and a tile of the queries of a key head, a program."""
+    """Attend to one share of the keys with one tile of the queries of a key head per program."""
     pid = tl.program_id(0)
     i_s = pid % splits
     i_m = pid // splits % row_tiles
@@ -52,14 +52,14 @@ def _attention_decode(
     o_q = keys - TQ + o_t
     first = keys - TQ + i_m * BM // G
     last = keys - TQ + tl.minimum((i_m * BM + BM - 1) // G, TQ - 1)
-    far_sinks, near, _, _, stop = key_tiles(first, last, keys, window, sinks, BN, True, WINDOW)
-    tiles = far_sinks + stop - near
+    sink_tiles, n_min, _, _, n_max = key_tiles(first, last, keys, window, sinks, BN, True, WINDOW)
+    tiles = sink_tiles + n_max - n_min
     share = tl.cdiv(tiles, splits)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BV], tl.float32)
     for i in range(i_s * share, tl.minimum((i_s + 1) * share, tiles)):
-        i_k = tl.where(i < far_sinks, i, near + i - far_sinks)
+        i_k = tl.where(i < sink_tiles, i, n_min + i - sink_tiles)
         b_k = load_tile(k + i_b * s_kb + i_hk * s_kh, i_k * BN, keys, s_kt, K, BN, BK, True)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         o_k = i_k * BN + tl.arange(0, BN)
@@ -82,7 +82,7 @@ def _attention_decode(
 def _merge_splits(
     o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr = False
 ):  # fmt: skip
-    """The outputs of a query and head from those of all shares of its keys."""
+    """Merge the outputs of a query and head over all shares of its keys."""
     gdc_launch_and_wait(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BS)
@@ -104,7 +104,7 @@ def _merge_two(
     o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of queries and heads: their outputs over two disjoint sets of keys, as one over both."""
+    """Merge outputs over two disjoint sets of keys, a block of queries and heads per program."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BV)
@@ -124,7 +124,7 @@ def _merge_two(
 
 
 def merge_two(o_a, lse_a, o_b, lse_b):
-    """o `[B, T, HQ, V]` and the log-sum-exp `[B, T, HQ]` of two results over disjoint sets of keys; float32 lse."""
+    """Return o `[B, T, HQ, V]` and lse `[B, T, HQ]`, float32, of two results over disjoint sets of keys."""
     o_a, lse_a, o_b, lse_b = (x.contiguous() for x in (o_a, lse_a, o_b, lse_b))
     o, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
     V = o.shape[-1]
@@ -137,7 +137,7 @@ def merge_two(o_a, lse_a, o_b, lse_b):
 
 
 def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale):
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
     (B, TQ, HQ, K), (_, S, H, V) = q.shape, v_cache.shape
     rows = TQ * HQ // H

@@ -1,4 +1,4 @@
-"""The forward kernel: one tile of queries meets its keys tile by tile."""
+"""The forward kernel: FlashAttention, a query tile per program, online softmax over KV tiles."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tokenmix_core.tuning import AttentionTile
 
 
 @triton.jit
-def meet_keys(
+def attention_step(
     b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys and values into the outputs, before their division, and the rows' maxima and sums."""
+    """One online-softmax step: update the accumulator, row maxima and row sums by KV tile `i_k`."""
     b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if MASKED:
@@ -56,7 +56,7 @@ def _attention_forward(
     BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries and a head a program; sinks before the window are a step of BS keys, with BS 0 whole tiles."""
+    """Compute O and lse of one query tile of one head; sinks take a step of BS keys, or whole tiles if BS is 0."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     start = i_b * 0
     queries = TQ
@@ -86,28 +86,28 @@ def _attention_forward(
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BV], tl.float32)
-    far_sinks, near, full, end, stop = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
+    sink_tiles, n_min, full_min, full_max, n_max = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
     if BS:
-        if far_sinks > 0:
-            b_o, b_m, b_l = meet_keys(
+        if sink_tiles > 0:
+            b_o, b_m, b_l = attention_step(
                 b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, 0, o_q, keys, window, sinks, scale,
                 K, V, BS, BK, BV, CAUSAL, WINDOW, True, PRECISION,
             )  # fmt: skip
-        far_sinks = 0
-    for i_k in range(full, end):
-        b_o, b_m, b_l = meet_keys(
+        sink_tiles = 0
+    for i_k in range(full_min, full_max):
+        b_o, b_m, b_l = attention_step(
             b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
             K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
         )  # fmt: skip
-    for i in range(0, far_sinks + full - near + stop - end):
-        b_o, b_m, b_l = meet_keys(
-            b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, masked_tile(i, far_sinks, near, full, end), o_q, keys, window,
-            sinks, scale, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
+    for i in range(0, sink_tiles + full_min - n_min + n_max - full_max):
+        b_o, b_m, b_l = attention_step(
+            b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, masked_tile(i, sink_tiles, n_min, full_min, full_max), o_q, keys,
+            window, sinks, scale, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
         )  # fmt: skip
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     if selected is not None:
-        # probabilities recomputed from +∞ are 0: the rows drop out of every gradient
+        # probabilities recomputed from +∞ are 0: these rows drop out of all gradients
         b_norm = tl.where(m_s, b_norm, 0.0)
         b_lse = tl.where(m_s, b_lse, float("inf"))
     s_ot = HQ * V
@@ -117,10 +117,10 @@ def _attention_forward(
 
 
 def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
 
-    `selected [B, TQ]` names the queries that are wanted: tiles without one are skipped, the others get 0 and +∞, or
-    unless `fill` are not written where a whole tile has none that is wanted.
+    Queries outside the mask `selected [B, TQ]` get 0 and +∞. Tiles without a selected query are skipped, and written
+    only with `fill`.
     """
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, _), V = q.shape, v.shape[3]
@@ -144,20 +144,20 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
 
 
 def strides(**tensors: torch.Tensor | None) -> dict[str, int]:
-    """Strides of rows, tokens and heads by the names that kernels give them; 0 for a tensor that is not there."""
+    """Return batch, token and head strides by the kernels' parameter names; 0 for a tensor that is None."""
     steps = {name: (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
     return {f"s_{name}{axis}": step for name in steps for axis, step in zip("bth", steps[name], strict=True)}
 
 
 def sizes(q, k, cu_seqlens, mask: Mask) -> dict[str, int | None]:
-    """What kernels are told of a call's sizes and of its mask."""
+    """Return the sizes and mask of a call by the kernels' parameter names."""
     (_, TQ, HQ, _), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     return {"TQ": TQ, "TK": TK, "HQ": HQ, "H": H, "N": N, "window": mask.window or 0, "sinks": mask.sinks or None}
 
 
 def constants(q, v, cu_seqlens, mask: Mask, tile: AttentionTile) -> dict:
-    """The constants that all kernels of a call are compiled for."""
+    """Return the constexprs that all kernels of a call share."""
     K, V = q.shape[3], v.shape[3]
     return {
         **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},
@@ -167,17 +167,17 @@ def constants(q, v, cu_seqlens, mask: Mask, tile: AttentionTile) -> dict:
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself where the elements of a head lie side by side, else a copy. Any other stride is fine."""
+    """Return x if the elements of a head are contiguous, else a copy. All other strides are free."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_size(size: int) -> int:
-    """The width of a tile that holds `size` columns: a power of two, at least 16, as matrix units take it."""
+    """Return the width of a tile for `size` columns: a power of two, at least 16, the least of an MMA."""
     return max(16, next_power_of_2(size))
 
 
 def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
-    """Give the keys that the step of a window's sinks takes; 0: there are none, or they fill a tile of BN."""
+    """Return the keys in the step over a window's sinks; 0 if there are none, or if they fill a tile of BN."""
     step = block_size(mask.sinks)
     if mask.window is None or not mask.sinks or step >= BN:
         return 0
@@ -185,5 +185,5 @@ def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """float32 is multiplied as such: tf32 would lose half of its digits."""
+    """Return the MMA precision: float32 inputs are multiplied in float32, as tf32 would lose half of the digits."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""Attention for chosen queries: which rows of a tile are wanted, and a list of the tiles that hold one."""
+"""Query selection: the selected rows of a tile, and a list of the tiles that hold one."""
 
 import torch
 import triton
@@ -12,14 +12,14 @@ from tokenmix_core.tile.sequences import sequence_span
 
 @triton.jit
 def selected_rows(selected, o_row, first, rows, BM: tl.constexpr):
-    """Tell whether each of the rows `first` … `first + BM − 1` is selected, rows counted from `o_row` on."""
+    """True for each selected row of `first` … `first + BM − 1`, rows counted from `o_row` on."""
     o_t = first + tl.arange(0, BM)
     return tl.load(selected + o_row + o_t, mask=o_t < rows, other=0) != 0
 
 
 @triton.jit
 def listed(order, i):
-    """The tile at place i of a list; i itself without a list."""
+    """Return the i-th tile of a list; i itself without a list."""
     if order is None:
         return i
     else:
@@ -28,7 +28,7 @@ def listed(order, i):
 
 @triton.jit
 def list_offset(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Where the list of a sequence begins: it has room for its tiles and one more."""
+    """Return the offset of a sequence's list, whose capacity is the sequence's tiles and one more."""
     if PACKED:
         return start // BM + 2 * i_n
     else:
@@ -42,7 +42,7 @@ def _list_tiles(
 ):
     i_n = tl.program_id(0)
     start, length = sequence_span(i_n, TQ, cu_seqlens, PACKED)
-    place = list_offset(i_n.to(tl.int64), i_n, start, tiles, BM, PACKED)
+    offset = list_offset(i_n.to(tl.int64), i_n, start, tiles, BM, PACKED)
     count = 0
     for i in range(0, tl.cdiv(length, BM) + 1, BT):
         o_i = i + tl.arange(0, BT)
@@ -50,20 +50,20 @@ def _list_tiles(
         b_any = tl.max(tl.load(selected + start + o_t, mask=o_t < length, other=0).to(tl.int32), 1)
         b_any = (b_any != 0).to(tl.int32)
         b_rank = count + tl.cumsum(b_any, 0) - b_any
-        tl.store(ranks + place + o_i, b_rank, mask=o_i <= tl.cdiv(length, BM))
-        tl.store(order + place + b_rank, o_i, mask=b_any != 0)
+        tl.store(ranks + offset + o_i, b_rank, mask=o_i <= tl.cdiv(length, BM))
+        tl.store(order + offset + b_rank, o_i, mask=b_any != 0)
         count += tl.sum(b_any)
 
 
 def list_tiles(selected: Tensor, cu_seqlens: Tensor | None, BM: int) -> tuple[Tensor, Tensor]:
-    """For each sequence: how many tiles of BM queries with a selected one lie before each tile, and which they are.
+    """Return, for each sequence, the tiles with a selected query, and the number of them before each tile.
 
-    Both int32, in places that `first_place` counts; a sequence's ranks end with its number of such tiles.
+    Ranks come first, then the list, both int32, from `list_offset` on; a sequence's ranks end with its listed tiles.
     """
     B, TQ = selected.shape
     sequences = num_sequences(selected, cu_seqlens)
-    places = B * (cdiv(TQ, BM) + 1) if cu_seqlens is None else TQ // BM + 2 * sequences
-    ranks, order = torch.empty(2, places, dtype=torch.int32, device=selected.device)
+    capacity = B * (cdiv(TQ, BM) + 1) if cu_seqlens is None else TQ // BM + 2 * sequences
+    ranks, order = torch.empty(2, capacity, dtype=torch.int32, device=selected.device)
     _list_tiles[(sequences,)](
         selected=selected, ranks=ranks, order=order, cu_seqlens=cu_seqlens, TQ=TQ, tiles=cdiv(TQ, BM), BM=BM,
         PACKED=cu_seqlens is not None, BT=64,

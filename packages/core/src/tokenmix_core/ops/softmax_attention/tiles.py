@@ -1,7 +1,7 @@
-"""Which tiles a tile of queries or of keys has to meet, and how tiles are read and written.
+"""The KV tiles that a query tile visits and conversely, and loads and stores of tiles.
 
-The tiles that are seen entirely lie in one run and need no mask. The softmax does not mind the order of its keys, so
-those that need one, though they lie apart, share a second loop.
+Unmasked tiles are one contiguous range. Softmax is invariant to the order of keys, so all masked tiles, which are
+not contiguous, share a second loop.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_of_queries(tiles, HQ, H):
-    """The row, head, head of keys (int64) and tile of queries that a program takes.
+    """Return a program's batch row, query head, key head (int64) and query tile.
 
-    Tiles of one head run together, to share its keys in the cache; the last, which see most keys, start first.
+    Tiles of one head run together, to share its keys in L2; the last ones, which see most keys, start first.
     """
     pid = tl.program_id(0)
     i_t = tiles - 1 - pid % tiles
@@ -23,79 +23,80 @@ def tile_of_queries(tiles, HQ, H):
 
 @triton.jit
 def key_tiles(first, last, keys, window, sinks, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles of keys for queries at positions `first` … `last`.
+    """Find the KV tiles that queries at positions `first` … `last` visit.
 
     Returns:
-        `(far_sinks, near, full, end, stop)`: the sinks' tiles [0, far_sinks), masked [near, full), seen entirely
-        [full, end), masked [end, stop).
+        `(sink_tiles, n_min, full_min, full_max, n_max)`: tiles [0, sink_tiles) of the sinks, masked tiles
+        [n_min, full_min), unmasked tiles [full_min, full_max), masked tiles [full_max, n_max).
     """
-    stop = tl.cdiv(keys, BN)
-    end = keys // BN
-    near = 0
-    full = 0
-    far_sinks = 0
+    n_max = tl.cdiv(keys, BN)
+    full_max = keys // BN
+    n_min = 0
+    full_min = 0
+    sink_tiles = 0
     if CAUSAL:
-        stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + 1, 0), BN))
-        end = tl.minimum(end, tl.maximum(first + 1, 0) // BN)
+        n_max = tl.minimum(n_max, tl.cdiv(tl.maximum(last + 1, 0), BN))
+        full_max = tl.minimum(full_max, tl.maximum(first + 1, 0) // BN)
     if WINDOW:
-        near = tl.minimum(tl.maximum(first - window + 1, 0) // BN, stop)
-        full = tl.cdiv(tl.maximum(last - window + 1, 0), BN)
+        n_min = tl.minimum(tl.maximum(first - window + 1, 0) // BN, n_max)
+        full_min = tl.cdiv(tl.maximum(last - window + 1, 0), BN)
         if sinks is not None:
-            far_sinks = tl.minimum(tl.cdiv(tl.minimum(sinks, keys), BN), near)
-    full = tl.minimum(tl.maximum(full, near), stop)
-    end = tl.minimum(tl.maximum(end, full), stop)
-    return far_sinks, near, full, end, stop
+            sink_tiles = tl.minimum(tl.cdiv(tl.minimum(sinks, keys), BN), n_min)
+    full_min = tl.minimum(tl.maximum(full_min, n_min), n_max)
+    full_max = tl.minimum(tl.maximum(full_max, full_min), n_max)
+    return sink_tiles, n_min, full_min, full_max, n_max
 
 
 @triton.jit
 def query_tiles(
     first, last, queries, shift, window, sinks, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Tiles of queries for the keys `first` … `last`, with query i at position i + shift.
+    """Find the query tiles that see the keys `first` … `last`; query i is at position i + shift.
 
     Returns:
-        `(near, full, end, stop)`: masked [near, full), seen entirely [full, end), masked [end, stop).
+        `(m_min, full_min, full_max, m_max)`: masked tiles [m_min, full_min), unmasked tiles [full_min, full_max), and
+        masked tiles [full_max, m_max).
     """
-    stop = tl.cdiv(queries, BM)
-    end = queries // BM
-    near = 0
-    full = 0
+    m_max = tl.cdiv(queries, BM)
+    full_max = queries // BM
+    m_min = 0
+    full_min = 0
     if CAUSAL:
-        near = tl.maximum(first - shift, 0) // BM
-        full = tl.cdiv(tl.maximum(last - shift, 0), BM)
+        m_min = tl.maximum(first - shift, 0) // BM
+        full_min = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
         # a sink is seen by every query behind it
         if sinks is None:
             sinks = 0
         if first >= sinks:
-            stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + window - shift, 0), BM))
+            m_max = tl.minimum(m_max, tl.cdiv(tl.maximum(last + window - shift, 0), BM))
         if last >= sinks:
-            end = tl.minimum(end, tl.maximum(first + window - shift, 0) // BM)
-    near = tl.minimum(near, stop)
-    full = tl.minimum(tl.maximum(full, near), stop)
-    end = tl.minimum(tl.maximum(end, full), stop)
-    return near, full, end, stop
+            full_max = tl.minimum(full_max, tl.maximum(first + window - shift, 0) // BM)
+    m_min = tl.minimum(m_min, m_max)
+    full_min = tl.minimum(tl.maximum(full_min, m_min), m_max)
+    full_max = tl.minimum(tl.maximum(full_max, full_min), m_max)
+    return m_min, full_min, full_max, m_max
 
 
 @triton.jit
-def masked_tile(i, far_sinks, near, full, end):
-    """The i-th of the tiles that need a mask: the sinks', then [near, full), then from `end` on."""
-    i_near = near + i - far_sinks
-    return tl.where(i < far_sinks, i, tl.where(i_near < full, i_near, end + i_near - full))
+def masked_tile(i, sink_tiles, n_min, full_min, full_max):
+    """Return the i-th masked tile: sinks, then [n_min, full_min), then from `full_max` on."""
+    i_k = n_min + i - sink_tiles
+    return tl.where(i < sink_tiles, i, tl.where(i_k < full_min, i_k, full_max + i_k - full_min))
 
 
 @triton.jit
-def tile_from_last(i, count, far_sinks, hidden):
-    """The i-th tile of keys from the last one on: the window's, then, `hidden` tiles before, the sinks'."""
+def tile_from_last(i, count, sink_tiles, gap):
+    """Return the i-th KV tile in descending order: the window's, then, `gap` tiles before it, the sinks'."""
     i_k = tl.maximum(count - 1 - i, 0)
-    return i_k + tl.where(i_k < far_sinks, 0, hidden)
+    return i_k + tl.where(i_k < sink_tiles, 0, gap)
 
 
 @triton.jit
 def load_tile(p_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
-    """Rows `first` … `first + BT − 1` of a matrix of `rows` rows and D columns, as a tile `[BT, BD]`.
+    """Load rows `first` … `first + BT − 1` of a matrix of `rows` rows and D columns as a tile `[BT, BD]`.
 
-    Columns beyond D are 0, and so are rows beyond the last one where `CHECK` is set.
+    Columns beyond D are 0; with `CHECK`, rows beyond the last one are 0, too.
     """
     p_x += tl.cast(first, tl.int64) * stride
     o_t = tl.arange(0, BT)
@@ -114,7 +115,7 @@ def load_tile(p_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: t
 
 @triton.jit
 def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Write the rows and columns of a tile that exist."""
+    """Store a tile; rows and columns beyond the matrix are dropped."""
     o_t = tl.arange(0, BT)
     o_d = tl.arange(0, BD)
     p_x += tl.cast(first, tl.int64) * stride + o_t[:, None] * stride + o_d[None, :]
@@ -123,10 +124,10 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @triton.jit
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """`b_sum + b_x · b_y`.
+    """Return `b_sum + b_x · b_y`.
 
-    In full precision the product is summed by itself first: sums of sums lose less than one sum over all tiles. The
-    select stands between the two, for else the compiler joins them.
+    In float32 the product is summed separately first: sums per tile lose less than one running sum. The select keeps
+    the compiler from fusing the two.
     """
     if PRECISION == "ieee":
         b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)

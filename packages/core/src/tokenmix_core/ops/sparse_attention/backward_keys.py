@@ -1,7 +1,7 @@
-"""The backward kernel of keys: dk, dv and the far pairs' share in the gradient of `keep`, by pieces of listed tiles.
+"""The dK/dV kernel: dk, dv and the gradient of `keep`, by work tiles of listed columns.
 
-A key is kept or not: its tile gathers it with others of its list, and all queries that see it, near or far, are an
-interval (README.md). So every key's gradients are one sum, written once.
+A tile gathers keys of one list, retained or not. The queries that see a key, local or far, are an interval (README.md).
+So each key's gradients are one sum, written once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
 from tokenmix_core.ops.sparse_attention.pieces import (
-    ALL_PARTS,
-    ALL_PIECES,
-    END,
-    FIRST_PART,
-    FIRST_PIECE,
-    FULL,
-    NEAR,
-    PIECES,
-    SHARE,
-    STOP,
-    cut_pieces,
+    FIRST_PARTIAL,
+    FIRST_WORK,
+    FULL_MAX,
+    FULL_MIN,
+    M_MAX,
+    M_MIN,
+    NUM_PARTIALS,
+    NUM_WORK,
+    SPLIT_SIZE,
+    SPLITS,
     find_tile,
+    schedule_tiles,
 )
 from tokenmix_core.ops.sparse_attention.tiles import listed_columns, load_rows
 from tokenmix_core.tile.decay import LOG2_E
@@ -39,12 +39,12 @@ from tokenmix_core.tile.sequences import locate_chunk
 
 
 @triton.jit
-def meet_queries(
+def dkdv_step(
     b_dk, b_dv, b_dm, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, b_away, b_end, queries, shift, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MASKED: tl.constexpr, THROUGH_KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of queries gives to dk, dv and, of far pairs, to the gradient of a factor before them."""
+    """Accumulate dk, dv and, over far pairs, the gradient of a key's factor, by one query tile."""
     o_q = i_q * BM + tl.arange(0, BM)
     m_q = o_q < queries
     b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
@@ -66,7 +66,7 @@ def meet_queries(
 
 @triton.jit
 def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
-    """Write those of the rows `o_t` that are marked."""
+    """Write the rows `o_t` where `m_t`."""
     o_d = tl.arange(0, BD)
     p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
@@ -77,7 +77,7 @@ def store_gradients(
     dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the keys at positions `o_k` that are marked."""
+    """Write the gradients of the keys at positions `o_k` where `m_k`."""
     o_row = i_b * TK + start
     store_rows(dk + (o_row * H + i_h) * K, b_dk * scale, o_k, m_k, H * K, K, BK)
     store_rows(dv + (o_row * H + i_h) * V, b_dv, o_k, m_k, H * V, V, BV)
@@ -88,17 +88,17 @@ def store_gradients(
 @cached_launch
 @triton.jit
 def _kept_attention_backward_keys(
-    q, k, v, do, lse, delta, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, until, facts, piece_tiles, totals,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_ub, s_ut, s_uh,
+    q, k, v, do, lse, delta, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, until, facts, work_tiles,
+    totals, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_ub, s_ut, s_uh,
     B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a tile of columns a program: some of the tiles of queries that see it, of all heads of the group."""
-    i_p = tl.program_id(0)
-    if i_p >= tl.load(totals + ALL_PIECES):
+    """Compute one work tile per program: a tile of columns by some of its query tiles, for all heads of the group."""
+    i_w = tl.program_id(0)
+    if i_w >= tl.load(totals + NUM_WORK):
         return
-    i_x = tl.load(piece_tiles + i_p)
+    i_x = tl.load(work_tiles + i_w)
     i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
     o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
     p_fact = facts + i_x
@@ -106,12 +106,12 @@ def _kept_attention_backward_keys(
     if PACKED:
         queries = keys
     shift = keys - queries
-    share = tl.load(totals + SHARE)
-    piece = i_p - tl.load(p_fact + FIRST_PIECE * tiles)
-    near = tl.load(p_fact + NEAR * tiles) + piece * share
-    stop = tl.minimum(near + share, tl.load(p_fact + STOP * tiles))
-    full = tl.minimum(tl.maximum(tl.load(p_fact + FULL * tiles), near), stop)
-    end = tl.minimum(tl.maximum(tl.load(p_fact + END * tiles), full), stop)
+    split_size = tl.load(totals + SPLIT_SIZE)
+    split = i_w - tl.load(p_fact + FIRST_WORK * tiles)
+    m_min = tl.load(p_fact + M_MIN * tiles) + split * split_size
+    m_max = tl.minimum(m_min + split_size, tl.load(p_fact + M_MAX * tiles))
+    full_min = tl.minimum(tl.maximum(tl.load(p_fact + FULL_MIN * tiles), m_min), m_max)
+    full_max = tl.minimum(tl.maximum(tl.load(p_fact + FULL_MAX * tiles), full_min), m_max)
 
     m_k = o_k < keys
     b_k = load_rows(k + i_b * s_kb + start * s_kt + i_h * s_kh, o_k, keys, s_kt, K, BK, True)
@@ -127,63 +127,63 @@ def _kept_attention_backward_keys(
     b_dk = tl.zeros([BN, BK], tl.float32)
     b_dv = tl.zeros([BN, BV], tl.float32)
     b_dm = tl.zeros([BN], tl.float32)
-    # heads of the group one after the other in one loop, which is long enough to copy ahead
+    # one loop over all heads of the group, long enough to pipeline its copies
     i_hq = i_h * (HQ // H)
     p_q = q + i_b * s_qb + start * s_qt + i_hq * s_qh
     p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
     o_row = (i_b * HQ + i_hq) * TQ + start
-    clear = tl.maximum(end - full, 1)
-    for i in range(0, (end - full) * (HQ // H)):
+    clear = tl.maximum(full_max - full_min, 1)
+    for i in range(0, (full_max - full_min) * (HQ // H)):
         i_g = (i // clear).to(tl.int64)
-        b_dk, b_dv, b_dm = meet_queries(
+        b_dk, b_dv, b_dm = dkdv_step(
             b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
-            delta + o_row + i_g * TQ, s_qt, s_dt, full + i % clear, o_k, b_away, b_end, queries, shift,
+            delta + o_row + i_g * TQ, s_qt, s_dt, full_min + i % clear, o_k, b_away, b_end, queries, shift,
             scale * LOG2_E, K, V, BM, BK, BV, False, dm is not None, PRECISION,
         )  # fmt: skip
-    masked = tl.maximum(full - near + stop - end, 1)
-    for i in range(0, (full - near + stop - end) * (HQ // H)):
+    masked = tl.maximum(full_min - m_min + m_max - full_max, 1)
+    for i in range(0, (full_min - m_min + m_max - full_max) * (HQ // H)):
         i_g = (i // masked).to(tl.int64)
-        b_dk, b_dv, b_dm = meet_queries(
+        b_dk, b_dv, b_dm = dkdv_step(
             b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
-            delta + o_row + i_g * TQ, s_qt, s_dt, masked_tile(i % masked, 0, near, full, end), o_k, b_away, b_end,
-            queries, shift, scale * LOG2_E, K, V, BM, BK, BV, True, dm is not None, PRECISION,
+            delta + o_row + i_g * TQ, s_qt, s_dt, masked_tile(i % masked, 0, m_min, full_min, full_max), o_k, b_away,
+            b_end, queries, shift, scale * LOG2_E, K, V, BM, BK, BV, True, dm is not None, PRECISION,
         )  # fmt: skip
-    if tl.load(p_fact + PIECES * tiles) == 1:
+    if tl.load(p_fact + SPLITS * tiles) == 1:
         store_gradients(
             dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale, K, V, BK, BV
         )  # fmt: skip
     else:
         o_n = tl.arange(0, BN)
-        o_part = (tl.load(p_fact + FIRST_PART * tiles) + piece).to(tl.int64) * BN
-        store_rows(parts_k + o_part * BK, b_dk, o_n, m_k, BK, BK, BK)
-        store_rows(parts_v + o_part * BV, b_dv, o_n, m_k, BV, BV, BV)
+        o_partial = (tl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(tl.int64) * BN
+        store_rows(partial_k + o_partial * BK, b_dk, o_n, m_k, BK, BK, BK)
+        store_rows(partial_v + o_partial * BV, b_dv, o_n, m_k, BV, BV, BV)
         if dm is not None:
-            tl.store(parts_m + o_part + o_n, b_dm, mask=m_k)
+            tl.store(partial_m + o_partial + o_n, b_dm, mask=m_k)
 
 
 @cached_launch
 @triton.jit
-def _join_parts(
-    dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, facts, part_tiles, totals, B, TK, U, H, HM, tiles, scale,
-    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
+def _sum_partials(
+    dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, partial_tiles, totals, B, TK, U, H, HM, tiles,
+    scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a tile in order: a program a part, of which the first of each tile works."""
-    i_p = tl.program_id(0)
-    if i_p >= tl.load(totals + ALL_PARTS):
+    """Add the partial sums of a tile in order: one program per partial sum; all but the tile's first exit."""
+    i_w = tl.program_id(0)
+    if i_w >= tl.load(totals + NUM_PARTIALS):
         return
-    i_x = tl.load(part_tiles + i_p)
-    if i_p != tl.load(facts + FIRST_PART * tiles + i_x):
+    i_x = tl.load(partial_tiles + i_w)
+    if i_w != tl.load(facts + FIRST_PARTIAL * tiles + i_x):
         return
     i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
     o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
     b_dk = tl.zeros([BN, BK], tl.float32)
     b_dv = tl.zeros([BN, BV], tl.float32)
     b_dm = tl.zeros([BN], tl.float32)
-    for i in range(i_p, i_p + tl.load(facts + PIECES * tiles + i_x)):
-        b_dk += load_tile(parts_k, i * BN, 0, BK, BK, BN, BK, False)
-        b_dv += load_tile(parts_v, i * BN, 0, BV, BV, BN, BV, False)
+    for i in range(i_w, i_w + tl.load(facts + SPLITS * tiles + i_x)):
+        b_dk += load_tile(partial_k, i * BN, 0, BK, BK, BN, BK, False)
+        b_dv += load_tile(partial_v, i * BN, 0, BV, BV, BN, BV, False)
         if dm is not None:
-            b_dm += tl.load(parts_m + i * BN + tl.arange(0, BN))
+            b_dm += tl.load(partial_m + i * BN + tl.arange(0, BN))
     store_gradients(
         dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, o_k < keys, kept, TK, H, scale, K, V, BK, BV
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _join_parts(
 @cached_launch
 @triton.jit
 def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: tl.constexpr, PACKED: tl.constexpr):
-    """The gradient of the marks of a head of `keep`: of BU single tokens, or of one chunk."""
+    """Sum the gradient of `keep` over the key heads that share it: of BU single tokens, or of one chunk."""
     blocks = tl.cdiv(U, BU) if UNIT == 1 else U
     i_u = tl.program_id(0) % blocks
     i_m = (tl.program_id(0) // blocks % HM).to(tl.int64)
@@ -222,7 +222,7 @@ def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: t
 def kept_attention_backward_keys(
     q, k, v, do, lse, delta, bias, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dk and dv, and the gradient of `keep` unless that is None."""
+    """Return dk and dv, and the gradient of `keep` unless it is None."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     d_keep = _write_gradients(
         q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=bias, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
@@ -232,7 +232,7 @@ def kept_attention_backward_keys(
 
 
 def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, window, scale) -> None:
-    """Write over those rows of dk and dv that belong to each sequence's first `count` keys, which all queries see."""
+    """Overwrite the rows of dk and dv of each sequence's first `count` keys, which all queries see."""
     count = min(count, k.shape[1])
     ranks, lists = list_first(k, count, cu_seqlens)
     _write_gradients(
@@ -244,9 +244,9 @@ def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, w
 def _write_gradients(
     *, q, k, v, do, lse, delta, bias, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, most=None
 ) -> Tensor | None:
-    """Write dk and dv, of both lists or, with `most`, of the first; return the gradient of `keep`, if any.
+    """Write dk and dv of both lists or, with `most`, of the first; return the gradient of `keep`, if any.
 
-    By kernels in Gluon where that of queries left `bias` columns for them.
+    The Gluon kernel runs if the dQ kernel left `bias` columns for it.
     """
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, _, K), (_, TK, H, V) = q.shape, v.shape
@@ -257,31 +257,33 @@ def _write_gradients(
         tile = tile._replace(BM=TILE, BN=TILE)
     shape = sizes(q, k, ranks, cu_seqlens)
     compiled_for = constants(q, v, tile, unit, window, cu_seqlens)
-    pieces = cut_pieces(
+    schedule = schedule_tiles(
         ranks, lists, until, cu_seqlens, TQ=TQ, TK=TK, H=H, BM=tile.BM, BN=tile.BN, unit=unit, window=window,
         until_strides=strides(u=until), most=most,
     )  # fmt: skip
-    parts = len(pieces.part_tiles) * tile.BN
-    parts_k, parts_v = (lse.new_empty(parts, compiled_for[size]) for size in ("BK", "BV"))
-    dm, parts_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(parts))
-    # gradients, or parts of them, and where they belong
-    written = dict(dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v, parts_m=parts_m, ranks=ranks, lists=lists)
+    partials = len(schedule.partial_tiles) * tile.BN
+    partial_k, partial_v = (lse.new_empty(partials, compiled_for[size]) for size in ("BK", "BV"))
+    dm, partial_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(partials))
+    # gradients and partial sums, and the lists that place them
+    written = dict(
+        dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v, partial_m=partial_m, ranks=ranks, lists=lists
+    )
     if bias is not None:
         from tokenmix_core.ops.sparse_attention.hopper.backward_keys import backward_keys
 
         backward_keys(
-            q=q, k=k, v=v, do=aligned(do), bias=bias, **written, cu_seqlens=cu_seqlens, pieces=pieces,
+            q=q, k=k, v=v, do=aligned(do), bias=bias, **written, cu_seqlens=cu_seqlens, schedule=schedule,
             unit=unit, window=window, scale=scale,
         )  # fmt: skip
     else:
-        _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
-            q=q, k=k, v=v, do=do, lse=lse, delta=delta, **written, until=until, facts=pieces.facts,
-            piece_tiles=pieces.piece_tiles, totals=pieces.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B, **shape,
-            tiles=pieces.tiles, window=window or 0, scale=scale, **compiled_for,
+        _kept_attention_backward_keys[(len(schedule.work_tiles),)](
+            q=q, k=k, v=v, do=do, lse=lse, delta=delta, **written, until=until, facts=schedule.facts,
+            work_tiles=schedule.work_tiles, totals=schedule.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B,
+            **shape, tiles=schedule.tiles, window=window or 0, scale=scale, **compiled_for,
         )  # fmt: skip
-    _join_parts[(len(pieces.part_tiles),)](
-        **written, facts=pieces.facts, part_tiles=pieces.part_tiles, totals=pieces.totals,
-        B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=pieces.tiles, scale=scale,
+    _sum_partials[(len(schedule.partial_tiles),)](
+        **written, facts=schedule.facts, partial_tiles=schedule.partial_tiles, totals=schedule.totals,
+        B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=schedule.tiles, scale=scale,
         **{name: compiled_for[name] for name in ("K", "V", "BN", "BK", "BV", "UNIT")}, num_warps=8,
     )  # fmt: skip
     if keep is None or dm is None:

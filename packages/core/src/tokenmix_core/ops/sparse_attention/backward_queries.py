@@ -1,4 +1,4 @@
-"""The backward kernel of queries: delta = o · do − dlse, and dq from the same columns that the forward pass met."""
+"""The dQ kernel: delta = rowsum(dO ∘ O) − dlse, and dq over the columns that the forward pass visits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tokenmix_core.tile.sequences import locate_chunk
 
 
 @triton.jit
-def meet_columns(
+def dq_step(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, far, keys, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys at positions `o_k` give to dq."""
+    """Accumulate dq over the KV columns at positions `o_k`."""
     b_k = load_rows(p_k, o_k, keys, s_kt, K, BK, MASKED)
     b_v = load_rows(p_v, o_k, keys, s_vt, V, BV, MASKED)
     b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
@@ -55,7 +55,7 @@ def _kept_attention_backward_queries(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of queries and a head a program."""
+    """Compute dq and delta of one query tile of one head per program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     i_n = 0
     start = i_b * 0
@@ -87,7 +87,7 @@ def _kept_attention_backward_queries(
     last = tl.minimum(first + BM, keys) - 1
     o_q = first + tl.arange(0, BM)
     b_left = left_of(o_q, window, UNIT, WINDOW)
-    near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
+    n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
     p_list, begin, whole, count = far_tiles(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
@@ -95,17 +95,17 @@ def _kept_attention_backward_queries(
     if until is not None:
         clear = 0
     b_dq = tl.zeros([BM, BK], tl.float32)
-    for i in range(0, clear + end - full):
-        o_k = columns(p_list, begin, i, i < clear, count, (full + i - clear) * BN, BN, UNIT)
-        b_dq = meet_columns(
+    for i in range(0, clear + full_max - full_min):
+        o_k = columns(p_list, begin, i, i < clear, count, (full_min + i - clear) * BN, BN, UNIT)
+        b_dq = dq_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < clear, keys,
             scale * LOG2_E, K, V, BK, BV, False, PRECISION,
         )  # fmt: skip
     rest = tl.cdiv(count, BN) - clear
-    for i in range(0, rest + full - near + stop - end):
-        i_near = masked_tile(i - rest, 0, near, full, end)
-        o_k = columns(p_list, begin, clear + i, i < rest, count, i_near * BN, BN, UNIT)
-        b_dq = meet_columns(
+    for i in range(0, rest + full_min - n_min + n_max - full_max):
+        i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
+        o_k = columns(p_list, begin, clear + i, i < rest, count, i_k * BN, BN, UNIT)
+        b_dq = dq_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < rest, keys,
             scale * LOG2_E, K, V, BK, BV, True, PRECISION,
         )  # fmt: skip
@@ -115,7 +115,7 @@ def _kept_attention_backward_queries(
 def kept_attention_backward_queries(
     q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dq `[B, TQ, HQ, K]`, and for the kernel of dk and dv delta `[B, HQ, TQ]`, or bias columns for that in Gluon."""
+    """Return dq `[B, TQ, HQ, K]` and, for the dK/dV kernel, delta `[B, HQ, TQ]`, or bias columns if it is in Gluon."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.contiguous()
     (B, TQ, HQ, K), V = q.shape, v.shape[3]

@@ -1,4 +1,4 @@
-"""The forward kernel: one tile of queries meets its local keys and, listed before them, those that were kept."""
+"""The forward kernel: a query tile attends to its local keys and, before them, to listed (retained) keys."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
 
 @triton.jit
-def meet_columns(
+def attention_step(
     b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, far, keys, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys and values at positions `o_k` into the outputs, before their division, and the maxima and sums."""
+    """One online-softmax step: update the accumulator, row maxima and row sums by the KV columns at positions `o_k`."""
     b_k = load_rows(p_k, o_k, keys, s_kt, K, BK, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if MASKED:
@@ -52,7 +52,7 @@ def _kept_attention_forward(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries and a head a program."""
+    """Compute O and lse of one query tile of one head per program."""
     i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
     i_n = 0
     start = i_b * 0
@@ -75,28 +75,28 @@ def _kept_attention_forward(
     last = tl.minimum(first + BM, keys) - 1
     o_q = first + tl.arange(0, BM)
     b_left = left_of(o_q, window, UNIT, WINDOW)
-    near, full, end, stop = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
+    n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
     p_list, begin, whole, count = far_tiles(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
-    # listed tiles that all queries see, unless some end before
+    # listed tiles that need no mask
     clear = whole // BN
     if until is not None:
         clear = 0
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BV], tl.float32)
-    for i in range(0, clear + end - full):
-        o_k = columns(p_list, begin, i, i < clear, count, (full + i - clear) * BN, BN, UNIT)
-        b_o, b_m, b_l = meet_columns(
+    for i in range(0, clear + full_max - full_min):
+        o_k = columns(p_list, begin, i, i < clear, count, (full_min + i - clear) * BN, BN, UNIT)
+        b_o, b_m, b_l = attention_step(
             b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < clear, keys, scale,
             K, V, BK, BV, False, PRECISION,
         )  # fmt: skip
     rest = tl.cdiv(count, BN) - clear
-    for i in range(0, rest + full - near + stop - end):
-        i_near = masked_tile(i - rest, 0, near, full, end)
-        o_k = columns(p_list, begin, clear + i, i < rest, count, i_near * BN, BN, UNIT)
-        b_o, b_m, b_l = meet_columns(
+    for i in range(0, rest + full_min - n_min + n_max - full_max):
+        i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
+        o_k = columns(p_list, begin, clear + i, i < rest, count, i_k * BN, BN, UNIT)
+        b_o, b_m, b_l = attention_step(
             b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < rest, keys, scale,
             K, V, BK, BV, True, PRECISION,
         )  # fmt: skip
@@ -131,14 +131,14 @@ def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, 
 
 
 def sizes(q, k, ranks, cu_seqlens) -> dict[str, int]:
-    """A call's sizes, as all kernels take them."""
+    """Return the sizes of a call by the kernels' parameter names."""
     (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, ranks.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     return {"TQ": TQ, "TK": TK, "U": U - 1, "HQ": HQ, "H": H, "HM": HM, "N": N}
 
 
 def constants(q, v, tile: tuning.KeptAttentionTile, unit: int, window: int | None, cu_seqlens) -> dict:
-    """The constants that all kernels of a call are compiled for."""
+    """Return the constexprs that all kernels of a call share."""
     K, V = q.shape[3], v.shape[3]
     return {
         **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},

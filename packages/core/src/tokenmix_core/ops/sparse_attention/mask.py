@@ -1,6 +1,6 @@
-"""Where the local part begins, when a key is far, and the lists of units that are kept and of those that are not.
+"""The mask's geometry, and the lists of retained units and of the others.
 
-Lists are made on the device, in order, by counting: no unit waits for another program, and the host reads nothing.
+Lists are built on the device, in order, by counting: no host synchronisation and no atomics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 @triton.jit
 def left_of(o_q, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key of the local part of queries at positions `o_q`."""
+    """Return the first key of the local part of queries at positions `o_q`."""
     if WINDOW:
         return tl.maximum(o_q - window + 1, 0)
     else:
@@ -29,7 +29,7 @@ def left_of(o_q, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def away_from(o_k, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """The first query for which keys at positions `o_k` are no longer local."""
+    """Return the first query for which keys at positions `o_k` are no longer local."""
     if WINDOW:
         return o_k + window
     else:
@@ -38,7 +38,7 @@ def away_from(o_k, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def first_unit(start, i_n, UNIT: tl.constexpr):
-    """The place in `keep` of the first unit of sequence `i_n`, whose first token is `start` in its row."""
+    """Return the index in `keep` of the first unit of sequence `i_n`, whose first token is `start` in its row."""
     if UNIT == 1:
         return start
     else:
@@ -63,7 +63,7 @@ def _row_and_block(blocks, HM):
 @cached_launch
 @triton.jit
 def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
-    """How many of a block of units are kept."""
+    """Count the retained units of a block."""
     i_b, i_m, i_u = _row_and_block(blocks, HM)
     b_kept = _load_kept(keep, i_b, i_m, i_u * BU + tl.arange(0, BU), U, HM)
     tl.store(counts + tl.program_id(0), tl.sum(b_kept, 0))
@@ -72,7 +72,7 @@ def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
 @cached_launch
 @triton.jit
 def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
-    """A block of units, each written to the list that it belongs to."""
+    """Write each unit of a block to the list of retained units or to the list of the others."""
     i_b, i_m, i_u = _row_and_block(blocks, HM)
     o_u = i_u * BU + tl.arange(0, BU)
     b_kept = _load_kept(keep, i_b, i_m, o_u, U, HM)
@@ -87,7 +87,7 @@ def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
             count += tl.sum(b_count, 0)
     b_rank = before + tl.cumsum(b_kept, 0) - b_kept
     o_row = i_b * HM + i_m
-    # the one beyond the last unit counts them all
+    # the entry behind the last unit is the number of retained units
     tl.store(ranks + o_row * (U + 1) + o_u, b_rank, mask=o_u <= U)
     if (i_u + 1) * BU == U:
         tl.store(ranks + o_row * (U + 1) + U, before + tl.sum(b_kept, 0))
@@ -97,7 +97,7 @@ def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
 @cached_launch
 @triton.jit
 def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl.constexpr):
-    """A sequence's first tokens, and its ranks at its borders, which are all that keys ask for."""
+    """List a sequence's first tokens; write the ranks at its boundaries, which are all that the dK/dV kernel reads."""
     i_n = tl.program_id(0)
     begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     before = 0
@@ -111,7 +111,7 @@ def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl
             before += tl.sum(tl.minimum(b_length, count).to(tl.int32), 0)
     start = begin - o_row * T
     after = before + tl.minimum(length, count)
-    # the next sequence writes the same there
+    # the next sequence writes the same value
     tl.store(ranks + o_row * (T + 1) + start, before)
     tl.store(ranks + o_row * (T + 1) + start + length, after)
     for i in range(before, after, BT):
@@ -120,7 +120,7 @@ def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl
 
 
 def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ranks `[B, 1, T + 1]` at the borders of sequences and the list `[B, 1, T]` of their first `count` tokens.
+    """Return ranks `[B, 1, T + 1]` at sequence boundaries and the list `[B, 1, T]` of the first `count` tokens of each.
 
     `tokens` is `[B, T, ...]`.
     """
@@ -133,9 +133,9 @@ def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[T
 
 
 def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
-    """Write how many units before each are kept, `ranks [B, HM, U + 1]`, and `lists [B, HM, U]`: the kept, then others.
+    """Write `ranks [B, HM, U + 1]`, the retained units before each unit, and `lists [B, HM, U]`: retained, then others.
 
-    Both lists of a row rise; in a packed batch they run through all its sequences.
+    Both lists of a row ascend; in a packed batch they span all sequences.
     """
     keep = keep.contiguous()
     B, U, HM = keep.shape

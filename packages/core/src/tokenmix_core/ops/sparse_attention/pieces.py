@@ -1,10 +1,11 @@
-"""The lists' transpose, for the kernel of dk and dv: which queries see a tile of columns, and who computes what of it.
+"""Tile schedule of the dK/dV kernel: which query tiles read each tile of columns, and how that work is split over CTAs.
 
-Each key stands in one of two lists: of kept keys, which all later queries see, or of others, which only those around
-them do. Tiles are cut from the lists, and as the work of tiles may differ a thousandfold, they are cut into **pieces**:
-runs of tiles of queries, about as many pieces as keep the device busy, none longer than its share of all work. A tile
-of one piece is written by it; pieces of the same tile leave partial sums, which are added in order. So lists of any
-length take the time of their work, every run gives the same bits, and what is kept between is bounded by the device.
+Each key is in one of two lists: retained keys, which all later queries see, or the others, which only nearby queries
+see. Tiles of columns are cut from the lists. Their work may differ a thousandfold, so tiles are split, as in stream-K,
+into **work tiles**: runs of query tiles, enough of them to fill the device, none longer than a CTA's share of all work.
+A tile with one work tile is written by its CTA. The work tiles of a split tile leave partial sums, which a second
+kernel adds in order. So the time follows the work for lists of any length, results are deterministic, and the workspace
+is bounded by the device.
 """
 
 from __future__ import annotations
@@ -21,46 +22,54 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.sparse_attention.mask import away_from, first_unit
 from tokenmix_core.ops.sparse_attention.tiles import listed_columns
 
-# what is known of a tile, each a row of a table: its tiles of queries (masked [near, full), seen entirely [full, end),
-# masked [end, stop)), the places of its first column and behind its list's last one, the sequence's first row, length
-# and first unit, whether its keys are kept, and how many pieces it has
-NEAR = tl.constexpr(0)
-FULL = tl.constexpr(1)
-END = tl.constexpr(2)
-STOP = tl.constexpr(3)
+# rows of the table of tiles: query tiles (masked [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX,
+# M_MAX)), first column and end of the list, the sequence's first row, length and first unit, whether its keys are
+# retained, the number of work tiles, and the first one of them and of their partial sums
+M_MIN = tl.constexpr(0)
+FULL_MIN = tl.constexpr(1)
+FULL_MAX = tl.constexpr(2)
+M_MAX = tl.constexpr(3)
 COLUMN = tl.constexpr(4)
 COLUMNS = tl.constexpr(5)
 START = tl.constexpr(6)
 LENGTH = tl.constexpr(7)
 BEGIN = tl.constexpr(8)
 KEPT = tl.constexpr(9)
-PIECES = tl.constexpr(10)
-FIRST_PIECE = tl.constexpr(11)
-FIRST_PART = tl.constexpr(12)
+SPLITS = tl.constexpr(10)
+FIRST_WORK = tl.constexpr(11)
+FIRST_PARTIAL = tl.constexpr(12)
 _FACTS = 13
 
-# what is known of the whole: tiles of queries a piece, pieces, and parts that have to be added
-SHARE = tl.constexpr(0)
-ALL_PIECES = tl.constexpr(1)
-ALL_PARTS = tl.constexpr(2)
+# totals: query tiles of a work tile, work tiles, and partial sums
+SPLIT_SIZE = tl.constexpr(0)
+NUM_WORK = tl.constexpr(1)
+NUM_PARTIALS = tl.constexpr(2)
 
-# fewer tiles of queries than this are not worth a program
+# least query tiles of a work tile: fewer are not worth a CTA
 _LEAST = 8
 
 
-class Pieces(NamedTuple):
-    """Facts of each tile `[13, tiles]`, whose tile each piece and each part is, and the totals; sizes are bounds."""
+class TileSchedule(NamedTuple):
+    """The schedule on the device; sizes are upper bounds.
+
+    Attributes:
+        facts: table of tiles `[13, tiles]`, int32.
+        work_tiles: the tile of each work tile.
+        partial_tiles: the tile of each partial sum.
+        totals: `SPLIT_SIZE`, `NUM_WORK` and `NUM_PARTIALS`.
+        tiles: columns of `facts`.
+    """
 
     facts: Tensor
-    piece_tiles: Tensor
-    part_tiles: Tensor
+    work_tiles: Tensor
+    partial_tiles: Tensor
     totals: Tensor
     tiles: int
 
 
 @triton.jit
 def list_of(ranks, lists, i_b, i_m, U, HM, kept):
-    """A row's list, of kept units or of the others, and the ranks of kept ones."""
+    """Return the list of retained units of a batch row and head, or of the others, and the ranks of retained units."""
     o_row = i_b * HM + i_m
     p_rank = ranks + o_row * (U + 1)
     return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
@@ -68,11 +77,11 @@ def list_of(ranks, lists, i_b, i_m, U, HM, kept):
 
 @triton.jit
 def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
-    """Find out which columns a tile holds.
+    """Find the columns of tile `i_x`.
 
     Returns:
-        its row, head and sequence's first row (int64), that one's length, whether its keys are kept, their list and the
-        place of the sequence's first unit, the tile's first column and the end of the list.
+        the batch row, head and sequence's first row (int64), the sequence's length, whether its keys are retained,
+        their list, the number of the sequence's first unit, the tile's first column and the end of the list.
     """
     slots = tiles // (B * H)
     i_b = (i_x // slots // H).to(tl.int64)
@@ -89,18 +98,18 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
 
 @triton.jit
 def _place(p_rank, o_u, kept):
-    """How many units of a list stand before unit `o_u`."""
+    """Return the number of listed units before unit `o_u`."""
     b_rank = tl.load(p_rank + o_u)
     return tl.where(kept, b_rank, o_u - b_rank)
 
 
 @triton.jit
 def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """The tile of columns in slot `i_s` of a list: sequence n's tiles begin at ⌊its first column / BN⌋ + n.
+    """Find the tile of columns in slot `i_s` of a list: sequence n's tiles begin at ⌊its first column / BN⌋ + n.
 
     Returns:
-        the sequence's first row and length, the place of its first unit, and the tile's first column and the end of its
-        list, which lies before it where the slot is unused.
+        the sequence's first row and length, the number of its first unit, the tile's first column, and the end of the
+        list, which precedes the first column if the slot is unused.
     """
     if PACKED:
         sequences = 0
@@ -125,14 +134,14 @@ def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UN
 
 @cached_launch
 @triton.jit
-def _find_queries(
+def _find_query_tiles(
     facts, ranks, lists, until, cu_seqlens, s_ub, s_ut, s_uh, B, TQ, TK, U, H, HM, N, slots, window,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """The facts of a tile of columns but for its pieces.
+    """Compute the facts of a tile of columns except its work tiles.
 
-    Kept keys take slots from the first on; with `OTHERS`, those that are not kept take slots from the last on.
+    Retained keys take slots from the first on; with `OTHERS`, the other keys take slots from the last on.
     """
     i_x = tl.program_id(0)
     tiles = tl.num_programs(0)
@@ -165,43 +174,44 @@ def _find_queries(
     most = tl.max(tl.where(m_k, b_end, 0), 0)
     used = tl.max(m_k.to(tl.int32), 0) != 0
 
-    stop = tl.minimum(tl.cdiv(queries, BM), tl.cdiv(tl.maximum(most - shift, 0), BM))
-    end = tl.minimum(queries // BM, tl.maximum(least - shift, 0) // BM)
-    near = tl.minimum(tl.maximum(first - shift, 0) // BM, stop)
-    full = tl.minimum(tl.cdiv(tl.maximum(last - shift, 0), BM), stop)
-    end = tl.minimum(tl.maximum(end, full), stop)
+    m_max = tl.minimum(tl.cdiv(queries, BM), tl.cdiv(tl.maximum(most - shift, 0), BM))
+    full_max = tl.minimum(queries // BM, tl.maximum(least - shift, 0) // BM)
+    m_min = tl.minimum(tl.maximum(first - shift, 0) // BM, m_max)
+    full_min = tl.minimum(tl.cdiv(tl.maximum(last - shift, 0), BM), m_max)
+    full_max = tl.minimum(tl.maximum(full_max, full_min), m_max)
     p_fact = facts + i_x
-    tl.store(p_fact + NEAR * tiles, near)
-    tl.store(p_fact + FULL * tiles, full)
-    tl.store(p_fact + END * tiles, end)
-    tl.store(p_fact + STOP * tiles, stop)
+    tl.store(p_fact + M_MIN * tiles, m_min)
+    tl.store(p_fact + FULL_MIN * tiles, full_min)
+    tl.store(p_fact + FULL_MAX * tiles, full_max)
+    tl.store(p_fact + M_MAX * tiles, m_max)
     tl.store(p_fact + COLUMN * tiles, column)
     tl.store(p_fact + COLUMNS * tiles, columns)
     tl.store(p_fact + START * tiles, start)
     tl.store(p_fact + LENGTH * tiles, length)
     tl.store(p_fact + BEGIN * tiles, begin)
     tl.store(p_fact + KEPT * tiles, kept.to(tl.int32))
-    # until they are counted: whether there is a column at all
-    tl.store(p_fact + PIECES * tiles, used.to(tl.int32))
+    # until work tiles are counted: whether the tile has columns
+    tl.store(p_fact + SPLITS * tiles, used.to(tl.int32))
 
 
 @cached_launch
 @triton.jit
-def _share_out(
-    facts, piece_tiles, part_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
+def _split_work(
+    facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """Cut the tiles into pieces of no more than the share of one of `programs` programs; one program for all."""
+    """Split the tiles into work tiles of at most a `programs`-th of all work; runs as one program."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)
         m_x = o_x < tiles
-        b_work = tl.load(facts + STOP * tiles + o_x, mask=m_x, other=0)
-        b_work -= tl.load(facts + NEAR * tiles + o_x, mask=m_x, other=0)
+        b_work = tl.load(facts + M_MAX * tiles + o_x, mask=m_x, other=0)
+        b_work -= tl.load(facts + M_MIN * tiles + o_x, mask=m_x, other=0)
         work += tl.sum(b_work, 0)
-    share = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
-    pieces = 0
-    parts = 0
-    # kept keys first, of all heads, as early ones have most queries; others head by head, as neighbours share queries
+    split_size = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
+    work_tile = 0
+    partial = 0
+    # retained keys first, across heads, as early keys have most queries; then the others head by head, as neighbours
+    # have the same queries
     for kept in tl.static_range(1, -1, -1):
         for i in range(0, tiles, BT):
             o_x = i + tl.arange(0, BT)
@@ -209,36 +219,38 @@ def _share_out(
             if kept == 1:
                 o_x = o_x % (tiles // slots) * slots + o_x // (tiles // slots)
             m_x = m_x & (tl.load(facts + KEPT * tiles + o_x, mask=m_x, other=0) == kept)
-            b_work = tl.load(facts + STOP * tiles + o_x, mask=m_x, other=0)
-            b_work -= tl.load(facts + NEAR * tiles + o_x, mask=m_x, other=0)
-            m_used = tl.load(facts + PIECES * tiles + o_x, mask=m_x, other=0) != 0
-            # a tile without queries has gradients of 0, which a piece writes
-            b_pieces = tl.where(m_used, tl.maximum(tl.cdiv(b_work, share), 1), 0)
-            b_parts = tl.where(b_pieces > 1, b_pieces, 0)
-            b_piece = pieces + tl.cumsum(b_pieces, 0) - b_pieces
-            b_part = parts + tl.cumsum(b_parts, 0) - b_parts
-            tl.store(facts + PIECES * tiles + o_x, b_pieces, mask=m_x)
-            tl.store(facts + FIRST_PIECE * tiles + o_x, b_piece, mask=m_x)
-            tl.store(facts + FIRST_PART * tiles + o_x, b_part, mask=m_x)
-            for j in range(0, tl.max(b_pieces, 0)):
-                tl.store(piece_tiles + b_piece + j, o_x, mask=j < b_pieces)
-                tl.store(part_tiles + b_part + j, o_x, mask=j < b_parts)
-            pieces += tl.sum(b_pieces, 0)
-            parts += tl.sum(b_parts, 0)
-    tl.store(totals + SHARE, share)
-    tl.store(totals + ALL_PIECES, pieces)
-    tl.store(totals + ALL_PARTS, parts)
+            b_work = tl.load(facts + M_MAX * tiles + o_x, mask=m_x, other=0)
+            b_work -= tl.load(facts + M_MIN * tiles + o_x, mask=m_x, other=0)
+            m_used = tl.load(facts + SPLITS * tiles + o_x, mask=m_x, other=0) != 0
+            # a tile without queries has a work tile that writes zeros
+            b_splits = tl.where(m_used, tl.maximum(tl.cdiv(b_work, split_size), 1), 0)
+            b_partials = tl.where(b_splits > 1, b_splits, 0)
+            b_work_tile = work_tile + tl.cumsum(b_splits, 0) - b_splits
+            b_partial = partial + tl.cumsum(b_partials, 0) - b_partials
+            tl.store(facts + SPLITS * tiles + o_x, b_splits, mask=m_x)
+            tl.store(facts + FIRST_WORK * tiles + o_x, b_work_tile, mask=m_x)
+            tl.store(facts + FIRST_PARTIAL * tiles + o_x, b_partial, mask=m_x)
+            for j in range(0, tl.max(b_splits, 0)):
+                tl.store(work_tiles + b_work_tile + j, o_x, mask=j < b_splits)
+                tl.store(partial_tiles + b_partial + j, o_x, mask=j < b_partials)
+            work_tile += tl.sum(b_splits, 0)
+            partial += tl.sum(b_partials, 0)
+    tl.store(totals + SPLIT_SIZE, split_size)
+    tl.store(totals + NUM_WORK, work_tile)
+    tl.store(totals + NUM_PARTIALS, partial)
 
 
-def cut_pieces(ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, window, until_strides, most=None) -> Pieces:
-    """Tiles of BN columns of both lists, and their pieces of tiles of BM queries.
+def schedule_tiles(
+    ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, window, until_strides, most=None
+) -> TileSchedule:
+    """Schedule tiles of BN columns of both lists, by query tiles of BM queries.
 
-    With `most`, of the first list alone, of which a sequence has at most so many columns.
+    With `most`, schedule the first list alone, which holds at most `most` columns per sequence.
     """
     B, HM, U = ranks.shape
     U -= 1
     N = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    # whole tiles, and one that is not of each sequence and list; packed, sequences leave gaps
+    # whole tiles, and a partial one of each sequence and list; packed sequences leave gaps
     if most is not None:
         slots = cdiv(most, BN) if cu_seqlens is None else min(N * most, U) // BN + N
     else:
@@ -246,16 +258,16 @@ def cut_pieces(ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, wind
     tiles = slots * B * H
     programs = tuning.kept_attention_pieces(tiles, ranks.device)
     facts = ranks.new_empty(_FACTS, tiles)
-    # each is at most the tiles, or a share of the work
-    piece_tiles, part_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
-    _find_queries[(tiles,)](
+    # bounds: each tile has one work tile, and each program's share adds one
+    work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
+    _find_query_tiles[(tiles,)](
         facts=facts, ranks=ranks, lists=lists, until=until, cu_seqlens=cu_seqlens, **until_strides,
         B=B, TQ=TQ, TK=TK, U=U, H=H, HM=HM, N=N, slots=slots,
         window=window or 0, BM=BM, BN=BN, UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None,
         OTHERS=most is None, num_warps=1,
     )  # fmt: skip
-    _share_out[(1,)](
-        facts=facts, piece_tiles=piece_tiles, part_tiles=part_tiles, totals=totals, slots=slots, tiles=tiles,
+    _split_work[(1,)](
+        facts=facts, work_tiles=work_tiles, partial_tiles=partial_tiles, totals=totals, slots=slots, tiles=tiles,
         programs=programs, LEAST=_LEAST, BT=1024, num_warps=4,
     )  # fmt: skip
-    return Pieces(facts, piece_tiles, part_tiles, totals, tiles)
+    return TileSchedule(facts, work_tiles, partial_tiles, totals, tiles)

@@ -1,19 +1,19 @@
-"""Tiles of columns by position, local ones side by side and listed ones gathered, and which a tile of queries meets."""
+"""Tiles of columns: contiguous local keys and gathered listed keys, and the tiles that a query tile visits."""
 
 import triton
 import triton.language as tl
 
 from tokenmix_core.ops.sparse_attention.mask import first_unit, left_of
 
-# a position where no key is
+# position of an absent column
 NOWHERE = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def tile_of_queries(tiles, HQ, H):
-    """The row, head, head of keys (int64) and tile of queries that a program takes.
+    """Return a program's batch row, query head, key head (int64) and query tile.
 
-    The last tiles of all heads, which see most keys, start first: lists may be long in one head alone.
+    The last tiles, which see most keys, start first, across all heads: lists may be long in one head alone.
     """
     pid = tl.program_id(0)
     i_h = (pid % HQ).to(tl.int64)
@@ -24,16 +24,17 @@ def tile_of_queries(tiles, HQ, H):
 
 @triton.jit
 def local_tiles(first, last, window, keys, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles of the local parts of queries at positions `first` … `last`.
+    """Find the local KV tiles of queries at positions `first` … `last`.
 
     Returns:
-        `(near, full, end, stop)`: masked [near, full), seen entirely [full, end), masked [end, stop).
+        `(n_min, full_min, full_max, n_max)`: masked tiles [n_min, full_min), unmasked tiles [full_min, full_max), and
+        masked tiles [full_max, n_max).
     """
-    stop = tl.cdiv(tl.maximum(last + 1, 0), BN)
-    near = tl.minimum(left_of(first, window, UNIT, WINDOW) // BN, stop)
-    full = tl.minimum(tl.cdiv(left_of(last, window, UNIT, WINDOW), BN), stop)
-    end = tl.minimum(tl.maximum(tl.maximum(first + 1, 0) // BN, full), stop)
-    return near, full, end, stop
+    n_max = tl.cdiv(tl.maximum(last + 1, 0), BN)
+    n_min = tl.minimum(left_of(first, window, UNIT, WINDOW) // BN, n_max)
+    full_min = tl.minimum(tl.cdiv(left_of(last, window, UNIT, WINDOW), BN), n_max)
+    full_max = tl.minimum(tl.maximum(tl.maximum(first + 1, 0) // BN, full_min), n_max)
+    return n_min, full_min, full_max, n_max
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def far_tiles(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr,
 
 @triton.jit
 def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Positions of the listed columns `o_c` … `o_c + BN − 1`; nowhere from `count` on."""
+    """Return the positions of the listed columns `o_c` … `o_c + BN − 1`; `NOWHERE` from `count` on."""
     o_n = tl.arange(0, BN)
     if UNIT == 1:
         m_n = o_c + o_n < count
@@ -71,16 +72,16 @@ def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constex
 
 @triton.jit
 def columns(p_list, begin, i, far, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Positions of the i-th tile: of the list's where it is `far`, else of the keys from `first` on."""
+    """Return the positions of the i-th tile: of the list if it is `far`, else of the keys from `first` on."""
     o_k = listed_columns(p_list, begin, i * BN, tl.where(far, count, 0), BN, UNIT)
     return tl.where(far, o_k, first + tl.arange(0, BN))
 
 
 @triton.jit
 def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
-    """The rows `o_t` of a matrix of `rows` rows and D columns, as a tile `[len(o_t), BD]`.
+    """Gather the rows `o_t` of a matrix of `rows` rows and D columns into a tile `[len(o_t), BD]`.
 
-    Columns beyond D are 0, and so are rows beyond the last one where `CHECK` is set.
+    Columns beyond D are 0; with `CHECK`, rows beyond the last one are 0, too.
     """
     o_d = tl.arange(0, BD)
     p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
@@ -97,7 +98,7 @@ def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: 
 
 @triton.jit
 def seen(o_q, b_left, o_k, far, p_until, s_ut, keys):
-    """Tell which queries at `o_q`, whose local parts begin at `b_left`, see the columns of a tile, `far` or not."""
+    """True where a query at `o_q`, whose local part begins at `b_left`, sees a column of a tile, `far` or local."""
     m_far = o_k[None, :] < b_left[:, None]
     if p_until is not None:
         b_until = tl.load(p_until + o_k * s_ut, mask=o_k < tl.where(far, keys, 0), other=0)

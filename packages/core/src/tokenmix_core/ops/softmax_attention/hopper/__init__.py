@@ -1,14 +1,14 @@
-"""Attention's kernels for Hopper in Gluon, part of Triton: tiles go straight to shared memory, beside the products."""
+"""Gluon attention kernels for Hopper: WGMMA, with cp.async prefetches behind the MMAs."""
 
-# queries that meet as many keys on four warps; two blocks share a multiprocessor
+# BM = BN on one warpgroup; two CTAs per SM
 TILE = 64
 WARPS = 4
-# rows of a program by groups of warps: 64 for each of two
+# BM of the warp-specialised forward: 64 for each of two consumer warpgroups
 ROWS = 128
 
 
 def constants(q, cu_seqlens, mask) -> dict:
-    """What the kernels are compiled for beside their tile."""
+    """Return the constexprs of the kernels except their tile."""
     return {
         **{"D": q.shape[3], "CAUSAL": mask.causal, "WINDOW": mask.window is not None},
         **{"PACKED": cu_seqlens is not None, "num_warps": WARPS},

@@ -1,6 +1,6 @@
 """dK, dV and the gradient of `keep` over retained keys on Hopper: heads of 64 or 128, one warpgroup per CTA.
 
-work tile  a tile of gathered columns, or a share of the query tiles that see it (`pieces.py`)
+work tile  a tile of gathered columns, or a share of the query tiles that see it (`schedule.py`)
 smem       K, V (gathered once), bias selectors; stages: Q, dO, bias columns (two buffers)
 iteration  wait Q_i, dO_i
            Sᵀ = bias + K Q_iᵀ, dPᵀ = bias + V dO_iᵀ in flight together (WGMMA); meanwhile cp.async tile i + 1
@@ -37,16 +37,16 @@ from tokenmix_core.ops.sparse_attention.hopper import constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns
 from tokenmix_core.ops.sparse_attention.mask import away_from
 from tokenmix_core.ops.sparse_attention.pieces import (
-    ALL_PIECES,
-    END,
-    FIRST_PART,
-    FIRST_PIECE,
-    FULL,
-    NEAR,
-    PIECES,
-    SHARE,
-    STOP,
-    Pieces,
+    FIRST_PARTIAL,
+    FIRST_WORK,
+    FULL_MAX,
+    FULL_MIN,
+    M_MAX,
+    M_MIN,
+    NUM_WORK,
+    SPLIT_SIZE,
+    SPLITS,
+    TileSchedule,
     find_tile,
 )
 from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, opaque, opaque_tile, row_layout, wait_async_copies
@@ -90,7 +90,7 @@ def store_gathered(p_x, s_x, o_t, rows, stride):
 
 
 @gluon.jit
-def store_part(p_x, b_x, rows: gl.constexpr, layout: gl.constexpr):
+def store_partial(p_x, b_x, rows: gl.constexpr, layout: gl.constexpr):
     """Store a float32 accumulator as contiguous rows."""
     o_n = gl.arange(0, rows, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, b_x.shape[1], gl.SliceLayout(0, layout))
@@ -142,21 +142,21 @@ def dkdv_step(
 @cached_launch
 @gluon.jit
 def _kept_attention_backward_keys(
-    q, k, v, do, bias, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, facts, piece_tiles, totals,
+    q, k, v, do, bias, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, work_tiles, totals,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Compute one work tile per program: a tile of columns by some or all of its query tiles, for a GQA group."""
-    i_p = gl.program_id(0)
-    if i_p < gl.load(totals + ALL_PIECES):
+    i_w = gl.program_id(0)
+    if i_w < gl.load(totals + NUM_WORK):
         scores: gl.constexpr = mma_layout(BT, gl.num_warps())
         sums_k: gl.constexpr = mma_layout(K, gl.num_warps())
         sums_v: gl.constexpr = mma_layout(V, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
         rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(V, gl.num_warps()))
-        i_x = gl.load(piece_tiles + i_p)
+        i_x = gl.load(work_tiles + i_w)
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
         )
@@ -165,12 +165,12 @@ def _kept_attention_backward_keys(
         if PACKED:
             queries = keys
         shift = keys - queries
-        share = gl.load(totals + SHARE)
-        piece = i_p - gl.load(p_fact + FIRST_PIECE * tiles)
-        m_min = gl.load(p_fact + NEAR * tiles) + piece * share
-        m_max = gl.minimum(m_min + share, gl.load(p_fact + STOP * tiles))
-        full_min = gl.load(p_fact + FULL * tiles)
-        full_max = gl.load(p_fact + END * tiles)
+        split_size = gl.load(totals + SPLIT_SIZE)
+        split = i_w - gl.load(p_fact + FIRST_WORK * tiles)
+        m_min = gl.load(p_fact + M_MIN * tiles) + split * split_size
+        m_max = gl.minimum(m_min + split_size, gl.load(p_fact + M_MAX * tiles))
+        full_min = gl.load(p_fact + FULL_MIN * tiles)
+        full_max = gl.load(p_fact + FULL_MAX * tiles)
         total = gl.maximum(m_max - m_min, 0) * (HQ // H)
 
         k_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, K], shared)
@@ -212,14 +212,14 @@ def _kept_attention_backward_keys(
         b_dk, b_dv, b_dm = sums
         wait_async_copies(0)
         # loaded again: held through the loop, these values would take its registers
-        i_x = gl.load(piece_tiles + opaque(i_p))
+        i_x = gl.load(work_tiles + opaque(i_w))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
         )
         p_fact = facts + i_x
         units = KeyList(p_list, begin, count)
         o_k = listed_columns(units, column, BT, UNIT, gl.SliceLayout(1, scores))
-        if gl.load(p_fact + PIECES * tiles) == 1:
+        if gl.load(p_fact + SPLITS * tiles) == 1:
             k_s.store((b_dk * scale).to(dk.dtype.element_ty))
             v_s.store(b_dv.to(dv.dtype.element_ty))
             barrier()
@@ -233,25 +233,25 @@ def _kept_attention_backward_keys(
                 p_dm = dm + (i_b * H + i_hk) * TK + start + o_k
                 gl.store(p_dm, gl.where(kept, b_dm, 0.0), mask=o_k < keys)
         else:
-            piece = opaque(i_p) - gl.load(p_fact + FIRST_PIECE * tiles)
-            o_part = (gl.load(p_fact + FIRST_PART * tiles) + piece).to(gl.int64) * BT
-            store_part(parts_k + o_part * K, b_dk, BT, sums_k)
-            store_part(parts_v + o_part * V, b_dv, BT, sums_v)
+            split = opaque(i_w) - gl.load(p_fact + FIRST_WORK * tiles)
+            o_partial = (gl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(gl.int64) * BT
+            store_partial(partial_k + o_partial * K, b_dk, BT, sums_k)
+            store_partial(partial_v + o_partial * V, b_dv, BT, sums_v)
             if dm is not None:
-                gl.store(parts_m + o_part + gl.arange(0, BT, gl.SliceLayout(1, scores)), b_dm)
+                gl.store(partial_m + o_partial + gl.arange(0, BT, gl.SliceLayout(1, scores)), b_dm)
 
 
 def backward_keys(
-    q, k, v, do, bias, dk, dv, dm, parts_k, parts_v, parts_m, ranks, lists, cu_seqlens, pieces: Pieces,
+    q, k, v, do, bias, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, cu_seqlens, schedule: TileSchedule,
     *, unit, window, scale,
 ) -> None:  # fmt: skip
     """Write dk, dv and, unless `dm` is None, the keys' share of d(keep); of split tiles, write partial sums."""
     small = q.shape[3] == v.shape[3] == 64 and dm is None
-    _kept_attention_backward_keys[(len(pieces.piece_tiles),)](
-        q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, dm=dm, parts_k=parts_k, parts_v=parts_v,
-        parts_m=parts_m, ranks=ranks, lists=lists, facts=pieces.facts, piece_tiles=pieces.piece_tiles,
-        totals=pieces.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
-        **sizes(q, k, ranks, cu_seqlens), tiles=pieces.tiles, window=window or 0, scale=scale,
+    _kept_attention_backward_keys[(len(schedule.work_tiles),)](
+        q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v,
+        partial_m=partial_m, ranks=ranks, lists=lists, facts=schedule.facts, work_tiles=schedule.work_tiles,
+        totals=schedule.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
+        **sizes(q, k, ranks, cu_seqlens), tiles=schedule.tiles, window=window or 0, scale=scale,
         **constants(q, v, unit, window, cu_seqlens),
-        maxnreg=tuning.registers_of_many(len(pieces.piece_tiles), 168) if small else None,
+        maxnreg=tuning.registers_of_many(len(schedule.work_tiles), 168) if small else None,
     )  # fmt: skip
