@@ -14,13 +14,14 @@ from tokenmix_core.launch.replay import is_real
 from tokenmix_core.ops.choice import HALF, GluonForm
 from tokenmix_core.ops.softmax_attention.backends import Mask, on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
-from tokenmix_core.ops.softmax_attention.terms import MIN_SCALE
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
 # Forward, groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so
 # many: they win 2 % with 1,024, 8 with 2,048 and 14 without
 _LONG, _WIDE = 1024, 1024
+# below it, −lse / scale of `terms.py` could overflow float32
+MIN_SCALE = 2.0**-64
 
 
 class Form(Enum):

@@ -12,8 +12,6 @@ import triton.language as tl
 PARTS = tl.constexpr(3)
 # padded with zeros to the K dimension of one MMA instruction
 BIAS_COLUMNS = tl.constexpr(16)
-# below it, −lse / scale could overflow float32
-MIN_SCALE = 2.0**-64
 
 
 @triton.jit

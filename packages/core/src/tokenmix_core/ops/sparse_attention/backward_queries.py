@@ -12,7 +12,8 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS, MIN_SCALE
+from tokenmix_core.ops.softmax_attention.plan import MIN_SCALE
+from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS
 from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import left_of
