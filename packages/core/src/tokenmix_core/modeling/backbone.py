@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm, add_and_norm
-from tokenmix_core.nn.plain import refuse_meta
+from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding
@@ -51,10 +52,7 @@ class HybridOutput(CacheOutput):
 
 
 class HybridBlock(GradientCheckpointingLayer):
-    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)), the latter unless `intermediate_size` is 0.
-
-    The last branch is handed on by itself: the next norm adds it.
-    """
+    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)), the latter unless `intermediate_size` is 0."""
 
     def __init__(self, config: HybridConfig, mixer: Mixer):
         super().__init__()
@@ -68,29 +66,35 @@ class HybridBlock(GradientCheckpointingLayer):
         hidden_states: Float[Tensor, "B T D"],
         branch: Float[Tensor, "B T D"] | None = None,
         *,
+        defer: bool = False,
         rows: Span | None = None,
         **mixer_args: Any,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """x and its last branch, whose sum are the block's outputs, and what the mixer returns beside.
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Return the residual stream after the block, None, and what the mixer returns beside.
 
-        With `rows`, inputs and outputs have padding, which is dropped between them.
+        With `defer` the block's last branch comes in place of None and is not added: the next block's first norm adds
+        it, as it does the `branch` given here. With `rows`, which excludes both, inputs and outputs have padding, which
+        is dropped between them.
         """
         if rows is None:
-            return self._mix(hidden_states, branch, **mixer_args)
-        packed = rows.pack(hidden_states), None if branch is None else rows.pack(branch)
+            return self._mix(hidden_states, branch, defer, mixer_args)
         with rows_for_hooks(self.modules(), rows):
-            hidden_states, branch, auxiliary = self._mix(*packed, **mixer_args)
-        return rows.unpack(hidden_states), rows.unpack(branch), auxiliary
+            hidden_states, _, auxiliary = self._mix(rows.pack(hidden_states), None, False, mixer_args)
+        return rows.unpack(hidden_states), None, auxiliary
 
     def _mix(
-        self, hidden_states: Tensor, branch: Tensor | None, **mixer_args: Any
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        self, hidden_states: Tensor, branch: Tensor | None, defer: bool, mixer_args: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         y, hidden_states = add_and_norm(self.mixer_norm, hidden_states, branch)
         mixed, auxiliary = self.mixer(y, **mixer_args)
         if self.mlp is None or self.mlp_norm is None:
-            return hidden_states, mixed, auxiliary or {}
-        y, hidden_states = add_and_norm(self.mlp_norm, hidden_states, mixed)
-        return hidden_states, self.mlp(y), auxiliary or {}
+            last = mixed
+        else:
+            y, hidden_states = add_and_norm(self.mlp_norm, hidden_states, mixed)
+            last = self.mlp(y)
+        if defer:
+            return hidden_states, last, auxiliary or {}
+        return hidden_states + last, None, auxiliary or {}
 
 
 class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
@@ -191,12 +195,14 @@ class HybridModel(HybridPreTrainedModel):
             cache: the cache of a former call; updated. `past_key_values` is another name of it.
             use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode,
                 for packed documents, and in a traced graph with an attention_mask.
-            output_hidden_states: return all layers' outputs.
+            output_hidden_states: return all layers' outputs; by default as the configuration says.
             mixer_inputs: the extra inputs that some of the mixers take, by their names; None is as not given.
 
         Raises:
             ValueError: inputs that do not fit together, with what was got and what was expected.
         """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         hidden = self._embed(input_ids, inputs_embeds)
         call = begin_call(
             self,
@@ -218,15 +224,21 @@ class HybridModel(HybridPreTrainedModel):
         if real:
             borders = call.cu_seqlens
             rotary = {int(dim): table(call.position_ids) for dim, table in self.rotary.items()}
+            alone = bool(output_hidden_states) or rows is not None
+            deferring = [False] * len(self._blocks) if alone else self._deferring()
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
                 args |= {"cu_seqlens": borders, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if rows is not None:
                     args["rows"] = rows
+                if deferring[i]:
+                    args["defer"] = True
+                # not by name: activations that are recomputed have gradients by place alone
+                stream = (hidden,) if branch is None else (hidden, branch)
                 if cache is None:
-                    hidden, branch, more = layer(hidden, branch, **args)
+                    hidden, branch, more = layer(*stream, **args)
                 else:
-                    hidden, branch, more = layer(hidden, branch, state=cache.fetch(i, hidden.device), **args)
+                    hidden, branch, more = layer(*stream, state=cache.fetch(i, hidden.device), **args)
                     cache.release(i)
                 for name, value in more.items():
                     if span.keeps_padding and name.endswith("_loss"):
@@ -236,9 +248,8 @@ class HybridModel(HybridPreTrainedModel):
                         )
                     auxiliary.setdefault(name, []).append(value)
                 if output_hidden_states:
-                    total = hidden + branch
-                    seen.append(span.unpack(total if rows is None else span.pack(total)))
-        hidden = self.norm(hidden if branch is None else hidden + branch)
+                    seen.append(span.unpack(hidden if rows is None else span.pack(hidden)))
+        hidden = self.norm(hidden)
         hidden = span.unpack(hidden if rows is None else span.pack(hidden))
         if cache is not None:
             cache.end()
@@ -263,6 +274,11 @@ class HybridModel(HybridPreTrainedModel):
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
         """Bytes that the cache holds at the most; see `state_bounds`."""
         return self.state_bounds(seq_len, batch_size, dtype).most
+
+    def _deferring(self) -> list[bool]:
+        """Block by block, whether its last branch is left to the next block's norm: where nobody looks between them."""
+        unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
+        return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         x, dims = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)

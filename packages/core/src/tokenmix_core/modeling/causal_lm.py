@@ -106,7 +106,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         Raises:
             ValueError: inputs that do not fit together, with what was got and what was expected.
         """
-        if output_attentions:
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
         if labels is not None and cache is not None:
             raise ValueError("labels and a cache exclude each other: a loss is taken over whole sequences")

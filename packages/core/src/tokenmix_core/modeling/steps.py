@@ -298,6 +298,8 @@ def why_not(model: Any, cache: Any) -> str | None:
         return "no cache that stays in the device's memory"
     if torch.is_grad_enabled():
         return "gradients are on"
+    if model.config.output_hidden_states:
+        return "hidden states to be returned, by the configuration"
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or getattr(model, "hf_device_map", None):
         return "the model is on several devices"

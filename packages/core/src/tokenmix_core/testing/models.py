@@ -17,6 +17,7 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import addresses, random_pieces
 from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.recording import graphs_everywhere
+from tokenmix_core.testing.residual import ResidualContract
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
 from tokenmix_core.training.recorded import Losses, RecordedPasses
 
@@ -36,7 +37,7 @@ def left_padded(lengths: list[int], tokens: int) -> Tensor:
     return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
-class ModelContract(CacheContract, ModulesContract):
+class ModelContract(CacheContract, ModulesContract, ResidualContract):
     """Inherit it as `TestX(ModelContract)` and set `configs`.
 
     Attributes:
