@@ -27,9 +27,9 @@ SHAPES = [
 CPU_SHAPES = [(2, 128, 2, 32, 8, 16)]
 # batch, heads, head size, slots, window
 DECODE_SHAPES = [(1, 16, 128, 64, 32), (32, 16, 128, 64, 32), (128, 16, 128, 64, 32)]
-# FLA tunes itself for minutes at the first call of a size of slots, so it meets only these
+# FLA autotunes for minutes at the first call with each number of slots, so it runs only for these shapes
 FLA_SHAPES = {SHAPES[2], SHAPES[3]}
-# beyond this length quadratic attention says nothing new and takes seconds
+# beyond this length quadratic attention takes seconds
 _ATTENTION_TOKENS = 32768
 
 _FIRST_CALL = """
@@ -47,7 +47,7 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements of training and of decoding on `device`, one row an implementation and shape."""
+    """Measure training and decoding on `device`; return one row per implementation and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _training_rows(shape, device)
@@ -57,7 +57,7 @@ def rows(device: str) -> list[dict]:
 
 
 def versions(device: str) -> list[dict]:
-    """Both forms of the kernels on the installed Triton."""
+    """Measure the Triton and the Gluon kernels on the installed Triton."""
     B, T, H, D, M, window = SHAPES[0] if device != "cpu" else CPU_SHAPES[0]
     q, k, v = (_random(B, T, H, D, device=device).requires_grad_() for _ in range(3))
     f = (torch.nn.functional.logsigmoid(torch.randn(B, T, H, M, device=device)) / 8).requires_grad_()
@@ -73,7 +73,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, H, D, M, window = shape
     q, k, v = (_random(B, T, H, D, device=device).requires_grad_() for _ in range(3))
     f = (torch.nn.functional.logsigmoid(torch.randn(B, T, H, M, device=device)) / 8).requires_grad_()
-    # every implementation is differentiated by all four, so that a peer without gates costs one addition more
+    # gradients of all four inputs are taken for every implementation
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: slot_window_attention(q, k, v, f, window=window, output_final_state=False).o
     }
@@ -83,7 +83,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         forwards["FLA chunk_gsa"] = lambda: chunk_gsa(q, k, v, 1 - f.exp().to(q.dtype), f, scale=D**-0.5)[0]
     name = f"B{B} T{T} H{H} D{D} M{M} w{window}"
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[1] else None
-    # no token leaves a window of T, so that the gates have no part in it
+    # no token leaves a window of T, so the gates get no gradient
     inputs = (q, k, v) if window >= T else (q, k, v, f)
     out = measure("slot-window attention", name, device, forwards, inputs, first_calls=first)
     if T <= _ATTENTION_TOKENS:

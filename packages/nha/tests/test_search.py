@@ -42,7 +42,7 @@ def test_patterns_places_and_insertions_are_all_tried_and_the_best_is_found(mode
     assert counts == {"pure linear": 1, "1:6": 6, "1:3": 3, "1:2": 2, "1:6 + 1": LAYERS - 2, "all full": 1}
     best = {c.pattern: c for c in best_of_each(found)}
     assert best["pure linear"].full == []
-    assert (best["1:6"].place, best["1:6"].full) == (5, [5, 11])
+    assert (best["1:6"].position, best["1:6"].full) == (5, [5, 11])
     # of all layers that could be added, the one worth most
     assert best["1:6 + 1"].full == [5, 10, 11]
     assert chosen == best["1:6 + 1"]

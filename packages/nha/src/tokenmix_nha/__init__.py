@@ -1,7 +1,8 @@
 """Native Hybrid Attention (Du et al.): memory slots and a sliding window under one softmax.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
-know its families: the models of `tokenmix_nha.model`, and the converted ones of `tokenmix_nha.hybridized`.
+Importing this package is quick, touches no device and needs neither Triton nor a GPU. It registers two sets of model
+families with transformers' auto classes: the models of `tokenmix_nha.model` and the converted ones of
+`tokenmix_nha.hybridized`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The ablations of Table 6: a sum of what slots and window give alone, and no token shift.
+"""The ablations of Table 6: a weighted sum of separate outputs of slots and window, and no token shift.
 
-The sum takes the operation without a window for the slots. Where one softmax is to reach tokens that slots and window
-both hold, what the operation computes in one kernel is a recurrence for the keys' slots, a softmax, and a recurrence
-for the values' slots, in plain PyTorch on every device.
+The weighted sum runs the fused operation with `window=0` for the slots. Without the token shift, slots and window may
+hold the same token, which the fused operation does not support; then a recurrence for the keys' slots, a softmax and a
+recurrence for the values' slots run in plain PyTorch on every device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tokenmix_nha.ops.slot_window.state import last_tokens, prepend
 
 
 class Entering(NamedTuple):
-    """The token that enters the slots at each step, `[B, T, H, ...]`, and what the next call has to know.
+    """The token that enters the slots at each step, `[B, T, H, ...]`, and the ring for the next call.
 
     Attributes:
-        k, v, f: its key, value and log-gate; a log-gate of 0 lets nothing enter.
-        ring: k, v, f of the tokens that have not entered yet, and their number, as `SlotWindowState` holds them.
+        k, v, f: key, value and log-gate of the entering token; a log-gate of 0 lets nothing enter.
+        ring: k, v, f of the tokens that have not entered yet, and their count, laid out as in `SlotWindowState`.
     """
 
     k: Tensor
@@ -42,17 +42,20 @@ def delayed(
     state: SlotWindowState,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> Entering:
-    """The token shift: at step t enters token t − W, W being the places of the state's ring, which holds the first."""
+    """Return the entering tokens under the token shift: at step t token t − W, with W the size of the state's ring.
+
+    The ring of `state` supplies the first W tokens.
+    """
     window, tokens = state.window, k.shape[1]
     joined: tuple[Any, ...] = prepend(state, k, v, f, None, cu_seqlens)
     *tensors, _, start = joined
     joined_k, joined_v, joined_f = tensors
-    left: tuple[Any, ...] = tuple(
+    remaining: tuple[Any, ...] = tuple(
         last_tokens(
             joined_k, joined_v, joined_f, None, window=window, before=window, start=start, cu_seqlens=cu_seqlens
         )
     )
-    ring_k, ring_v, ring_f, _, length = left
+    ring_k, ring_v, ring_f, _, length = remaining
     index = torch.arange(tokens, device=k.device)
     if cu_seqlens is not None:
         index = index + window * sequence_ids(cu_seqlens, tokens)
@@ -67,9 +70,9 @@ def attend_to_slots(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     impl: Impl | None,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
-    """A softmax over the slots alone, and the state after: the operation without a window."""
+    """Return the outputs of a softmax over the slots alone and the final state: the operation with `window=0`."""
     k, v, f, ring = entering
-    # without a window nothing waits in a ring
+    # with window=0 the operation expects a ring of no tokens
     none = {name: getattr(state, name)[:, :0] for name in ("k", "v", "f")}
     out: Any = slot_window_attention(
         q, k, v, f, window=0, initial_state=state._replace(**none), cu_seqlens=cu_seqlens, impl=impl
@@ -87,25 +90,25 @@ def attend_jointly(
     *,
     carried: bool,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState | None]:
-    """One softmax over the window and over slots that may hold the window's tokens, too.
+    """Return the outputs of one softmax over the window and over slots that may also hold the window's tokens.
 
     Args:
-        q: the queries as the slots see them.
-        entering: what enters the slots.
-        state: the slots before.
-        cu_seqlens: borders of packed sequences.
-        window: what attention to the window alone gives.
-        carried: whether `state` may hold something and the state after is wanted.
+        q: the queries for the slots.
+        entering: the tokens that enter the slots.
+        state: the initial state.
+        cu_seqlens: boundaries of packed sequences.
+        window: output and log-sum-exp of attention to the window alone.
+        carried: True to start from `state` and to return the final state.
 
     Returns:
-        The outputs, and the state after the last token where `carried`.
+        The outputs, and the state after the last token if `carried`, else None.
     """
     wide = state.slots_k.dtype
     outputs, lse, slots_k, slots_v = [], [], [], []
-    for tokens, rows, borders in scanned_at_once(cu_seqlens, carried=carried):
+    for tokens, rows, boundaries in scanned_at_once(cu_seqlens, carried=carried):
         b_q, b_k, b_v, b_f = (x[:, tokens].to(wide) for x in (q, entering.k, entering.v, entering.f))
         enter, (old_k, old_v) = -b_f.expm1(), (x[rows] if carried else None for x in (state.slots_k, state.slots_v))
-        keys, values = GatedScan(enter, b_k, b_f, old_k, borders), GatedScan(enter, b_v, b_f, old_v, borders)
+        keys, values = GatedScan(enter, b_k, b_f, old_k, boundaries), GatedScan(enter, b_v, b_f, old_v, boundaries)
         logits = q.shape[-1] ** -0.5 * keys.columns(b_q)
         outputs.append(values.rows(logits.softmax(-1)))
         lse.append(logits.logsumexp(-1))

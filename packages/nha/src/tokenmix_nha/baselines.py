@@ -1,8 +1,8 @@
-"""The models that the paper compares with, in its setting: 15B or 100B tokens of SlimPajama in rows of 2,048.
+"""The paper's baselines in its setting: 15B or 100B tokens of SlimPajama in rows of 2,048 tokens.
 
-What the paper leaves open gives all models of a size as many parameters (the tests count them): a vocabulary of 32,000,
-tied; Gated DeltaNet with K = 128, V = 256 and as many heads as give it the weights of softmax attention; narrower MLPs
-beside Mamba-2 for the same reason.
+Details that the paper does not state are chosen so that all models of a size have equally many parameters (the tests
+count them): a vocabulary of 32,000 with tied embeddings; Gated DeltaNet with K = 128, V = 256 and a number of heads
+that matches the parameters of softmax attention; narrower MLPs beside Mamba-2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenmix_core.recipes import ATTENTION, GDN, LLAMA2, LLAMA2_VOCAB, MAMBA2, 
 from tokenmix_core.training.recipe import OptimizerRecipe, Recipe, Tokens
 
 GLA = "gla"
-# width, layers, the full layer's place in every block of eight
+# width, layers, index of the full layer in every block of eight
 SIZES = {"340m": (1024, 24, 6), "1.3b": (2048, 24, 0)}
 # "-hybrid" has a full layer in every eight
 BASELINES = ("transformer", "gla", "gdn", "mamba2", "mamba2-hybrid", "gla-hybrid", "gdn-hybrid")
@@ -24,16 +24,16 @@ _NARROW = {"340m": 2112, "1.3b": 4352}
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """A baseline of Table 1, as trained in the paper."""
+    """Return the recipe of a baseline of Table 1, as trained in the paper."""
     mixer, _, hybrid = kind.partition("-")
-    width, layers, place = SIZES[size]
+    width, layers, full_layer = SIZES[size]
     options: dict[str, dict[str, Any]] = {
         ATTENTION: {"num_heads": width // 64},
         GDN: {"num_heads": _DELTA_HEADS[size], "head_dim": 128, "expand_v": 2.0},
         MAMBA2: {"head_dim": 64, "state_size": 128},
         GLA: {"num_heads": 4},
     }
-    block = [ATTENTION if hybrid and i == place else _MIXERS[mixer] for i in range(8)]
+    block = [ATTENTION if hybrid and i == full_layer else _MIXERS[mixer] for i in range(8)]
     mlp = _NARROW[size] if mixer == "mamba2" else swiglu_width(width)
     small = size == "340m"
     optimizer = OptimizerRecipe(

@@ -1,4 +1,4 @@
-"""The choices of a layer, and the values they have."""
+"""Options of a layer and the values they allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fusion = Literal["softmax", "fixed", "learned"]
 def check_choices(
     *, slots: Any, window: Any, positions: Any, fusion: Any, token_shift: Any, long_weight: Any, gate_normalizer: Any
 ) -> None:
-    """Raise a ValueError for what a layer cannot be."""
+    """Raise a ValueError for options that a layer cannot have."""
     check_value("slots", slots, int)
     check_value("positions", positions, Positions)
     check_value("fusion", fusion, Fusion)

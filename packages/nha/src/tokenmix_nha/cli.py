@@ -11,7 +11,7 @@ from tokenmix_core import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     return cli.main(
         argv,
         prog="tokenmix-nha",
@@ -35,10 +35,10 @@ def _add_commands(add: cli.AddCommand) -> None:
         type=_indices,
         default=(),
         metavar="I,I",
-        help="layers that see everything; `all` for every one",
+        help="layers with full attention; `all` for every layer",
     )
     sub.add_argument("--slots", type=int, default=64, metavar="M", help="slots of every key head; 0 for none")
-    sub.add_argument("--window", type=int, default=32, metavar="W", help="tokens that other layers see exactly")
+    sub.add_argument("--window", type=int, default=32, metavar="W", help="window of the other layers, in tokens")
     sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)")
 
     sub = add(
@@ -48,7 +48,7 @@ def _add_commands(add: cli.AddCommand) -> None:
         "tokenmix_nha.finetune:command",
         takes_fields=True,
     )
-    # the checkpoint stands among what is left, as the recipe of `train` does
+    # the checkpoint is a positional among the remaining arguments, like the recipe of `train`
     sub.usage = (
         f"{sub.prog} CHECKPOINT --stage 1|2 --out DIR [--config FILE] [--FIELD VALUE ...]\n"
         f"       {sub.prog} --resume DIR"
@@ -57,7 +57,7 @@ def _add_commands(add: cli.AddCommand) -> None:
     sub.add_argument("--stage", type=int, choices=(1, 2), help="1: attention, FFN frozen; 2: LoRA")
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
     sub.add_argument("--rank", type=int, metavar="R", help="rank of LoRA (default: 16)")
-    resume = "go on from the last checkpoint of the run in DIR (or --out), with all that it was begun with"
+    resume = "continue from the last checkpoint of the run in DIR (or --out), with the run's own settings"
     sub.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resume)
     sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with fields of the recipe")
 
@@ -67,30 +67,35 @@ def _add_commands(add: cli.AddCommand) -> None:
         "runs/tiny-random --task mqar --lengths 256 --max-full 1",
         "tokenmix_nha.search:command",
     )
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of an NHA model, of drawn windows best")
+    sub.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder of an NHA model, best one trained with drawn windows"
+    )
     sub.add_argument("--task", required=True, metavar="SUITE[:A,B]", help="a suite, or some of its tasks, to score by")
     sub.add_argument(
-        "--window", type=int, metavar="W", help="of the other layers (default: the smallest in the config)"
+        "--window", type=int, metavar="W", help="window of the other layers (default: the smallest in the config)"
     )
     sub.add_argument(
         "--blocks",
         type=cli.numbers,
         metavar="N,N",
-        help="one full layer in every N, at each place (default: those of 8,6,4,3,2 that the model has layers for)",
+        help="try one full layer in every N, at each position (default: those of 8,6,4,3,2 that fit the model)",
     )
     sub.add_argument("--insert", type=int, default=1, metavar="N", help="full layers to add greedily to the sparsest")
     sub.add_argument(
-        "--max-full", type=int, metavar="N", help="full layers of the chosen one (default: the sparsest's and --insert)"
+        "--max-full",
+        type=int,
+        metavar="N",
+        help="most full layers of the result (default: the sparsest pattern's and --insert)",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (default: CHECKPOINT/search)")
-    sub.add_argument("--resume", action="store_true", help="keep what an interrupted search in the folder has tried")
+    sub.add_argument("--resume", action="store_true", help="reuse the scores of an interrupted search in the folder")
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
     sub.add_argument("--lengths", type=cli.numbers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
     sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
     sub.add_argument("--text", metavar="PATH", help="a token file, or text, JSONL or parquet")
-    sub.add_argument("--vocab-size", type=int, metavar="V", help="tokens that synthetic sequences are made of")
-    sub.add_argument("--seed", type=int, default=0, metavar="S", help="what random data depends on")
+    sub.add_argument("--vocab-size", type=int, metavar="V", help="vocabulary size of synthetic sequences")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of random data")
     cli.add_device(sub)
 
 

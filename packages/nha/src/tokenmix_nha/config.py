@@ -1,4 +1,4 @@
-"""The configuration: the backbone with NHA layers, and the windows that training draws for all of them."""
+"""The configuration: `HybridConfig` with NHA layers, and the windows that training draws from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tokenmix_nha.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_nha.windows import WINDOW, Window, check_windows, nha_layers
 
-# what configurations held of their layers before `mixer_options` did
-_OF_LAYERS = (
+# fields of older configurations, written before `mixer_options` existed
+_LAYER_FIELDS = (
     "window",
     "slots",
     "num_heads",
@@ -28,17 +28,17 @@ _OF_LAYERS = (
 
 
 class NhaConfig(HybridConfig):
-    """`HybridConfig` whose layers are "nha" where nothing else is said.
+    """`HybridConfig` whose `mixers` are "nha" by default.
 
     Options of the layers are in `mixer_options`: see `NhaMixer`, and `nha_layers` for layers of different windows.
-    Other mixers may interleave.
+    Layers may have other mixers.
 
     Args:
         random_windows: windows that training draws from, for every NHA layer and step (Figure 4); None trains with
-            those of the layers.
+            the layers' own windows.
 
     Raises:
-        ValueError: as `HybridConfig`, or windows that cannot be drawn.
+        ValueError: as `HybridConfig`, or `random_windows` is empty or holds an invalid window.
     """
 
     model_type = "tokenmix_nha"
@@ -58,13 +58,13 @@ class NhaConfig(HybridConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """As `HybridConfig.from_dict`; reads configurations, too, that held the options of all layers as fields."""
+        """Read a configuration, also an older one that holds the options of all layers as fields."""
         return super().from_dict(_with_options(config_dict), **kwargs)
 
 
 def _with_options(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with those that describe layers as options of their mixers."""
-    old = {name: fields[name] for name in _OF_LAYERS if name in fields}
+    """Move the layer options of an older configuration to `mixer_options`."""
+    old = {name: fields[name] for name in _LAYER_FIELDS if name in fields}
     if not old:
         return fields
     options = old | (fields.get("mixer_options") or {}).get("nha", {})

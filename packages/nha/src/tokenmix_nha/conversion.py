@@ -1,4 +1,4 @@
-"""Hybridizing a pretrained transformer: its weights under Native Hybrid Attention (section 4.6, appendix C.2)."""
+"""Convert a pretrained transformer to Native Hybrid Attention, with its weights (section 4.6, appendix C.2)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows
 def convert(
     model: PreTrainedModel, windows: Window | Sequence[Window], *, slots: int = 64, gate_normalizer: float = 8.0
 ) -> Any:
-    """The model with NHA in the place of its attention.
+    """Return the model with its attention replaced by NHA.
 
     Q, K, V and O weights with their biases and norms are inherited, gates begin as average-pooled K projections, and
-    every other weight is the original's own tensor. With full windows and no slots it computes what the original does.
+    every other weight is the original's own tensor. With full windows and no slots the result equals the original.
 
     Args:
         model: a Llama, Qwen2, Qwen3 or Qwen3-MoE language model of transformers.
-        windows: of all layers, or a list of them.
+        windows: one window for all layers, or a list.
         slots: M of every key head; 0 for none.
         gate_normalizer: divides the gates' logs.
 
     Raises:
-        ValueError: another kind of model, one with sliding windows of its own, or wrong windows.
+        ValueError: the model is of another type or has sliding windows of its own, or a window is invalid.
     """
     kind = model.config.model_type
     if kind not in FAMILIES:
@@ -53,7 +53,7 @@ def convert(
     state = dict(model.state_dict())
     for name, weight in pooled_gates(model, slots).items():
         state[name] = weight
-    # the tensors themselves, not copies
+    # assign=True shares the original's tensors instead of copying them
     converted.load_state_dict(state, strict=True, assign=True)
     converted.tie_weights()
     _restore_buffers(converted, model)
@@ -63,7 +63,7 @@ def convert(
 
 @torch.no_grad()
 def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, "rows D"]]:
-    """Weights and biases of the gates by name: the channels of each key head's projection, averaged in M groups."""
+    """Return weights and biases of the gates by name: each key head's projection, its channels averaged to M slots."""
     gates: dict[str, Tensor] = {}
     if not slots:
         return gates
@@ -81,7 +81,7 @@ def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, 
 
 
 def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
-    """Give the converted model the original's buffers that no checkpoint holds, such as rotary frequencies."""
+    """Give the converted model the original's non-persistent buffers, such as rotary frequencies."""
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
         setattr(converted.get_submodule(owner), last, buffer)
@@ -90,7 +90,7 @@ def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """`tokenmix-nha convert`: convert a checkpoint in a folder, or read one of FLA's GLA and GSA models."""
+    """Run `tokenmix-nha convert`: convert a checkpoint in a folder, or read one of FLA's GLA and GSA models."""
     from tokenmix_core.commands import config_of, load_model
     from tokenmix_core.integrations import checkpoints
     from tokenmix_nha.layouts import LAYOUTS

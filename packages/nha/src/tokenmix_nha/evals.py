@@ -23,10 +23,10 @@ _BINS = 64
 
 @torch.inference_mode()
 def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8) -> Float[Tensor, "L HQ T"]:
-    """ω_L of equation 5 by layer, head and position, mean over sequences, float64.
+    """Return ω_L of equation 5 by layer, head and position, averaged over sequences, in float64.
 
-    The share that one softmax over slots and window gives the slots; the weight of their output, where it is a sum of
-    two; that of the zero slots in full layers.
+    With one softmax over slots and window, ω_L is the probability of the slots; in a weighted sum, their weight; in
+    full layers, the probability of the zero slots.
     """
     mixers = nha_mixers(model)
     total: Any = 0
@@ -38,7 +38,7 @@ def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 
 
 
 def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The share of the slots by layer, by layer and head, and by layer and position, on held-out text."""
+    """Measure the share of the slots by layer, by layer and head, and by layer and position, on held-out text."""
     options.choose("slot-share", ("slot-share",))
     length, count = max(options.lengths or (options.max_length or 1024,)), options.limit or 16
     sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * count * length), length, count)
@@ -46,7 +46,7 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 
 
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The same on associative recall, with as many pairs as a sequence holds: pairs in its first half, then queries."""
+    """Measure the same on associative recall, with the most pairs a sequence can hold: first pairs, then queries."""
     options.choose("slot-share-mqar", ("slot-share-mqar",))
     length, count = max(options.lengths or MQAR_LENGTHS), options.limit or 16
     size = options.vocab_size or min(8192, text.vocab_size(model))
@@ -58,7 +58,7 @@ def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
 def _result(
     suite: str, model: Any, sequences: Int[Tensor, "N T"], options: EvalOptions, about: dict[str, Any]
 ) -> SuiteResult:
-    shares, places = slot_shares(model, sequences, batch_size=options.batch_size or 8), nha_layer_indices(model)
+    shares, layers = slot_shares(model, sequences, batch_size=options.batch_size or 8), nha_layer_indices(model)
     length = sequences.shape[1]
     rows = [
         {
@@ -70,7 +70,7 @@ def _result(
             "first tenth": float(share[:, : max(1, length // 10)].mean()),
             "last tenth": float(share[:, -max(1, length // 10) :].mean()),
         }
-        for layer, window, share in zip(places, windows_of(model), shares, strict=True)
+        for layer, window, share in zip(layers, windows_of(model), shares, strict=True)
     ]
     width = max(1, -(-length // _BINS))
     binned = torch.stack([part.mean((1, 2)) for part in shares.split(width, 2)], 1)
@@ -79,7 +79,7 @@ def _result(
             "title": "Share of the slots",
             "x": "layer",
             "y": "mean over heads and positions",
-            "series": {"share": (list(places), shares.mean((1, 2)).tolist())},
+            "series": {"share": (list(layers), shares.mean((1, 2)).tolist())},
         },
         {
             "title": "Share of the slots by head",
@@ -87,7 +87,7 @@ def _result(
             "y": "layer",
             "series": {},
             "heatmap": shares.mean(2).tolist(),
-            "y_labels": [str(layer) for layer in places],
+            "y_labels": [str(layer) for layer in layers],
         },
         {
             "title": "Share of the slots by position",
@@ -96,7 +96,7 @@ def _result(
             "series": {},
             "heatmap": binned.tolist(),
             "x_labels": [str(column * width) for column in range(binned.shape[1])],
-            "y_labels": [str(layer) for layer in places],
+            "y_labels": [str(layer) for layer in layers],
         },
     ]
     settings = {"length": length, "sequences": len(sequences), **about}

@@ -1,4 +1,4 @@
-"""Finetuning a converted model in the paper's two stages (appendix C.2)."""
+"""Finetune a converted model in the paper's two stages (appendix C.2)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MERGED = "merged"
 
 
 def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
-    """The recipe of a stage: 5B tokens of SlimPajama in rows of 2,048, packed with the checkpoint's tokenizer.
+    """Return the recipe of a stage: 5B tokens of SlimPajama in rows of 2,048 tokens of the checkpoint's tokenizer.
 
-    Stage 1 trains the attention alone, all else frozen; stage 2 trains LoRA on everything.
+    Stage 1 trains the attention and freezes everything else; stage 2 trains LoRA on everything.
 
     Args:
-        checkpoint: folder of a converted model, for stage 2 of what stage 1 left.
+        checkpoint: folder of a converted model; for stage 2, of the model that stage 1 wrote.
         stage: 1 or 2.
-        rank: of LoRA.
+        rank: rank of LoRA.
 
     Raises:
-        ValueError: another stage, a rank below 1, or a model whose attention is not NHA's.
+        ValueError: `stage` is not 1 or 2, `rank` is below 1, or the model's attention is not NHA.
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage!r}")
@@ -53,7 +53,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         description="attention alone, FFN frozen" if stage == 1 else f"LoRA of rank {rank} on everything",
         model=fields,
         model_type=config.model_type,
-        # the second stage begins with other rows than the first
+        # the second stage sees the rows in another order than the first
         data=DataRecipe(
             sources=["data/slimpajama"], tokenizer=checkpoint, seq_len=2048, documents="joined", data_seed=41 + stage
         ),
@@ -71,7 +71,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
 
 
 def _load(checkpoint: str) -> PreTrainedModel:
-    # trained in float32, computed in the precision of the recipe
+    # weights are float32; the recipe's precision applies to the computation
     return from_pretrained(AutoModelForCausalLM, checkpoint, dtype="float32", local_files_only=True)
 
 
@@ -80,12 +80,12 @@ def _attention_alone(checkpoint: str, recipe: Recipe) -> PreTrainedModel:
 
 
 def freeze_all_but_attention(model: Any) -> Any:
-    """Let only the attention modules learn."""
+    """Freeze every parameter outside the attention modules."""
     model.requires_grad_(False)
     for mixer in nha_mixers(model):
         mixer.requires_grad_(True)
     if hasattr(model, "enable_input_require_grads"):
-        # checkpointed blocks need an input that asks for gradients
+        # gradient checkpointing needs a block input that requires gradients
         model.enable_input_require_grads()
     return model
 
@@ -97,9 +97,9 @@ def _with_lora(checkpoint: str, rank: int, recipe: Recipe) -> Any:
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """The model with LoRA on every matrix: linear layers, embedding and output layer, routers and experts.
+    """Add LoRA to every matrix: linear layers, embedding and output layer, routers and experts.
 
-    An embedding that is also the output layer stays as it is: its two uses would learn apart and be merged into one.
+    A tied embedding gets no LoRA: its two uses would train separate adapters, which merging adds to one weight.
 
     Raises:
         ImportError: peft is not installed.
@@ -122,7 +122,7 @@ def with_lora(model: Any, rank: int) -> Any:
 
 
 def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
-    """Fold the adapter in a folder into the checkpoint's weights, and save the model with its tokenizer."""
+    """Merge the adapter in a folder into the checkpoint's weights, and save the model with its tokenizer."""
     peft = require("peft", "peft")
     from tokenmix_core.commands import load_tokenizer
 
@@ -136,21 +136,21 @@ def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
 
 
 def command(args: argparse.Namespace, context: Any) -> int:
-    """`tokenmix-nha finetune`: one stage."""
+    """Run `tokenmix-nha finetune`: one stage."""
     from tokenmix_core.commands import is_checkpoint
     from tokenmix_core.training import trainer
     from tokenmix_core.training.recipe import overridden
     from tokenmix_core.training.record import resumed
 
-    begun, out, fields = _asked_for(args)
-    checkpoint, stage, rank = begun["checkpoint"], begun["stage"], begun["rank"]
+    settings, out, fields = _arguments(args)
+    checkpoint, stage, rank = settings["checkpoint"], settings["stage"], settings["rank"]
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} holds no model: expected a folder with config.json and weights")
     recipe, resume = finetune(checkpoint, stage, rank=rank), bool(args.resume)
     recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
-    # kept until the merged model is written
+    # hold the lock until the merged model is written
     with trainer.run_lock(out, resume=resume):
-        result = trainer.train_locked(recipe, out, resume=resume, recorded={"finetune": begun})
+        result = trainer.train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
         if result.interrupted:
             again = shlex.join([*args.parser.prog.split(), "--resume", str(out)])
             print(f"stopped at step {result.step}; go on with: {again}")
@@ -163,11 +163,13 @@ def command(args: argparse.Namespace, context: Any) -> int:
     return 0
 
 
-def _asked_for(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str]]:
-    """Return checkpoint, stage and rank, which a run to go on with has recorded; its folder; and flags of fields.
+def _arguments(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str]]:
+    """Return checkpoint, stage and rank, the run's folder, and the flags of recipe fields.
+
+    With `--resume`, missing values come from the run's manifest.
 
     Raises:
-        ValueError: something of these is not given.
+        ValueError: the folder, the checkpoint or the stage is neither given nor in the manifest.
     """
     from tokenmix_core.training.record import read_record
 
@@ -177,8 +179,8 @@ def _asked_for(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str
     out = Path(args.resume) if isinstance(args.resume, str) else args.out
     if out is None:
         raise ValueError("give the folder of the run: --out DIR, or --resume DIR to go on with one")
-    recorded = read_record(out).get("finetune", {}) if args.resume else {}
-    begun = {"rank": 16, **recorded} | {name: value for name, value in given.items() if value is not None}
-    if absent := [name for name in ("checkpoint", "stage") if name not in begun]:
+    saved = read_record(out).get("finetune", {}) if args.resume else {}
+    settings = {"rank": 16, **saved} | {name: value for name, value in given.items() if value is not None}
+    if absent := [name for name in ("checkpoint", "stage") if name not in settings]:
         raise ValueError(f"finetune needs {' and '.join(absent)}: CHECKPOINT --stage 1|2 --out DIR")
-    return begun, out, fields
+    return settings, out, fields

@@ -3,8 +3,8 @@
     from fla.ops.gsa import chunk_gsa
     from tokenmix_nha.fla import chunk_gsa
 
-As in `tokenmix_core.integrations.fla`, what only steers FLA's own kernels is taken and changes nothing, and what ours
-do not compute is refused.
+As in `tokenmix_core.integrations.fla`, arguments that only tune FLA's kernels are accepted and ignored; arguments that
+ask for a result this package does not compute raise a ValueError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenmix_core.ops.common import Impl, bind_shapes, check_cu_seqlens
 from tokenmix_nha import ops
 from tokenmix_nha.ops import SlotWindowState
 
-# the log of a gate that lets nothing pass
+# log-gate that clears the state: exp(−10⁴) = 0 in float32
 _CLOSED = -1e4
 
 
@@ -39,21 +39,21 @@ def chunk_gla(
     *,
     head_first: bool = False,
 ) -> Result:
-    """FLA's `chunk_gla`, by `tokenmix_nha.ops.chunk_gla`, which is plain PyTorch.
+    """Compute FLA's `chunk_gla` by `tokenmix_nha.ops.chunk_gla`, which is plain PyTorch.
 
     Args:
-        q, k, v, g, scale, cu_seqlens: as there; heads of q may be a multiple of the others'.
-        initial_state: of any float dtype.
-        output_final_state: return the state after each sequence; None is returned in its place otherwise.
+        q, k, v, g, scale, cu_seqlens: as for `tokenmix_nha.ops.chunk_gla`.
+        initial_state: state of any float dtype.
+        output_final_state: return the state after each sequence; if False, `final_state` is None.
         state_v_first: states are `[N, H, V, K]`.
         head_first: q, k, v, g and o have their heads before T.
-        cu_seqlens_cpu: taken, and not needed.
+        cu_seqlens_cpu: accepted and ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: arguments that do not fit.
+        ValueError: arguments do not fit together.
     """
     q, k, v, g = tokens_first(head_first, q, k, v, g)
     before = as_float32(initial_state, q, v_first=state_v_first)
@@ -79,26 +79,26 @@ def chunk_gsa(
     impl: Impl | None = None,
     **more: Any,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """FLA's `chunk_gsa`, by `tokenmix_nha.ops.slot_window_attention` with `window=0`.
+    """Compute FLA's `chunk_gsa` by `tokenmix_nha.ops.slot_window_attention` with `window=0`.
 
-    A token enters the slots with 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq. 9), and as it does in ABC
-    (g None), where both are normalised sums of e^s. So `s` holds nothing that `g` does not. Where both are given they
-    are compared, for which a call waits for the device; without `s` it does not.
+    A token enters the slots with weight 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq. 9) and in ABC
+    (g None, both weights from normalised sums of e^s). So `s` follows from `g`. If both are given they are compared,
+    which synchronises with the device; without `s` the call does not synchronise.
 
     Args:
-        q, k, v, scale, cu_seqlens, impl: as there.
-        s: 1 − e^g, or None for the same; beside no g, the logs of ABC's weights.
+        q, k, v, scale, cu_seqlens, impl: as for `tokenmix_nha.ops.slot_window_attention`.
+        s: 1 − e^g, or None for the same; without g, the logs of ABC's weights.
         g: log of the gates, ≤ 0.
         initial_state: `(hk [N, H, K, M], hv [N, H, M, V])`, of any float dtype.
-        output_final_state: return the same two after each sequence; None is returned in their place otherwise.
+        output_final_state: return the same two after each sequence; if False, `final_state` is None.
         head_first: q, k, v, s, g and o have their heads before T.
-        checkpoint_level, cu_seqlens_cpu, and `chunk_size` by its name: taken, and not needed.
+        checkpoint_level, cu_seqlens_cpu, and `chunk_size` as a keyword: accepted and ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: an s other than 1 − e^g, ABC after an initial state, or arguments that do not fit.
+        ValueError: s differs from 1 − e^g, ABC has an initial state, or arguments do not fit together.
     """
     op = "chunk_gsa"
     refuse_unknown(op, more)
@@ -129,19 +129,19 @@ def chunk_gsa(
 
 
 def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] | None) -> Float[Tensor, "B T H M"]:
-    """g_t = z_{t−1} − z_t with z the log of the sum of e^s so far: what was there keeps its share of the sum."""
+    """Return g_t = z_{t−1} − z_t with z_t the log of the sum of e^s up to t: earlier tokens keep their share of it."""
     s = at_least_float32(s)
     if cu_seqlens is not None:
         rows = [_abc_gates(s[:, a:b], None) for a, b in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)]
         return torch.cat(rows, 1)
     z = s.logcumsumexp(1)
-    # nothing is there before the first token
+    # the state before the first token is empty
     return torch.cat((z[:, :1] * 0 + _CLOSED, z[:, :-1] - z[:, 1:]), 1)
 
 
 @torch.no_grad()
 def _check_written(op: str, s: Tensor, g: Tensor) -> None:
-    # either may have been rounded before the other was computed of it
+    # the caller may have rounded either one before computing the other from it
     rounding = 4 * max(torch.finfo(x.dtype).eps for x in (s, g))
     tied = (at_least_float32(s) - (1 - at_least_float32(g).exp())).abs() <= rounding
     if not bool(tied.all()):
@@ -149,7 +149,7 @@ def _check_written(op: str, s: Tensor, g: Tensor) -> None:
 
 
 def _slots(op: str, q: Tensor, v: Tensor, g: Tensor, state: Any, sequences: int) -> SlotWindowState:
-    """FLA's two states as slots, with a window of no token."""
+    """Return FLA's two states as a `SlotWindowState` with an empty window."""
     if not isinstance(state, tuple | list) or len(state) != 2:
         raise ValueError(f"{op}: initial_state must be the pair (hk [N, H, K, M], hv [N, H, M, V])")
     sizes = q.shape[-1], v.shape[-1], v.shape[2], g.shape[-1]

@@ -23,12 +23,12 @@ class GatedLinearAttention(Mixer):
     Args:
         hidden_size: D.
         num_heads: heads H.
-        expand_k, expand_v: K and V of all heads together, as parts of D.
+        expand_k, expand_v: K and V of all heads together, as fractions of D.
         gate_normalizer: τ.
-        norm_eps: of the output norm.
+        norm_eps: epsilon of the output norm.
 
     Raises:
-        ValueError: head sizes that are not whole.
+        ValueError: a head size is not a positive integer, or `gate_normalizer` is not positive.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GatedLinearAttention(Mixer):
         return project_out(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the outer product and Sᵀq: 2KV each
+        # k vᵀ and Sᵀ q: 2 K V FLOPs each
         return 4.0 * self.num_heads * self.key_dim * self.value_dim
 
 

@@ -1,4 +1,4 @@
-"""Gated slot attention as its authors train it (Zhang et al. 2024), the layer of FLA's GSA models."""
+"""Gated slot attention (Zhang et al. 2024), the layer of FLA's GSA models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenmix_nha.state import SlotWindowPart
 class GatedSlotAttention(Mixer):
     """o_t = softmax(q_t S^K_tᵀ) S^V_t over M slots, S_t = Diag(α_t) S_{t−1} + (1 − α_t) ⊗ k_t; y = W_o norm(silu(o)).
 
-    q, k and v are projections of x, passed through SiLU; α = sigmoid(W_f x)^(1/τ). There is no window: a token is in
+    q, k and v are projections of x, passed through SiLU; α = sigmoid(W_f x)^(1/τ). There is no window: a token enters
     the slots before its query reads them.
 
     Args:
@@ -29,12 +29,12 @@ class GatedSlotAttention(Mixer):
         num_kv_heads: heads H of keys, values and slots, a divisor of HQ; None for HQ.
         slots: M.
         gate_normalizer: τ.
-        norm_eps: unused, as the output norm has its own.
-        out_norm_eps: of the output norm.
+        norm_eps: unused; the output norm uses `out_norm_eps`.
+        out_norm_eps: epsilon of the output norm.
         impl: implementation of the operation, as for `tokenmix_nha.ops.slot_window_attention`.
 
     Raises:
-        ValueError: sizes that do not divide.
+        ValueError: head counts do not divide, or `slots` or `gate_normalizer` is not positive.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GatedSlotAttention(Mixer):
         return project_out(self.o_norm(F.silu(o).flatten(-2)), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # keys and values of a slot: read with 2 K each, updated with 2 K each
+        # keys and values of a slot: 2 K FLOPs each to read, 2 K each to update
         return 4.0 * self.slots * self.head_dim * (self.num_heads + self.num_kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""A call as the forms of attention take it: its tokens by head, and where they belong."""
+"""Inputs of the attention implementations: a call's projected tokens, and its state and sequence boundaries."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tokenmix_core.modeling import LayerState
 
 
 class Heads(NamedTuple):
-    """The tokens of a call.
+    """The projected tokens of a call, by head.
 
     Attributes:
-        q, k: `[B, T, HQ, K]`, `[B, T, H, K]`, as the window sees them.
+        q, k: `[B, T, HQ, K]`, `[B, T, H, K]`, used by the window.
         v: `[B, T, H, V]`.
-        q_slots, k_slots: q and k as the slots see them.
-        f: `[B, T, H, M]`, natural logs of the gates; in a joint step the projections themselves; None where no
-            token can enter a slot.
-        weight: `[B, T, HQ]`, or of ones in their place: the slots' in a sum of what they and the window give alone;
-            None where one softmax holds both, or there is one memory only.
+        q_slots, k_slots: q and k used by the slots, with the same shapes.
+        f: `[B, T, H, M]`, natural logs of the gates; the gates' logits in a decoding step with one softmax; None if
+            no token can enter a slot.
+        weight: `[B, T, HQ]` or broadcastable to it, the weight of the slots' output in a weighted sum with the
+            window's; None if one softmax covers both, or if only one of the two is used.
     """
 
     q: Tensor
@@ -32,12 +32,12 @@ class Heads(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Where the tokens belong.
+    """State and sequence boundaries of a call.
 
     Attributes:
-        state: what the layer keeps of earlier ones; None without a cache.
-        cu_seqlens: borders of packed sequences.
-        step: whether it is a decoding step: one token of each sequence, and a state to update in place.
+        state: the layer's state after the earlier tokens; None without a cache.
+        cu_seqlens: boundaries of packed sequences.
+        step: True in a decoding step: one token per sequence, and a state to update in place.
     """
 
     state: LayerState | None

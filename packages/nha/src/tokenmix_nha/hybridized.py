@@ -1,8 +1,8 @@
-"""Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers with Native Hybrid Attention in the place of their attention.
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers with their attention replaced by Native Hybrid Attention.
 
-The models are transformers' own classes. Their attention modules become `NhaMixer`s with the same weights and gates
-beside them, their norms and SwiGLUs core's, which take fewer launches; around the layers, padding is taken out and our
-cache is kept. Everything else is inherited.
+The models are transformers' own classes. Their attention modules become `NhaMixer`s with the same weights and
+additional gates; their norms and SwiGLUs become core's, which launch fewer kernels. The backbone removes padding before
+the layers and uses `HybridCache`. Everything else is inherited.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from tokenmix_nha.windows import check_windows
 
 @dataclass(kw_only=True)
 class HybridizedConfig:
-    """The fields of a hybridized configuration beside transformers' own.
+    """Fields that a hybridized configuration adds to transformers'.
 
     Attributes:
-        window: of each layer: 0, a number of tokens, or "full".
+        window: window of each layer: 0, a number of tokens, or "full".
         slots: M of every key head; 0 for none.
         gate_normalizer: divides the gates' logs.
         nha_impl: implementation of the operations, None, "gluon", "triton" or "reference".
@@ -89,7 +89,7 @@ class HybridizedConfig:
 
 
 class HybridizedAttention(NhaMixer):
-    """The layer's attention as transformers' decoder layers call it."""
+    """`NhaMixer` with the signature that transformers' decoder layers call."""
 
     def __init__(self, config: Any, layer_idx: int, attention: Any):
         biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "o_proj")}
@@ -120,7 +120,7 @@ class HybridizedAttention(NhaMixer):
         **given: Any,
     ) -> tuple[Tensor, None]:
         if not hidden_states.shape[1]:
-            # a piece of a padded prompt that is padding alone
+            # a chunk of a padded prompt may hold only padding
             return hidden_states, None
         state: LayerState | None = None
         if cache is not None:
@@ -132,10 +132,10 @@ class HybridizedAttention(NhaMixer):
 
 
 class AddsBeforeNorm:
-    """Before transformers' decoder layer: sums are made where they are read or written.
+    """Mixin before transformers' decoder layer that fuses the residual additions.
 
-    Attention's output is added to the residual stream by the norm behind it, the MLP's by the MLP itself, which is
-    given the stream.
+    The norm after attention adds attention's output to the residual stream; the MLP takes the stream as an argument and
+    adds its own output.
     """
 
     input_layernorm: RMSNorm
@@ -155,12 +155,12 @@ class AddsBeforeNorm:
         given |= {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
         mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         y, hidden_states = add_and_norm(self.post_attention_layernorm, hidden_states, mixed)
-        # what watches the MLP sees its own output
+        # hooks on the MLP must see its own output, before the addition
         return self.mlp(y, hidden_states) if is_plain(SwiGLU, self.mlp) else hidden_states + self.mlp(y)
 
 
 def _adding_before_norm(layer: type) -> type:
-    # frameworks wrap layers by the name of their class, and pickle finds a class by its qualified name
+    # FSDP wraps layers by the name of their class, and pickle finds a class by its qualified name
     names = {"__module__": __name__, "__qualname__": f"Adding{layer.__name__}"}
     return type(layer.__name__, (AddsBeforeNorm, layer), names)
 
@@ -170,7 +170,7 @@ globals().update({x.__qualname__: x for x in _ADDING.values()})
 
 
 def _take_core_layers(model: Any) -> None:
-    """Let core's norms and SwiGLU stand in the place of those around attention, with parameters of the same names."""
+    """Replace the layers' norms and SwiGLUs by core's, which have parameters of the same names."""
     config = model.config
     for layer in model.layers:
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -184,7 +184,7 @@ def _take_core_layers(model: Any) -> None:
 
 
 class HybridizedModel(ChoosesAttention, CheckedLoading):
-    """Before transformers' backbone: its attention replaced, its batches packed, its cache ours."""
+    """Mixin before transformers' backbone that replaces attention, packs batches and uses `HybridCache`."""
 
     layers: nn.ModuleList
     config: Any
@@ -198,7 +198,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         self.post_init()  # type: ignore[attr-defined]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
-        """An empty cache; arguments as `HybridCache`'s."""
+        """Return an empty cache; arguments as for `HybridCache`."""
         return HybridCache((mixer.make_state() for mixer in nha_mixers(self)), max_length=max_length, offload=offload)  # type: ignore[arg-type]
 
     @takes_either_name
@@ -213,10 +213,10 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', and packed sequences in a batch of one, without a cache: as for `HybridModel.forward`.
+        """Run the backbone with transformers' arguments, and `cu_seqlens` as for `HybridModel.forward`.
 
         Raises:
-            ValueError: inputs that do not fit together, or attention weights, which are not formed.
+            ValueError: inputs do not fit together, or `output_attentions` is set: the kernels form no weights.
         """
         if kwargs.get("output_attentions") or self.config.output_attentions:
             raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
@@ -235,13 +235,12 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         )
         span, cache = call.span, call.cache
         packed = span.pack(hidden)
-        # for all layers, as core takes them; those that transformers hands on are in the model's dtype, and repeated
-        # for both halves of a head
+        # core's layers take float32 angles of half a head; transformers' are in the model's dtype, for both halves
         cos, sin = self.rotary_emb(packed, call.position_ids)  # type: ignore[operator]
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed,
-            # a mask of four dimensions is taken as it is, and ours needs none
+            # transformers passes a 4D mask through unchanged; the NHA layers ignore it
             attention_mask=packed.new_empty(1, 1, 1, 1),
             position_ids=call.position_ids,
             use_cache=cache is not None,
@@ -266,10 +265,10 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
 
 
 class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
-    """Before transformers' language model: a hybridized backbone, and generation with our cache."""
+    """Mixin before transformers' language model: a hybridized backbone, and generation with `HybridCache`."""
 
     model_class: ClassVar[type]
-    # recurrent states cannot be rolled back, which assisted generation would need
+    # assisted generation would need to roll back recurrent states, which is impossible
     _is_stateful = True
     model: Any
 
@@ -280,18 +279,18 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     def __init__(self, config: Any):
         requested = config._attn_implementation
         super().__init__(config)  # type: ignore[call-arg]
-        # the backbone that is replaced has put its own default there
+        # the constructor of transformers' backbone has overwritten it with its default
         config._attn_implementation = requested
         self.model = self.model_class(config)
         self.loss_function = functools.partial(_loss, self.loss_function)
         self.post_init()  # type: ignore[attr-defined]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
-        """An empty cache; arguments as `HybridCache`'s."""
+        """Return an empty cache; arguments as for `HybridCache`."""
         return self.model.make_cache(max_length, offload=offload)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens, a size that data do not change."""
+        """Return the cache's bytes for `batch_size` sequences of `seq_len` tokens; data do not change this size."""
         dtype = self.dtype if dtype is None else dtype  # type: ignore[attr-defined]
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]
 
@@ -313,7 +312,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """transformers' loss, where no token is predicted zero and not NaN."""
+    """Return transformers' loss; zero instead of NaN if there is no token to predict."""
     if num_items_in_batch is None:
         num_items_in_batch = ((labels[..., 1:] if shift_labels is None else shift_labels) != IGNORE).sum()
     options |= {"num_items_in_batch": at_least_one(num_items_in_batch), "shift_labels": shift_labels}
@@ -396,7 +395,7 @@ class NhaQwen3MoeForCausalLM(HybridizedForCausalLM, Qwen3MoeForCausalLM):
     model_class = NhaQwen3MoeModel
 
 
-# by the model type of the original
+# configuration, backbone and language model by the original's model type
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type, type]] = {
     "llama": (NhaLlamaConfig, NhaLlamaModel, NhaLlamaForCausalLM),
     "qwen2": (NhaQwen2Config, NhaQwen2Model, NhaQwen2ForCausalLM),

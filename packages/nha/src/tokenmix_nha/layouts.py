@@ -1,4 +1,4 @@
-"""The layouts that this package reads: FLA's models of gated linear attention and of gated slot attention."""
+"""Checkpoint layouts of FLA's models of gated linear attention and gated slot attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def _read_gla(fields: Fields) -> tuple[HybridConfig, Names]:
     for name, known, why in (
         ("use_short_conv", (False,), _NO_CONVOLUTION),
         ("use_output_gate", (True,), "outputs are gated"),
-        ("feature_map", (None,), "queries and keys are what is projected"),
+        ("feature_map", (None,), "queries and keys are the projections themselves"),
         ("clamp_min", (None,), "gates have no lower bound"),
-        ("num_kv_heads", (None, heads), "every head has keys and values of its own"),
+        ("num_kv_heads", (None, heads), "every query head has its own keys and values"),
         ("use_gk", (True,), "keys' channels are gated"),
         ("use_gv", (False,), "values' channels are not gated"),
     ):

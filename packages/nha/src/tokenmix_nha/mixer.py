@@ -33,39 +33,41 @@ class NhaMixer(Mixer):
     """o_t = softmax(q_t [K_long; K_short]ᵀ / √K) [V_long; V_short]; y = W_o o (equations 1 to 4).
 
     q, k and v are projections of x; the gates of the M slots are α = sigmoid(W_f x)^(1/τ). The window may change from
-    call to call: 0 leaves the slots (gated slot attention), "full" is softmax attention with M zero keys before it.
+    call to call: 0 is gated slot attention; "full" is softmax attention with M zero keys before the first token.
 
     Args:
         hidden_size: D.
         num_heads: query heads HQ.
         num_kv_heads: heads H of keys, values and slots, a divisor of HQ; None for HQ.
         head_dim: K = V; None for D / HQ.
-        slots: M; 0 leaves plain attention to the window, which no gates then belong to.
-        window: tokens that are seen exactly, 0 or more, or "full".
-        positions: "window" rotates queries and keys for the window alone, "both" for the slots too, "none" does not;
-            "learned" adds a vector for each position to both, for the window alone.
-        fusion: "softmax" over slots and window together, or a sum of what each gives alone, of a "fixed" weight or of
-            one "learned" from the token, for each head. Only layers with slots and a finite window above 0 differ.
-        token_shift: False lets a token enter the slots at once, while the window still holds it; only in such layers.
-        long_weight: the fixed weight of the slots.
+        slots: M; 0 is plain attention to the window, without gates.
+        window: tokens that attention sees exactly, an integer ≥ 0, or "full".
+        positions: "window" rotates queries and keys for the window only, "both" also for the slots, "none" for
+            neither; "learned" adds a vector per position to the window's queries and keys.
+        fusion: "softmax" is one softmax over slots and window. "fixed" and "learned" sum their separate outputs, with
+            a fixed weight or with a weight per head projected from the token. Affects only layers with slots and a
+            finite window above 0.
+        token_shift: if False, a token enters the slots at once, while the window still holds it; affects the same
+            layers as `fusion`.
+        long_weight: the slots' weight if `fusion` is "fixed".
         gate_normalizer: τ.
         qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
-        qkv_bias: biases of the q, k, v and gate projections (Qwen2).
-        o_bias: a bias of the output projection.
-        max_positions: vectors that "learned" positions have; positions count modulo their number. In a model by default
-            as many as its `max_position_embeddings`.
-        norm_eps: of the q/k norms.
+        qkv_bias: add biases to the q, k, v and gate projections (Qwen2).
+        o_bias: add a bias to the output projection.
+        max_positions: size of the table of "learned" positions, which are taken modulo this size; in a model the
+            default is its `max_position_embeddings`.
+        norm_eps: epsilon of the q/k norms.
         impl: implementation of the operations.
 
     Raises:
-        ValueError: unknown choices, or sizes that do not fit.
+        ValueError: an option has an unknown value, or sizes do not fit.
 
     Attributes:
         window: the window in use.
         shares: None, or a list to which every call without a cache adds ω_L `[B, T, HQ]`.
     """
 
-    # its kernels do both its kinds of mixing: only all of them can be replaced
+    # one kernel computes slots and window, so "eager" must replace the whole operation
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -128,17 +130,17 @@ class NhaMixer(Mixer):
 
     @property
     def seen(self) -> int | None:
-        """Tokens of the window; None when it is full."""
+        """Tokens of the window; None if it is full."""
         return self.window if isinstance(self.window, int) else None
 
     @property
     def joined(self) -> bool:
-        """Tell whether slots and window are under one softmax in the paper's form, which the operation computes."""
+        """True if the fused operation computes the layer: one softmax over slots and window, with the token shift."""
         return self.window == 0 or (self.fusion == "softmax" and self.token_shift)
 
     @property
     def own_slot_keys(self) -> bool:
-        """Tell whether the slots see other queries and keys than the window does."""
+        """True if the slots use other queries and keys than the window."""
         return bool(self.seen) and self.positions in ("window", "learned")
 
     def make_state(self) -> LayerState:
@@ -148,10 +150,10 @@ class NhaMixer(Mixer):
         return LayerState(slots=self._slots_part()) if self.joined else LayerState(kv=window, slots=self._slots_part())
 
     def _slots_part(self) -> SlotWindowPart:
-        """The slots, and in a ring the tokens that have not entered them yet."""
-        places = (self.seen or 0) if self.token_shift else 0
+        """Return a state part with the slots and a ring of the tokens that have not entered them yet."""
+        ring_size = (self.seen or 0) if self.token_shift else 0
         sizes = self.num_kv_heads, self.slots, self.head_dim, self.head_dim
-        return SlotWindowPart(*sizes, places, own_slot_keys=self.joined and self.own_slot_keys)
+        return SlotWindowPart(*sizes, ring_size, own_slot_keys=self.joined and self.own_slot_keys)
 
     def forward(
         self,
@@ -168,7 +170,7 @@ class NhaMixer(Mixer):
         elif self.joined:
             o = self._attend(heads, call)
         else:
-            o = self._attend_apart(heads, call)
+            o = self._attend_separately(heads, call)
         if self.shares is not None and state is None:
             self.shares.append(share_of_slots(self, heads, call).detach())
         return self._keep_in_graph(project_out(o.flatten(-2), self.o_proj)), None
@@ -181,16 +183,16 @@ class NhaMixer(Mixer):
         f = None if f is None else f.unflatten(-1, (self.num_kv_heads, self.slots))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        placed = q, k
+        positioned = q, k
         if self.rotary_dim is not None:
             assert rotary is not None
-            placed = apply_rotary_to_both(q, k, rotary)
+            positioned = apply_rotary_to_both(q, k, rotary)
         elif self.q_positions is not None and self.k_positions is not None:
-            placed = self._with_positions(q, k, call)
+            positioned = self._with_positions(q, k, call)
         if f is not None and not (call.step and self.joined):
-            # a step of the operation takes their logarithms itself
+            # the operation's decoding step takes the gates' logits
             f = log_forget_gates(f, normalizer=self.gate_normalizer)
-        return Heads(*placed, v, *(placed if self.positions == "both" else (q, k)), f, self._weight(x))
+        return Heads(*positioned, v, *(positioned if self.positions == "both" else (q, k)), f, self._weight(x))
 
     def _weight(self, x: Tensor) -> Float[Tensor, "B T HQ"] | None:
         if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):
@@ -209,13 +211,14 @@ class NhaMixer(Mixer):
         else:
             positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
         positions = positions % self.q_positions.num_embeddings
-        of_q, of_k = self.q_positions(positions), self.k_positions(positions)
-        # under autocast the tables are wider than what they are added to
-        of_q, of_k = of_q.unflatten(-1, q.shape[2:]).to(q.dtype), of_k.unflatten(-1, k.shape[2:]).to(k.dtype)
-        return q + of_q, k + of_k
+        embed_q, embed_k = self.q_positions(positions), self.k_positions(positions)
+        # under autocast the tables are float32 and q and k 16-bit
+        embed_q = embed_q.unflatten(-1, q.shape[2:]).to(q.dtype)
+        embed_k = embed_k.unflatten(-1, k.shape[2:]).to(k.dtype)
+        return q + embed_q, k + embed_k
 
     def _attend(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Slots and window under one softmax."""
+        """Attend to slots and window under one softmax, with the fused operation."""
         q, k, v, q_slots, k_slots, f, _ = heads
         assert f is not None
         if not self.window:
@@ -248,17 +251,17 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Softmax attention, with M zero keys before it where the layer has slots."""
+        """Compute softmax attention, with M zero keys before the first token if the layer has slots."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is None and self.slots:
-            # one kernel for the zero keys too; it needs no gates to know that none is open
+            # the fused operation handles the zero keys; log-gates of 0 let no token enter the slots
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
             options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}
             return slot_window_attention(q, k, v, closed, window=q.shape[1], **options).o
         return with_zeros(self.attend_to_window(heads, call), self.slots)
 
-    def _attend_apart(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """The ablated forms."""
+    def _attend_separately(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
+        """Compute the ablations: a weighted sum of the outputs of slots and window, or no token shift."""
         window = self.attend_to_window(heads, call)
         before, entering = self.entering(heads, call)
         if heads.weight is None:
@@ -274,14 +277,14 @@ class NhaMixer(Mixer):
         return o
 
     def attend_to_window(self, heads: Heads, call: Call) -> AttentionOutput:
-        """Attention to the window alone."""
+        """Attend to the window alone."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is not None:
             return cached_attention_lse(q, k, v, call.state.kv, call.state.span, step=call.step, impl=self.impl)
         return attention(q, k, v, window=self.seen, cu_seqlens=call.cu_seqlens, impl=self.impl)
 
     def entering(self, heads: Heads, call: Call) -> tuple[SlotWindowState, Entering]:
-        """The slots before the call, and the tokens that enter them; of a layer whose slots and window are apart."""
+        """Return the slots before the call and the tokens that enter them, for the ablations."""
         sequences = len(heads.v) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         part = self._slots_part() if call.state is None else call.state.slots
         before = part.get(sequences, heads.v)
@@ -289,9 +292,9 @@ class NhaMixer(Mixer):
         return before, delayed(heads.k_slots, heads.v, heads.f, before, call.cu_seqlens)
 
     def _keep_in_graph(self, o: Tensor) -> Tensor:
-        """o, with gradients of zero for parameters that this window does not use: distributed training waits for all.
+        """Add zero to o so that parameters that this window does not use get zero gradients, as DDP requires.
 
-        Which ones are used may change from step to step, and differ between layers.
+        The set of unused parameters may change from step to step and differ between layers.
         """
         if not (self.training and torch.is_grad_enabled()):
             return o
@@ -301,12 +304,12 @@ class NhaMixer(Mixer):
             unused.append(self.weight_proj)
         if self.window == 0:
             unused += [self.q_positions, self.k_positions]
-        # the sum of no element
+        # the sum of an empty slice is 0 and depends on the parameter
         zeros = [p.flatten()[:0].sum() for module in unused if module is not None for p in module.parameters()]
         return o + torch.stack(zeros).sum().to(o.dtype) if zeros else o
 
     def mixing_flops(self, seq_len: int) -> float:
-        # 4 K operations a visible key and query head; a slot is read as a key is, and updated with 2 (K + V)
+        # 4 K FLOPs per visible key and query head; a slot is read like a key and updated with 2 (K + V) FLOPs
         keys = 0.0 if self.window == 0 else mean_visible(seq_len, self.seen)
         slots = 0 if self.seen is None else self.slots
         read = 4.0 * self.num_heads * self.head_dim * (keys + slots)

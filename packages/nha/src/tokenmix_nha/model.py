@@ -9,14 +9,14 @@ from tokenmix_nha.config import NhaConfig
 
 
 class NhaModel(HybridModel):
-    """The backbone; `tokenmix_nha.model_windows` sets other windows than the configuration's."""
+    """The backbone; `tokenmix_nha.model_windows` overrides the configuration's windows."""
 
     config: NhaConfig
     config_class = NhaConfig
 
 
 class NhaForCausalLM(HybridForCausalLM):
-    """The causal language model; `set_windows` and `using_windows` choose its windows at any time."""
+    """The causal language model; `set_windows` and `using_windows` change its windows at any time."""
 
     config: NhaConfig
     config_class = NhaConfig

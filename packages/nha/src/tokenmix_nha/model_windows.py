@@ -1,4 +1,4 @@
-"""Windows of a model's layers, our own models and converted ones alike: read, set, and set for a while."""
+"""Read and set the windows of a model's layers, permanently or inside a `with`; for NHA and converted models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def nha_mixers(model: nn.Module) -> list[NhaMixer]:
     """Return the model's Native Hybrid Attention mixers, in the order of its layers.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has no such mixer.
     """
     mixers = [module for module in model.modules() if isinstance(module, NhaMixer)]
     if not mixers:
@@ -24,7 +24,7 @@ def nha_mixers(model: nn.Module) -> list[NhaMixer]:
 
 
 def nha_layer_indices(model: nn.Module) -> list[int]:
-    """Return the indices of these layers in the model, from 0."""
+    """Return the layer indices of the model's Native Hybrid Attention mixers, from 0."""
     mixers = {id(mixer) for mixer in nha_mixers(model)}
     names = [name for name, module in model.named_modules() if id(module) in mixers]
     return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
@@ -36,12 +36,12 @@ def windows_of(model: nn.Module) -> list[Window]:
 
 
 def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
-    """Use other windows from the next call on; the configuration and the weights stay as they are.
+    """Use these windows from the next call on; the configuration and the weights stay as they are.
 
-    A cache belongs to the windows it was made under.
+    A cache made under other windows must not be used afterwards.
 
     Raises:
-        ValueError: wrong windows, or another number of them.
+        ValueError: a window is invalid, or their number does not fit the layers.
     """
     mixers = nha_mixers(model)
     for mixer, window in zip(mixers, check_windows(windows, len(mixers), mixers[0].slots), strict=True):
@@ -50,7 +50,7 @@ def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
 
 @contextmanager
 def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
-    """Give the model other windows inside of a `with`."""
+    """Use these windows inside a `with`, and the previous ones after it."""
     before = windows_of(model)
     set_windows(model, windows)
     try:

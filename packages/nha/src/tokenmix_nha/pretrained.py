@@ -24,7 +24,7 @@ us_foreign_policy virology world_religions
 """
 # MMLU's subjects as lm-eval names them
 MMLU = tuple(f"mmlu_{subject}" for subject in _SUBJECTS.split())
-# the paper does not say how many; what it gives for Llama-3-8B and others is what they reach with five
+# the paper does not state the number of shots; its scores of Llama-3-8B and others equal those published for five
 MMLU_SHOTS = 5
 # the columns of Tables 3 and 9 with the metric that enters the average
 UNDERSTANDING = {
@@ -36,7 +36,7 @@ UNDERSTANDING = {
     "winogrande": "acc",
     "mmlu": "acc",
 }
-# those of Table 4's right half: its shares are of GPQA's 448 main questions and of IFEval's 834 single instructions
+# the tasks of Table 4's right half; its percentages are of GPQA's 448 main questions and IFEval's 834 instructions
 KNOWLEDGE = {
     "gpqa_main_zeroshot": "acc",
     "ifeval": "inst_level_strict_acc",
@@ -48,17 +48,17 @@ ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 
 
 def understanding_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Common sense and MMLU, with the averages of Table 3 and, without LAMBADA, of Table 9."""
+    """Run common sense tasks and MMLU, with the averages of Table 3 and, without LAMBADA, of Table 9."""
     without_lambada = {task: metric for task, metric in UNDERSTANDING.items() if task != "lambada_openai"}
     averages = {"Table 3": UNDERSTANDING, "Table 9": without_lambada}
     return _suite("understanding", UNDERSTANDING, averages, model, tokenizer, options)
 
 
 def knowledge_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """GPQA, IFEval, HumanEval, MathQA and MMLU, with the average of Table 4.
+    """Run GPQA, IFEval, HumanEval, MathQA and MMLU, with the average of Table 4.
 
     Raises:
-        ValueError: HumanEval, which runs what the model writes, where nobody has allowed that.
+        ValueError: HumanEval is selected, which runs programs that the model writes, and HF_ALLOW_CODE_EVAL is not 1.
     """
     return _suite("knowledge", KNOWLEDGE, {"Table 4": KNOWLEDGE}, model, tokenizer, options)
 
@@ -102,14 +102,14 @@ def _suite(
 
 
 def _with_mmlu(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, with those of MMLU's subjects as one: the mean over all questions."""
+    """Replace the rows of MMLU's subjects by one row, the mean over all questions."""
     subjects = [row for row in rows if row["task"] in MMLU and row["metric"] == "acc"]
     rest = [row for row in rows if row["task"] not in MMLU]
     if not subjects:
         return rest
     count = sum(row["examples"] for row in subjects)
     value = sum(row["value"] * row["examples"] for row in subjects) / count
-    # of a share of independent questions
+    # standard error of the fraction of independent questions answered correctly
     error = (value * (1 - value) / (count - 1)) ** 0.5 if count > 1 else None
     return [*rest, {"task": "mmlu", "metric": "acc", "value": value, "stderr": error, "examples": count}]
 

@@ -1,7 +1,8 @@
 """Recipes: the paper's models and ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
 
-What the paper leaves open: heads of 128, gates divided by 8, and MLPs narrower by the gates' weights, so that NHA and
-its baselines have as many parameters (the tests count them). Ablations change one thing and keep the rest.
+Choices that the paper does not state: heads of 128, gates divided by 8, and MLPs narrower by the gates' weights, so
+that NHA and its baselines have equally many parameters (the tests count them). Ablations change one thing and keep the
+rest.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 MODEL_TYPE = "tokenmix_nha"
-# inner width of the MLP beside gates
+# inner width of the MLP in models with gates
 _MLPS = {"340m": 2624, "1.3b": 5312}
-# for training with drawn windows
+# windows that training draws from
 RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
 
 
 def draw(recipe: Recipe) -> TrainerCallback:
-    """The callback that draws the windows of a run whose configuration has `random_windows`."""
+    """Return the callback that draws the windows of a run whose configuration has `random_windows`."""
     from tokenmix_nha.training import DrawWindows
 
     config: Any = recipe.model_config()
     return DrawWindows(config.random_windows, recipe.data.data_seed)
 
 
-def one_in_eight(layers: int, window: Window, place: int) -> list[Window]:
-    """A full layer at this place of every block of eight."""
-    return hybrid_windows(layers, window, range(place, layers, 8))
+def one_in_eight(layers: int, window: Window, full_layer: int) -> list[Window]:
+    """Return windows with one full layer in every block of eight layers, at index `full_layer` of the block."""
+    return hybrid_windows(layers, window, range(full_layer, layers, 8))
 
 
 def paper(size: str, windows: Window | list[Window] | None = None, **changes: Any) -> Recipe:
-    """NHA at one of the paper's sizes: 64 slots, windows of 32 and a full layer in every eight; baselines' settings.
+    """Return the recipe of NHA at one of the paper's sizes: 64 slots, windows of 32, one full layer in every eight.
 
-    `windows` are others, and `changes` other options of all layers.
+    All other settings are the baselines'. `windows` and `changes` override windows and options of all layers.
     """
     base = baseline("transformer", size)
-    width, layers, place = SIZES[size]
-    windows = one_in_eight(layers, 32, place) if windows is None else windows
+    width, layers, full_layer = SIZES[size]
+    windows = one_in_eight(layers, 32, full_layer) if windows is None else windows
     return replace(
         base,
         name=f"nha-{size}",
@@ -65,7 +66,7 @@ def paper(size: str, windows: Window | list[Window] | None = None, **changes: An
 
 
 def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
-    """The recipe with a window drawn for every layer and step (Figure 4), made for `search`."""
+    """Return the recipe with a window drawn for every layer and step (Figure 4), for use with `search`."""
     return replace(
         recipe,
         name=f"{recipe.name}-random",
@@ -76,14 +77,17 @@ def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
 
 
 def gsa(size: str, *, hybrid: bool = False) -> Recipe:
-    """The baseline of Table 1 that is NHA without windows: gated slot attention, with a full layer in every eight."""
-    _, layers, place = SIZES[size]
+    """Return the recipe of gated slot attention, a baseline of Table 1: NHA with windows of 0.
+
+    A `hybrid` has one full layer in every eight.
+    """
+    _, layers, full_layer = SIZES[size]
     text = f"gated slot attention{' with full layers' if hybrid else ''}, {size.upper()} parameters"
-    windows = one_in_eight(layers, 0, place) if hybrid else 0
+    windows = one_in_eight(layers, 0, full_layer) if hybrid else 0
     return replace(paper(size, windows), name=f"gsa-{'hybrid-' if hybrid else ''}{size}", description=text)
 
 
-# the rows of Tables 6 to 8, as what differs from the model of Table 1
+# the rows of Tables 6 to 8, as changes of the model of Table 1
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no-slots": {"slots": 0},
     "no-shift": {"token_shift": False},
@@ -95,33 +99,33 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
-# nothing else changes, as in the paper, so some models are larger or smaller than NHA of their size, by this share
+# as in the paper nothing else changes, so some models have more or fewer parameters than NHA, by these fractions
 UNMATCHED: dict[str, dict[str, float]] = {
     "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
     "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},
     "learned-positions": {"340m": 0.296, "100m": 0.055, "small": 0.470},
-    # Zoology's two layers have no MLP that could make up for it
+    # Zoology's models have no MLP whose width could make up for it
     "gdn": {"small": 0.073},
     "transformer": {"small": -0.059},
 }
 
 
-def _apart(name: str, size: str) -> str:
-    """The words that a description adds where a model's parameters differ from NHA's."""
+def _difference(name: str, size: str) -> str:
+    """Return the words that a description adds if a model's parameter count differs from NHA's."""
     share = UNMATCHED.get(name, {}).get(size)
     return "" if share is None else f", {abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA"
 
 
 def ablation(name: str, size: str = "340m") -> Recipe:
-    """A row of Tables 6 to 8; layers that are full stay so."""
+    """Return the recipe of a row of Tables 6 to 8; full layers stay full."""
     changes = dict(ABLATIONS[name])
-    _, layers, place = SIZES[size]
-    windows = one_in_eight(layers, changes.pop("window", 32), place)
-    text = f"ablation of NHA: {name}{_apart(name, size)}"
+    _, layers, full_layer = SIZES[size]
+    windows = one_in_eight(layers, changes.pop("window", 32), full_layer)
+    text = f"ablation of NHA: {name}{_difference(name, size)}"
     return replace(paper(size, windows, **changes), name=f"nha-{size}-{name}", description=text)
 
 
-# what the recall models differ in: options of NHA, or a mixer of core
+# differences between the recall models: options of NHA, or a mixer of core
 _ABLATED = {"nha": {}} | {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
 _NHA_KINDS: dict[str, dict[str, Any]] = {**_ABLATED, "gsa": {"window": 0}}
 _CORE_KINDS = {"transformer": ATTENTION, "gdn": GDN}
@@ -129,17 +133,16 @@ RECALL = {
     "100m": (*_ABLATED, "nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer"),
     "small": (*_ABLATED, "gdn", "transformer"),
 }
-# width, layers, heads of 128, inner width of the MLP (beside gates), vocabulary, tokens in a row, pairs
+# width, layers, heads of 128, inner width of the MLP without and with gates, vocabulary, tokens in a row, pairs
 _RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 1024, 256, 64)}
 
 
 def recall(kind: str, size: str) -> Recipe:
-    """Multi-query associative recall from scratch: minutes on one GPU.
+    """Return the recipe of multi-query associative recall from scratch: minutes on one GPU.
 
     The "100m" models have the shape of language models; the seventh of their twelve layers is full, except in "-pure"
-    ones and in baselines without "-hybrid". The "small" ones are Zoology's: two layers without MLP, so that mixing
-    along time is all they can do, and none is full. NHA's slots hold as many numbers as the state of GDN; its window
-    holds more beside them.
+    ones and in baselines without "-hybrid". The "small" ones are Zoology's: two layers without MLP, which can only mix
+    along time; no layer is full. NHA's slots have as many elements as the state of GDN; its window comes on top.
     """
     width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
     small = size == "small"
@@ -163,11 +166,11 @@ def recall(kind: str, size: str) -> Recipe:
         model |= {"intermediate_size": mlp, "mixers": mixers}
         model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
     batch = 2**13
-    apart = _apart(kind.removeprefix("nha-"), size)
+    difference = _difference(kind.removeprefix("nha-"), size)
     steps, rate = (1000, 3e-3) if small else (1800, 5e-4)
     return Recipe(
         name=f"recall-{kind}-{size}",
-        description=f"multi-query associative recall, {kind}, {size}{apart}; minutes on one GPU",
+        description=f"multi-query associative recall, {kind}, {size}{difference}; minutes on one GPU",
         model=model,
         model_type=MODEL_TYPE if base in _NHA_KINDS else "tokenmix_hybrid",
         data=DataRecipe(
@@ -200,7 +203,7 @@ def recall(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Two heads, four layers of which the third is full, on Python's standard library: minutes on a laptop."""
+    """Return a recipe of four layers, the third full, trained on Python's standard library: minutes on a laptop."""
     base = tiny_hybrid()
     return replace(
         base,

@@ -1,4 +1,4 @@
-"""Which layers should see everything: a search by windows at inference alone (section 4.7.1, Table 5)."""
+"""Search for the layers that should be full, by changing windows at inference (section 4.7.1, Table 5)."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from tokenmix_nha.model_windows import nha_mixers, using_windows, windows_of
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, layers_with_windows
 
 CHOSEN, TRIED = "chosen", "tried.jsonl"
-# those of Table 5
+# the block lengths of Table 5
 BLOCKS = (8, 6, 4, 3, 2)
-# what stands for each of the harness' tasks
+# the metric to score by, for each of lm-eval's tasks
 _METRICS = {**COMMONSENSE, **RECALL, **dict.fromkeys(LONGBENCH, "score")}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Windows that were tried.
+    """One choice of windows with its score.
 
     Attributes:
-        pattern: the row of the table it belongs to.
-        place: of the full layer in its block, or the layer that was added.
-        windows: of each layer.
-        score: what it reached, more is better.
+        pattern: name of the choice's row in the table.
+        position: index of the full layer in its block, or of the layer that was added.
+        windows: one window per layer.
+        score: the score, more is better.
     """
 
     pattern: str
-    place: int | None
+    position: int | None
     windows: tuple[Window, ...]
     score: float
 
     @property
     def full(self) -> list[int]:
-        """The full layers."""
+        """Indices of the full layers."""
         return [i for i, window in enumerate(self.windows) if window == FULL]
 
 
@@ -58,24 +58,25 @@ def search_windows(
     max_full: int | None = None,
     progress: bool = True,
 ) -> tuple[list[Candidate], Candidate]:
-    """Try every pattern of Table 5 at every position, add layers greedily, and choose.
+    """Try every pattern of Table 5 at every position, add full layers greedily, and select the best candidate.
 
     Args:
-        model: an NHA model; its windows are those of before afterwards.
-        score: what a model reaches, more is better; called with other windows each time.
-        window: of the layers that are not full.
-        blocks: one full layer in every so many, at each position of the block.
-        insert: full layers to add, one after the other, each the best of all layers, to the best pattern with the
-            fewest full layers.
-        max_full: the most full layers that the chosen one may have; None for those that the insertion ends with.
+        model: an NHA model; its windows are restored afterwards.
+        score: returns a model's score, more is better; called once for each choice of windows.
+        window: window of the layers that are not full.
+        blocks: block lengths to try, with one full layer per block, at each position of the block.
+        insert: number of full layers to add to the best pattern with the fewest full layers; each step tries all
+            layers and adds the best.
+        max_full: the most full layers that the selected candidate may have; None allows as many as the insertion
+            ends with.
         progress: show a progress bar.
 
     Returns:
-        All candidates in the order they were tried, and the chosen one: of the best score, then of the fewest full
-        layers.
+        All candidates in the order they were tried, and the selected one, with the best score and, among equal scores,
+        the fewest full layers.
 
     Raises:
-        ValueError: blocks of more layers than the model has, or no candidate that `max_full` allows.
+        ValueError: a block is longer than the model, or `max_full` allows no candidate.
     """
     layers = len(nha_mixers(model))
     check_window(window)
@@ -85,23 +86,23 @@ def search_windows(
         raise ValueError(f"insert must be at least 0, got {insert}")
     tried: dict[tuple[Window, ...], float] = {}
     found: list[Candidate] = []
-    bar = tqdm(desc="search", unit="pattern", disable=not progress)
+    progress_bar = tqdm(desc="search", unit="pattern", disable=not progress)
 
-    def attempt(pattern: str, place: int | None, windows: Sequence[Window]) -> Candidate:
+    def attempt(pattern: str, position: int | None, windows: Sequence[Window]) -> Candidate:
         key = tuple(windows)
         if key not in tried:
             with using_windows(model, list(key)):
                 tried[key] = score(model)
-            bar.update()
-        found.append(Candidate(pattern, place, key, tried[key]))
+            progress_bar.update()
+        found.append(Candidate(pattern, position, key, tried[key]))
         return found[-1]
 
     attempt("pure linear", None, [window] * layers)
     for block in sorted(blocks, reverse=True):
-        for place in range(block):
-            attempt(f"1:{block}", place, hybrid_windows(layers, window, range(place, layers, block)))
+        for position in range(block):
+            attempt(f"1:{block}", position, hybrid_windows(layers, window, range(position, layers, block)))
     sparsest = [c for c in found if c.pattern == f"1:{max(blocks)}"]
-    # the places of a block that does not divide the layers differ by a layer
+    # if the block does not divide the layers, the number of full layers depends on the position
     best = max(sparsest, key=lambda c: (c.score, -len(c.full)))
     for added in range(1, insert + 1):
         rest = [i for i in range(layers) if i not in best.full]
@@ -111,7 +112,7 @@ def search_windows(
         full = best.full
         best = max((attempt(name, i, hybrid_windows(layers, window, [*full, i])) for i in rest), key=lambda c: c.score)
     attempt("all full", None, [FULL] * layers)
-    bar.close()
+    progress_bar.close()
     most = len(best.full) if max_full is None else max_full
     allowed = [c for c in found if len(c.full) <= most]
     if not allowed:
@@ -120,22 +121,22 @@ def search_windows(
 
 
 def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best candidate of each pattern, in the order of the patterns: the rows of Table 5."""
+    """Return the best candidate of each pattern, in the order of the patterns: the rows of Table 5."""
     best: dict[str, Candidate] = {}
     for candidate in candidates:
-        kept = best.setdefault(candidate.pattern, candidate)
-        if candidate.score > kept.score:
+        current = best.setdefault(candidate.pattern, candidate)
+        if candidate.score > current.score:
             best[candidate.pattern] = candidate
     return list(best.values())
 
 
 def score_of(task: str, result: SuiteResult) -> float:
-    """One number of a suite's rows, more is better: mean accuracy, mean of the tasks' own metrics, or −loss.
+    """Return one score of a suite's rows, more is better: mean accuracy, mean of the tasks' metrics, or −loss.
 
-    WikiText's perplexity takes no part in a mean.
+    WikiText's perplexity is not averaged.
 
     Raises:
-        ValueError: a suite that has none.
+        ValueError: the rows hold neither an accuracy nor a loss.
     """
     rows = result["rows"]
     measures = {(name, metric) for name, metric in _METRICS.items() if name != "wikitext"}
@@ -143,7 +144,7 @@ def score_of(task: str, result: SuiteResult) -> float:
     values = [row["accuracy"] for row in rows if "accuracy" in row] or [
         row["value"] for row in rows if row.get("task") in RULER or (row.get("task"), row.get("metric")) in measures
     ]
-    # of text the whole, not its parts, nor what the bigram model that stands beside loses
+    # the model's loss on all positions, not on parts of the text and not the bigram baseline's
     values = values or [-row["loss"] for row in rows if (row.get("predictor"), row.get("position")) == ("model", "all")]
     if not values:
         raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")
@@ -153,18 +154,18 @@ def score_of(task: str, result: SuiteResult) -> float:
 def remembered(
     score: Callable[[Any], float], log: Path, about: dict[str, Any], *, resume: bool
 ) -> Callable[[Any], float]:
-    """`score`, which keeps what each choice of windows reached in a file of JSON lines.
+    """Wrap `score` so that the score of each choice of windows is also saved, in a file of JSON lines.
 
     Args:
-        log: the file, begun anew unless to `resume`.
-        about: what scores depend on beside the windows; those that a resumed search takes from the file depend on the
-            same.
-        resume: ask `score` for no windows that the file has.
+        log: the file; overwritten unless `resume`.
+        about: settings that scores depend on beside the windows; a resumed search uses saved scores with equal
+            settings only.
+        resume: use the saved scores instead of calling `score` again.
     """
-    # as the file will have it
+    # the JSON form, to compare with the file's
     about = json.loads(json.dumps(about))
     lines = read_metrics(log) if resume and log.exists() else []
-    # without a line that a killed process did not finish
+    # drops an unfinished line of a killed process
     write_atomically(log, "".join(json.dumps(line) + "\n" for line in lines))
     known = {tuple(line["windows"]): line["score"] for line in lines if line["about"] == about}
 
@@ -185,7 +186,7 @@ def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, set
     rows = [
         {
             "pattern": c.pattern,
-            "place": c.place,
+            "position": c.position,
             "full layers": len(c.full),
             "which": ", ".join(map(str, c.full)) if len(c.full) < len(c.windows) else "all",
             task: c.score,
@@ -193,7 +194,7 @@ def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, set
         for c in best_of_each(candidates)
     ]
     plot = plot_of(task, [(c.pattern, len(c.full), c.score) for c in candidates], (len(chosen.full), chosen.score))
-    tried = [{"pattern": c.pattern, "place": c.place, "full": c.full, "score": c.score} for c in candidates]
+    tried = [{"pattern": c.pattern, "position": c.position, "full": c.full, "score": c.score} for c in candidates]
     chosen_row = {"full layers": chosen.full, "score": chosen.score}
     return {
         "suite": "search",
@@ -208,8 +209,8 @@ def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, 
 
     Args:
         y: the label of the score's axis.
-        tried: pattern, number of full layers and score of every choice of windows.
-        chosen: number of full layers and score of the chosen one.
+        tried: pattern, number of full layers and score of every candidate.
+        chosen: number of full layers and score of the selected candidate.
     """
     best: dict[str, tuple[int, float]] = {}
     for pattern, full, score in tried:
@@ -229,7 +230,7 @@ def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, 
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """`tokenmix-nha search`: the table, the plot, and a configuration with the chosen windows."""
+    """Run `tokenmix-nha search`: write the table, the plot, and a configuration with the selected windows."""
     from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
 
     name, _, tasks = args.task.partition(":")
@@ -265,7 +266,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     files = write_result(result, out)
     config = model.config.to_dict() | layers_with_windows(model.config, chosen.windows)
     text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"
-    # where from_pretrained(..., config=...) and AutoConfig find it
+    # a folder with config.json, for from_pretrained(..., config=...) and AutoConfig
     write_atomically(out / CHOSEN / "config.json", text)
     files.append(out / CHOSEN / "config.json")
     print(f"chosen: full layers {chosen.full or 'none'}, {args.task} {chosen.score:.4g}")

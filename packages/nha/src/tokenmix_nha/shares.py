@@ -1,4 +1,4 @@
-"""The share ω_L of attention that goes to the slots (equation 5), as calls of the layers observe it."""
+"""The share ω_L of attention that goes to the slots (equation 5), collected while layers run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Within it, calls without a cache record ω_L `[B, T, HQ]`: a list for each mixer, an entry for each call."""
+    """Collect ω_L `[B, T, HQ]` of calls without a cache inside the `with`: one list per mixer, one entry per call."""
     for mixer in mixers:
         mixer.shares = []
     try:
@@ -31,10 +31,10 @@ def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
 
 
 def share_of_slots(mixer: NhaMixer, heads: Heads, call: Call) -> Float[Tensor, "B T HQ"]:
-    """ω_L of a call without a cache: the share that one softmax gives the slots, or their weight in a sum.
+    """Return ω_L of a call without a cache: the share that one softmax gives the slots, or their weight in a sum.
 
-    One softmax never forms it, so it is found apart: a recurrence for the keys' slots, in plain PyTorch on every
-    device.
+    The fused operation does not return the share, so this function recomputes the slots' logits by a recurrence in
+    plain PyTorch on every device.
     """
     shape = heads.q.shape[:3]
     if not mixer.slots or mixer.window == 0:

@@ -1,4 +1,4 @@
-"""Slots and window of a batch of sequences as a part of a layer's state."""
+"""Slots and window of a batch of sequences, as part of a layer's state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenmix_nha.ops import SlotWindowState
 
 
 class SlotWindowPart(StatePart):
-    """A `SlotWindowState` whose ring has the window's places from the first token on: bytes do not grow.
+    """A `SlotWindowState` whose ring has its full size from the first token on, so that bytes do not grow.
 
     Args:
         heads: H.
         slots: M.
         key_size, value_size: K and V.
-        window: places of the ring.
-        own_slot_keys: whether the ring also holds keys as the slots see them.
+        window: tokens that the ring can hold.
+        own_slot_keys: True if the slots use other keys than the window; the ring then holds both.
     """
 
     window: int
@@ -31,13 +31,13 @@ class SlotWindowPart(StatePart):
         self.value: SlotWindowState | None = None
 
     def get(self, batch: int, like: Tensor) -> SlotWindowState:
-        """The state, that of no tokens before the first was stored."""
+        """Return the state; an empty one before the first token."""
         if self.value is None:
             self.value = self.empty(batch, like)
         return self.value
 
     def empty(self, batch: int, like: Tensor) -> SlotWindowState:
-        """The state of `batch` sequences before any token, for activations such as `like`."""
+        """Return the state of `batch` sequences before any token, with the dtype and device of `like`."""
         wide = torch.promote_types(like.dtype, torch.float32)
         return SlotWindowState.zeros(
             batch,
@@ -50,7 +50,7 @@ class SlotWindowPart(StatePart):
         )
 
     def set(self, state: SlotWindowState) -> None:
-        """Keep what a call leaves; gradients do not cross calls."""
+        """Store a call's final state, detached: gradients do not cross calls."""
         state = SlotWindowState._make(None if x is None else x.detach() for x in state).reserve(self.window)
         if self.fixed:
             copy_all([x for x in state if x is not None], self.tensors)
@@ -59,20 +59,20 @@ class SlotWindowPart(StatePart):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Slots, ring and length, where they have been made."""
+        """Slots, ring and length; empty before the first token."""
         return () if self.value is None else tuple(x for x in self.value if x is not None)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tensors by a function of each."""
+        """Apply `fn` to each tensor and store the results."""
         if self.value is not None:
             self.value = SlotWindowState._make(None if x is None else fn(x) for x in self.value)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop the state."""
         self.value = None
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """The bytes of the state of `batch_size` sequences, of whatever length."""
+        """Return the bytes of the state of `batch_size` sequences, which do not depend on their length."""
         heads, slots, key_size, value_size = self.sizes
         wide = torch.promote_types(dtype, torch.float32).itemsize
         keys = 2 if self.own_slot_keys else 1
@@ -82,10 +82,10 @@ class SlotWindowPart(StatePart):
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Bytes now held."""
+        """Return the bytes that the state holds now."""
         return 0 if self.value is None else self.value.bytes()
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory taken."""
+        """Bytes of memory allocated for the state."""
         return self.held(0)

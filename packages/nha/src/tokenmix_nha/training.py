@@ -1,4 +1,4 @@
-"""Training with windows drawn for every layer and step, so that one model serves all hybrids (Figure 4)."""
+"""Train with random windows, drawn for every layer and step, so that one model serves all hybrids (Figure 4)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tokenmix_nha.windows import Window, check_window
 
 
 def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:
-    """A window for each layer, independent and uniform over `choices`: a function of the seed and the step alone."""
+    """Draw one window per layer, independent and uniform over `choices`, from the seed and the step alone."""
     rng = stream("nha windows", seed, step)
     return [choices[i] for i in rng.integers(len(choices), size=layers)]
 
 
 class DrawWindows(TrainerCallback):
-    """Trains with a window drawn for every layer and optimizer step (Figure 4).
+    """Draw a window for every layer at the beginning of each optimizer step (Figure 4).
 
-    All micro-batches and processes of a step have the same windows, and a resumed run those that it would have had.
-    Afterwards the model has its own windows again.
+    All micro-batches and processes of a step have the same windows. A resumed run draws the same windows as one that
+    was not interrupted. After training the model has its own windows again.
 
     Args:
         choices: the windows to draw from.
-        seed: what the draws depend on, beside the step.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: no or wrong choices.
+        ValueError: `choices` is empty or holds an invalid window.
     """
 
     def __init__(self, choices: Sequence[Window], seed: int):

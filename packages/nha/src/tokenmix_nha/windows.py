@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL = "full"
-# of layers that name none
+# default of layers without the option
 WINDOW = 32
 # a number of tokens, 0 for slots alone, or "full"
 Window = int | str
 
 
 def check_window(window: Any, slots: int = 1) -> Window:
-    """The window itself.
+    """Return the window unchanged if it is valid.
 
     Raises:
-        ValueError: neither an integer from 0 on nor "full"; 0 without slots, which would see nothing.
+        ValueError: `window` is neither an integer ≥ 0 nor "full", or is 0 without slots, which would see nothing.
     """
     if window == FULL:
         return window
@@ -28,10 +28,10 @@ def check_window(window: Any, slots: int = 1) -> Window:
 
 
 def check_windows(windows: Window | Sequence[Window], layers: int, slots: int = 1) -> list[Window]:
-    """A window for each layer, of one for all or a pattern whose length divides their number.
+    """Return one window per layer, from one window for all or a pattern whose length divides the number of layers.
 
     Raises:
-        ValueError: a wrong window, or another number of them.
+        ValueError: a window is invalid, or the pattern's length does not divide `layers`.
     """
     pattern = list(windows) if isinstance(windows, list | tuple) else [windows]
     if not pattern or layers % len(pattern):
@@ -43,10 +43,10 @@ def check_windows(windows: Window | Sequence[Window], layers: int, slots: int = 
 
 
 def hybrid_windows(layers: int, window: Window, full_layers: Sequence[int]) -> list[Window]:
-    """`window` in every layer but the `full_layers`.
+    """Return one window per layer: "full" in `full_layers`, `window` in all others.
 
     Raises:
-        ValueError: an index that is no layer's.
+        ValueError: an index of `full_layers` is not a layer's.
     """
     for i in full_layers:
         if not 0 <= i < layers:
@@ -55,14 +55,14 @@ def hybrid_windows(layers: int, window: Window, full_layers: Sequence[int]) -> l
 
 
 def nha_layers(windows: Window | Sequence[Window], **options: Any) -> dict[str, Any]:
-    """The fields `mixers` and `mixer_options` of a configuration whose layers are NHA with these windows.
+    """Return the fields `mixers` and `mixer_options` of a configuration whose layers are NHA with these windows.
 
     Args:
-        windows: of all layers, or a pattern of them.
-        options: of every layer, as for `NhaMixer`.
+        windows: one window for all layers, or a pattern.
+        options: options of every layer, as for `NhaMixer`.
 
     Raises:
-        ValueError: a wrong window.
+        ValueError: a window is invalid.
     """
     pattern: list[Any] = list(windows) if isinstance(windows, list | tuple) else [windows]
     check_windows(pattern, len(pattern), options.get("slots", 1))
@@ -74,9 +74,9 @@ def nha_layers(windows: Window | Sequence[Window], **options: Any) -> dict[str, 
 
 
 def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any]:
-    """The fields that give the NHA layers of a configuration other windows, one for each, and change nothing else."""
+    """Return the configuration fields that set one window per NHA layer and change nothing else."""
     if hasattr(config, "window"):
-        # a converted model's, which has one kind of layer
+        # a converted model has only NHA layers and keeps their windows in one field
         return {"window": list(windows)}
     labels, made, rest = [], dict(config.mixer_options), iter(windows)
     for i, label in enumerate(config.labels):
