@@ -52,7 +52,7 @@ def test_the_command_gives_models_with_the_logits_of_flas(kind, tmp_path, capsys
     ("config", "change", "reason"),
     [
         (GLA, {"use_short_conv": True}, "not convolved"),
-        (GLA, {"num_kv_heads": 1}, "keys and values of its own"),
+        (GLA, {"num_kv_heads": 1}, "its own keys and values"),
         (GLA, {"use_output_gate": False}, "outputs are gated"),
         (GSA, {"feature_map": "relu"}, "pass through a SiLU"),
         (GSA, {"expand_k": 0.5}, "share the model's width"),

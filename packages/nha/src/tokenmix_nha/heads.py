@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         state: the layer's state after the earlier tokens; None without a cache.
         cu_seqlens: boundaries of packed sequences.
-        step: True in a decoding step: one token per sequence, and a state to update in place.
+        step: True in a decoding step: one token per sequence, and a state to overwrite.
     """
 
     state: LayerState | None

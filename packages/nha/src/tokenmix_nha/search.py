@@ -86,14 +86,14 @@ def search_windows(
         raise ValueError(f"insert must be at least 0, got {insert}")
     tried: dict[tuple[Window, ...], float] = {}
     found: list[Candidate] = []
-    progress_bar = tqdm(desc="search", unit="pattern", disable=not progress)
+    meter = tqdm(desc="search", unit="pattern", disable=not progress)
 
     def attempt(pattern: str, position: int | None, windows: Sequence[Window]) -> Candidate:
         key = tuple(windows)
         if key not in tried:
             with using_windows(model, list(key)):
                 tried[key] = score(model)
-            progress_bar.update()
+            meter.update()
         found.append(Candidate(pattern, position, key, tried[key]))
         return found[-1]
 
@@ -112,7 +112,7 @@ def search_windows(
         full = best.full
         best = max((attempt(name, i, hybrid_windows(layers, window, [*full, i])) for i in rest), key=lambda c: c.score)
     attempt("all full", None, [FULL] * layers)
-    progress_bar.close()
+    meter.close()
     most = len(best.full) if max_full is None else max_full
     allowed = [c for c in found if len(c.full) <= most]
     if not allowed:

@@ -79,8 +79,8 @@ def z(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def walks_of_segments(monkeypatch):
-    monkeypatch.setattr(tuning, "walk", lambda *_: tuning.Walk(2, 3, 4, 1))
+def scans_of_segments(monkeypatch):
+    monkeypatch.setattr(tuning, "scan_config", lambda *_: tuning.ScanConfig(2, 3, 4, 1))
 
 
 def tiles_wider_than_the_slots(monkeypatch):
@@ -94,7 +94,7 @@ def slots_part_by_part(monkeypatch):
 def tiles_wider_than_memory(monkeypatch):
     monkeypatch.setattr(tuning, "whole_tile", lambda *_: 32)
     monkeypatch.setattr(tuning, "tile", lambda *_: tuning.Tile(16, 32, 16, 4, 1))
-    walks_of_segments(monkeypatch)
+    scans_of_segments(monkeypatch)
 
 
 def programs_of_several_heads(monkeypatch):
@@ -134,7 +134,7 @@ class TestSlotWindowAttention(OpContract):
             ("packed", dict(window=7, ring=7, borders=PACKED), None),
             ("full window", dict(B=2, T=65, HQ=2, window=65), None),
             ("full window, packed", dict(HQ=2, window=65, borders=[0, 30, 30, 65]), None),
-            ("walks of segments", dict(T=60, window=4, ring=4), walks_of_segments),
+            ("scans of segments", dict(T=60, window=4, ring=4), scans_of_segments),
             ("tiles wider than the slots", dict(T=30, window=4, ring=4), tiles_wider_than_the_slots),
             ("slots part by part", dict(T=30, M=32, window=4), slots_part_by_part),
             ("tiles wider than memory", dict(T=60, gates="hard", window=4, ring=4), tiles_wider_than_memory),
@@ -423,5 +423,5 @@ def test_a_step_refuses_a_state_it_cannot_update():
     state = SlotWindowState.zeros(2, 1, 5, 8, 6, 4)
     with pytest.raises(ValueError, match="must be contiguous"):
         slot_window_attention_step(**x, state=state._replace(k=state.k.repeat(1, 1, 1, 2)[..., ::2]))
-    with pytest.raises(ValueError, match="at least the ring's 4 places, got 3"):
+    with pytest.raises(ValueError, match="at least the ring's 4 tokens, got 3"):
         state.reserve(3)

@@ -1,6 +1,6 @@
-"""The paper's operation `slot_window_attention` with one token of it for decoding, its gates, and GLA's."""
+"""Public operations: `slot_window_attention` and its decoding step, the forget gates, and gated linear attention."""
 
-# what explain knows
+# registers the operations with `explain`
 import tokenmix_nha.ops.operations  # noqa: F401
 from tokenmix_nha.ops.forget_gates.api import log_forget_gates
 from tokenmix_nha.ops.gla.api import chunk_gla

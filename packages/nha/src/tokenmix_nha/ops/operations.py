@@ -1,4 +1,4 @@
-"""This package's operations with kernels, as core's `explain` knows them."""
+"""Register this package's operations with core's `explain`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmix_nha.ops.slot_window.api import slot_window_attention, slot_window_
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit, plan
 from tokenmix_nha.ops.slot_window.tuning import slot_tile
 
-# of the usual call, in tokens
+# window of the example call, in tokens
 _WINDOW = 32
 
 

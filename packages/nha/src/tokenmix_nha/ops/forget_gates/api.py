@@ -1,4 +1,4 @@
-"""The public function of the gates: shapes, checks and the choice of an implementation."""
+"""The public function of the gates: checks and selection of the implementation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def log_forget_gates(
     f: Float[Tensor, "*tokens F"], *, normalizer: float = 1.0, impl: Impl | None = None
 ) -> Float[Tensor, "*tokens F"]:
-    """log α = log σ(f) / τ (after equation 6), at most 0, computed and returned in float32; the gradient keeps f.
+    """Compute log α = log σ(f) / τ ≤ 0 (below equation 6) in float32; autograd saves f alone.
 
     Args:
-        f: `[*, F]`, the projection; a slice of a wider tensor is read where it lies.
+        f: `[*, F]`, the gates' logits; a slice of a wider tensor is read without a copy.
         normalizer: τ, positive.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, the reference for
-            others, and where torch.compile traces, which fuses it with its neighbours.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference;
+            torch.compile traces the reference and fuses it with neighbouring operations.
 
     Raises:
-        ValueError: a dtype that has no gates, no dimension, or a τ that is not positive.
+        ValueError: f has no floating dtype or no dimension, or τ is not positive and finite.
     """
     op = "log_forget_gates"
     check_tensors(op, f=f)
@@ -42,6 +42,6 @@ def log_forget_gates(
 
 
 def check_normalizer(op: str, normalizer: float) -> None:
-    """Raise a ValueError for a τ that is not positive."""
+    """Raise a ValueError unless τ is positive and finite."""
     if not (normalizer > 0 and math.isfinite(normalizer)):
         raise ValueError(f"{op}: normalizer must be positive, got {normalizer!r}")

@@ -1,4 +1,4 @@
-"""The kernels as a differentiable function of eager mode; f alone is kept."""
+"""The kernels as a differentiable function in eager mode, which saves f alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gates and their gradient, element by element."""
+"""Elementwise kernels of the gates and their gradient."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tokenmix_core.tile.early import gdc_launch_and_wait
 
 @triton.jit
 def log_sigmoid(b_f):
-    """log σ(f) = min(f, 0) − log(1 + exp(−|f|)), which no f makes overflow."""
+    """Return log σ(f) = min(f, 0) − log(1 + exp(−|f|)), which never overflows."""
     b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
-    # 1 + x rounds digits of a small x away, whose logarithm a series has
+    # log(1 + x) by its series if x is small, since 1 + x would round x
     b_series = b_x * (1.0 - b_x * (0.5 - b_x * (0.33333333 - b_x * 0.25)))
     return tl.minimum(b_f, 0.0) - tl.where(b_x < 0.01, b_series, tl.log(1.0 + b_x))
 
@@ -28,7 +28,7 @@ def log_sigmoid(b_f):
 def forget_gates_kernel(
     f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False
 ):
-    """log σ(f) / τ of a tile."""
+    """Store log σ(f) / τ of a tile."""
     gdc_launch_and_wait(PDL)
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
@@ -38,17 +38,17 @@ def forget_gates_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def forget_gates_backward_kernel(f, dy, df, stride_f, stride_dy, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr):
-    """df = dy σ(−f) / τ of a tile."""
+    """Store df = dy σ(−f) / τ of a tile."""
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
     b_dy = tl.load(dy + o_r * stride_dy + o_d, mask=mask, other=0.0).to(tl.float32)
     b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
-    b_closed = tl.where(b_f > 0, b_x, 1.0) / (1.0 + b_x)
-    tl.store(df + o_r * D + o_d, (b_dy * b_closed * inverse).to(df.dtype.element_ty), mask=mask)
+    b_sigma = tl.where(b_f > 0, b_x, 1.0) / (1.0 + b_x)
+    tl.store(df + o_r * D + o_d, (b_dy * b_sigma * inverse).to(df.dtype.element_ty), mask=mask)
 
 
 def forget_gates_forward(f: Tensor, normalizer: float) -> Tensor:
-    """log α `[rows, D]`, float32; f has rows of one stride."""
+    """Return log α `[rows, D]` in float32; rows of f have a uniform stride."""
     rows, D = f.shape
     y = torch.empty((rows, D), dtype=torch.float32, device=f.device)
     forget_gates_kernel[(cdiv(rows, BM), cdiv(D, BD))](
@@ -58,7 +58,7 @@ def forget_gates_forward(f: Tensor, normalizer: float) -> Tensor:
 
 
 def forget_gates_backward(f: Tensor, dy: Tensor, normalizer: float) -> Tensor:
-    """df `[rows, D]` in f's dtype; f and dy have rows of one stride each."""
+    """Return df `[rows, D]` in f's dtype; rows of f and of dy have uniform strides."""
     rows, D = f.shape
     df = torch.empty((rows, D), dtype=f.dtype, device=f.device)
     forget_gates_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](

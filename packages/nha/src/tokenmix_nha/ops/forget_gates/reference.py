@@ -1,4 +1,4 @@
-"""The gates in eager PyTorch, for any device and dtype."""
+"""The gates in eager PyTorch, on any device and in any dtype."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tokenmix_core.nn.precision import at_least_float32
 
 
 def log_forget_gates_reference(f: Tensor, normalizer: float) -> Tensor:
-    """log α, in float32 at least."""
+    """Return log α, in float32 or wider."""
     return F.logsigmoid(at_least_float32(f)) / normalizer

@@ -32,13 +32,13 @@ def chunk_gla(
     initial_state: Float[Tensor, "N H K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    r"""Gated linear attention (Yang et al. 2023), chunkwise: a gate for every channel of the keys.
+    r"""Compute gated linear attention (Yang et al. 2023) chunkwise, with one gate per key channel.
 
     .. math:: S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
-    Plain PyTorch on every device, with no kernel behind it: a baseline, not a fast path. Differentiable in every tensor
-    argument and through both results. Packed sequences with initial states are taken one after the other, for which a
-    call waits for the device.
+    Plain PyTorch on every device, without kernels: a baseline, not a fast path. Differentiable in every tensor argument
+    and through both results. Packed sequences with initial states run one after the other, and the call synchronises
+    with the device.
 
     Args:
         q: `[B, T, HQ, K]`; HQ is a multiple of H, and query head h reads head h // (HQ / H).
@@ -46,13 +46,14 @@ def chunk_gla(
         g: `[B, T, H, K]`, natural log of the gates, ≤ 0, any float dtype.
         scale: factor of the outputs; None is K ** −0.5.
         initial_state: `[N, H, K, V]`, float32 (float64 beside float64 inputs); None is zero.
-        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
+        cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
 
     Returns:
         ScanOutput: o `[B, T, HQ, V]` in q's dtype, and the state after each sequence.
 
     Raises:
-        ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit; it says what was got and expected.
+        ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit; the message names the argument with
+        its actual and its expected value.
     """
     op = "chunk_gla"
     dims = bind_shapes(op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), g=(g, "B T H K"))
@@ -66,9 +67,9 @@ def chunk_gla(
     check_dtype(op, (wide,), initial_state=initial_state)
     factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
     parts = []
-    for tokens, rows, borders in scanned_at_once(cu_seqlens, carried=initial_state is not None):
+    for tokens, rows, boundaries in scanned_at_once(cu_seqlens, carried=initial_state is not None):
         b_q, b_k, b_v, b_g = (x[:, tokens].to(wide) for x in (q, k, v, g))
-        scan = GatedScan(b_k, b_v, b_g, None if initial_state is None else initial_state[rows], borders)
+        scan = GatedScan(b_k, b_v, b_g, None if initial_state is None else initial_state[rows], boundaries)
         parts.append((scan.rows(factor * b_q), scan.final))
     o, states = zip(*parts, strict=True)
     return ScanOutput(torch.cat(o, 1).to(q.dtype), torch.cat(states))
@@ -77,8 +78,7 @@ def chunk_gla(
 def scanned_at_once(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None, *, carried: bool
 ) -> list[tuple[slice, slice, Int[Tensor, "N_plus_1"] | None]]:
-    """The tokens, the rows of the state and the borders of each scan: one, but for packed sequences with states."""
+    """Return tokens, rows of the state and boundaries per scan: one scan, or one per packed sequence with a state."""
     if cu_seqlens is None or not carried:
         return [(slice(None), slice(None), cu_seqlens)]
-    borders = cu_seqlens.tolist()
-    return [(slice(a, b), slice(n, n + 1), None) for n, (a, b) in enumerate(pairwise(borders))]
+    return [(slice(a, b), slice(n, n + 1), None) for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))]

@@ -1,4 +1,4 @@
-"""The recurrence of matrices under gates on their rows, chunkwise in plain PyTorch, with both ways of reading it."""
+"""A matrix recurrence with gates on the rows, chunkwise in plain PyTorch, which queries read by rows or by columns."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions
 
-# tokens of a chunk: weights between its tokens are formed for every row, [C, C, M]
+# tokens of a chunk: the weights between its tokens take [C, C, M]
 CHUNK = 16
-# the log of a gate that lets nothing pass
+# log-gate that clears the state: exp(−10⁴) = 0 in float32
 CLOSED = -1e4
 
 
 class GatedScan:
-    r"""S_t = Diag(e^{g_t}) S_{t−1} + w_t ⊗ x_t, with S `[M, D]`, which queries read by its rows or its columns.
+    r"""The recurrence S_t = Diag(e^{g_t}) S_{t−1} + w_t ⊗ x_t with S `[M, D]`, read by rows or by columns.
 
-    Read by rows it is gated linear attention, o_t = S_tᵀ q_t; a key's and a value's slots are two such recurrences,
-    whose logits are read by columns, z_t = S_t q_t. Differentiable by autograd; time and memory grow with T · C · M.
+    Read by rows it is gated linear attention, o_t = S_tᵀ q_t. The slots of keys and of values are two such recurrences;
+    the logits read the keys' by columns, z_t = S_t q_t. Differentiable by autograd; time and memory grow as T · C · M.
 
     Args:
-        w: `[N, T, H, M]`, what enters the rows.
-        x: `[N, T, H, D]`.
+        w: `[N, T, H, M]`, weights of the entering token in the rows.
+        x: `[N, T, H, D]`, the entering vectors.
         g: `[N, T, H, M]`, natural log of the gates, ≤ 0.
         state: `[N, H, M, D]`, S before the first token; None is zero.
-        cu_seqlens: borders of sequences packed into one row, each of which begins with S = 0: a carried `state` and
-            borders exclude each other.
+        cu_seqlens: boundaries of sequences packed into one row, each starting from S = 0; excludes `state`.
     """
 
     def __init__(
@@ -56,25 +55,25 @@ class GatedScan:
 
     @property
     def final(self) -> Float[Tensor, "N H M D"]:
-        """S after the last token, of every packed sequence."""
+        """S after the last token of every sequence."""
         if self.cu_seqlens is None:
             return self._last
         empty = self.cu_seqlens.diff() == 0
         end = (self.cu_seqlens[1:].long() - 1).clamp(min=0)
-        chunk, place = end // self.chunk, end % self.chunk
-        within = torch.einsum("njhm,njhd->nhmd", self.weight[0, chunk, place], self.x[0, chunk])
-        final = self.decay[0, chunk, place].unsqueeze(-1) * self.before[0, chunk] + within
+        i_c, i_t = end // self.chunk, end % self.chunk
+        within = torch.einsum("njhm,njhd->nhmd", self.weight[0, i_c, i_t], self.x[0, i_c])
+        final = self.decay[0, i_c, i_t].unsqueeze(-1) * self.before[0, i_c] + within
         return final.masked_fill(empty.view(-1, 1, 1, 1), 0)
 
     def rows(self, q: Float[Tensor, "N T HQ M"]) -> Float[Tensor, "N T HQ D"]:
-        """S_tᵀ q_t; query head h reads head h // (HQ / H)."""
+        """Return S_tᵀ q_t; query head h reads head h // (HQ / H)."""
         q = self._queries(q)
         o = torch.einsum("ncthgm,nchmd->ncthgd", q * self.decay[:, :, :, :, None], self.before)
         scores = torch.einsum("ncthgm,nctjhm->ncthgj", q, self.weight)
         return self._joined(o + torch.einsum("ncthgj,ncjhd->ncthgd", scores, self.x))
 
     def columns(self, q: Float[Tensor, "N T HQ D"]) -> Float[Tensor, "N T HQ M"]:
-        """S_t q_t."""
+        """Return S_t q_t; query head h reads head h // (HQ / H)."""
         q = self._queries(q)
         z = torch.einsum("ncthgd,nchmd->ncthgm", q, self.before) * self.decay[:, :, :, :, None]
         scores = torch.einsum("ncthgd,ncjhd->ncthgj", q, self.x)
@@ -93,9 +92,9 @@ def _chunks(x: Float[Tensor, "N T *rest"], size: int) -> Float[Tensor, "N chunks
 
 
 def _between(g: Float[Tensor, "N chunks C H M"]) -> Float[Tensor, "N chunks C C H M"]:
-    """The gates after token j up to token t, `[t, j]`; 0 for j > t."""
+    """Return the decay from token j to token t, `[t, j]`; 0 for j > t."""
     order = torch.arange(g.shape[2], device=g.device)
-    # a sum, not a difference of sums: no digits lost
+    # sum the gates between j and t; a difference of cumulative sums would cancel
     between = torch.where((order[:, None] > order)[..., None, None], g[:, :, :, None], 0).cumsum(2)
     return between.masked_fill((order[:, None] < order)[..., None, None], -torch.inf).exp()
 
@@ -103,7 +102,10 @@ def _between(g: Float[Tensor, "N chunks C H M"]) -> Float[Tensor, "N chunks C C 
 def _states(
     g: Float[Tensor, "N T H M"], added: Float[Tensor, "N T H M D"], state: Float[Tensor, "N H M D"]
 ) -> tuple[Float[Tensor, "N T H M D"], Float[Tensor, "N H M D"]]:
-    """S before each of T steps S ← Diag(e^{g_t}) S + added_t, and after the last; of many steps in chunks again."""
+    """Return S before each of T steps S ← Diag(e^{g_t}) S + added_t, and after the last.
+
+    More than `CHUNK` steps are split into chunks recursively.
+    """
     steps = g.shape[1]
     if steps <= CHUNK:
         states = []

@@ -1,4 +1,4 @@
-"""Public functions of slot-window attention: shapes, validation, carried windows, the choice of an implementation."""
+"""Public functions of slot-window attention: validation, carried windows, selection of the implementation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def slot_window_attention(
     output_final_state: bool = True,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    r"""Attention over M memory slots and the last `window` tokens under one softmax (Native Hybrid Attention, eq. 1–4).
+    r"""Attend to M memory slots and the last `window` tokens under one softmax (Native Hybrid Attention, eq. 1–4).
 
     A token enters the slots when it leaves the window, with its own gate :math:`\alpha_j = e^{f_j} \in [0, 1]^M`; the
     query at t sees the slots of the tokens :math:`j \le t - w` and the tokens :math:`t - w < j \le t` themselves:
@@ -57,10 +57,9 @@ def slot_window_attention(
     .. math:: o_t = \mathrm{softmax}(\text{scale} \cdot q_t [S^K; k_{t-w+1} \ldots k_t]^\top)
         [S^V; v_{t-w+1} \ldots v_t]
 
-    Slots start at zero and take part from the first query on, with logit 0 and value 0. `window=0` is gated slot
-    attention, whose slots include token t; a window of T or more is full attention with M such zeros. Query head h
-    reads head h // (HQ / H) of k, v and f. Differentiable in every tensor argument, the state's included, and through
-    both results.
+    Slots start at zero; before any token enters them they have logit 0 and value 0. `window=0` is gated slot attention,
+    whose slots include token t; a window of T or more is full attention with M zero keys. Query head h reads head
+    h // (HQ / H) of k, v and f. Differentiable in every tensor argument, including the state, and through both results.
 
     Args:
         q: `[B, T, HQ, K]`; HQ is a multiple of H.
@@ -68,25 +67,25 @@ def slot_window_attention(
             (the reference also float64).
         f: `[B, T, H, M]`, natural log of the gates, ≤ 0, any float dtype. Triton takes gates below 2⁻²⁸ as 2⁻²⁸.
         window: tokens that a query sees exactly, itself included; any integer ≥ 0, which may differ from call to call.
-        q_slots, k_slots: q and k as the slots see them, when the window's carry rotary embeddings; None means q and k.
+        q_slots, k_slots: q and k for the slots if the window's are rotated; None uses q and k.
         scale: factor of the logits; None is K ** −0.5.
-        initial_state: what earlier tokens left, as `final_state` returns it. A window wider than the one it was made
-            with does not bring back tokens that have entered the slots.
-        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
-        output_final_state: False skips collecting the windows of the final state, which is then None.
-        impl: "gluon" (Hopper, bfloat16, M up to 64), "triton" (portable kernels; M also 128), both for K and V of 64 or
-            128 and M of 16, 32 or 64, "reference" (any size and device), or None: the fastest here, which is Gluon
-            where it runs, then Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays
-            portable where that is faster; `tokenmix_core.ops.explain` names the kernels. A window of T or more is
-            core's attention by the fastest kernels.
+        initial_state: the `final_state` of the call on the preceding tokens. Tokens that have entered the slots stay
+            there, also if `window` is larger than in that call.
+        cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
+        output_final_state: if False, the final state is None, and its ring is not collected.
+        impl: "gluon" (Hopper kernels: bfloat16, K and V of 64 or 128, M of 16, 32 or 64), "triton" (K and V of 64 or
+            128, M of 16, 32, 64 or 128), "reference" (any size and device), or None for the fastest one available:
+            Gluon on Hopper, Triton on other CUDA tensors, else the reference. With "gluon", a kernel stays in Triton if
+            that is faster; `tokenmix_core.ops.explain` names the kernels. A window of T or more runs core's fastest
+            attention.
 
     Returns:
-        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring has as many places as the
-        window, or as there are tokens if those are fewer.
+        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring holds min(`window`, number of
+        tokens) tokens.
 
     Raises:
-        ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; it says what was got and
-        expected.
+        ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; the message names the
+        argument with its actual and its expected value.
     """
     op = "slot_window_attention"
     if initial_state is not None and not isinstance(initial_state, SlotWindowState):
@@ -103,7 +102,7 @@ def slot_window_attention(
         cu_seqlens=cu_seqlens, before=before, window=window, scale=factor, impl=backend,
     )  # fmt: skip
     if initial_state is None and window >= dims["T"]:
-        # no token ever leaves the window, so the slots stay zero
+        # no token leaves the window, so the slots stay zero
         from tokenmix_nha.ops.slot_window.prefix import zero_prefix_attention
 
         o = zero_prefix_attention(q, k, v, cu_seqlens, slots=dims["M"], scale=factor, impl=backend)
@@ -134,24 +133,24 @@ def slot_window_attention_step(
     normalizer: float | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HQ V"]:
-    """One decoding step of `slot_window_attention` with as wide a window as the state's ring: updates `state` in place.
+    """Run one decoding step of `slot_window_attention`, with the ring's size as window; overwrites `state`.
 
-    The token that leaves the ring enters the slots, the new one takes its place, and the query sees both. Bytes and
-    time do not depend on how many tokens came before. Not differentiable.
+    The oldest token leaves the ring and enters the slots, the new token replaces it, and the query sees both. Memory
+    and time do not depend on the number of earlier tokens. Not differentiable.
 
     Args:
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
         state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; contiguous tensors, overwritten.
         scale: as for `slot_window_attention`.
-        normalizer: τ, where f is a projection and the gates are log σ(f) / τ (`log_forget_gates`); None where f are
-            the gates.
-        impl: as there, but that one token has no kernels in Gluon.
+        normalizer: τ if f holds logits and the log-gates are log σ(f) / τ (`log_forget_gates`); None if f holds
+            log-gates.
+        impl: as for `slot_window_attention`, except "gluon": there is no Gluon kernel for one token.
 
     Returns:
         o `[B, HQ, V]` in q's dtype.
 
     Raises:
-        ValueError: as `slot_window_attention`.
+        ValueError: as for `slot_window_attention`.
     """
     op = "slot_window_attention_step"
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
@@ -185,7 +184,7 @@ def slot_window_attention_step(
 
 @Checked
 def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str | None, float]:
-    """Validate a whole-sequence call; return the sizes, the implementation, as `resolve_impl` does, and the scale."""
+    """Validate a whole-sequence call; return the sizes, the resolved implementation and the scale."""
     backend = resolve_impl(op, impl, q, GLUON)
     if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
@@ -200,7 +199,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
         raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q again, so that the others' device is compared with its
+    # q again, so that devices are compared with q's
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if backend == "gluon":
@@ -212,7 +211,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
 
 
 def _reference(x: Inputs):
-    """The eager chunkwise form, sequence by sequence where packed."""
+    """Compute the eager chunkwise form, sequence by sequence if packed."""
     q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
     q_slots, k_slots = (q, k) if x.q_slots is None or x.k_slots is None else (x.q_slots, x.k_slots)
     sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -246,10 +245,10 @@ def _reference(x: Inputs):
 def _scale(op: str, dims: dict[str, int], scale: float | None) -> float:
     if scale is None:
         return dims["K"] ** -0.5
-    number = check_scale(op, scale)
-    if number <= 0:
+    factor = check_scale(op, scale)
+    if factor <= 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    return number
+    return factor
 
 
 def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,7 +258,7 @@ def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tensor | None) -> None:
-    """Dtypes, head counts and what Triton needs."""
+    """Check dtypes, head counts and the sizes that Triton supports."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, **tensors)
     check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
@@ -276,7 +275,7 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 def _check_state(
     op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
-    """Check the state of a call with these queries and gates; f is None where it holds logits."""
+    """Check the state of a call with these queries and gates; f is None if the caller's f holds logits."""
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
@@ -284,7 +283,7 @@ def _check_state(
         "k_slots": "N W H K?", "length": "N H",
     }  # fmt: skip
     got = state._asdict()
-    # q first, so that the state's device is compared with its
+    # q first, so that the state's device is compared with q's
     spec = " ".join(["B", "T", "HQ", "K"] if q.dim() == 4 else ["B", "HQ", "K"])
     bind_shapes(op, dict(dims), q=(q, spec), **{f"state.{name}": (got[name], shapes[name]) for name in shapes})
     if (k_slots is None) != (state.k_slots is None):

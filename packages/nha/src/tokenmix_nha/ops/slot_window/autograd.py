@@ -1,4 +1,4 @@
-"""The operation forward and backward, step by step, and as torch custom ops."""
+"""Forward and backward of the operation as sequences of kernel launches, and as torch custom ops."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ from tokenmix_nha.ops.slot_window.steps import (
     Gates,
     Gradients,
     Inputs,
-    Kept,
     Layout,
     Results,
+    Saved,
     empty_gradients,
     empty_results,
     empty_softmax,
-    kept_layouts,
     layout,
+    saved_layouts,
 )
 
 
 class Outputs(NamedTuple):
-    """Results, and what the backward pass needs of `Kept`, in one buffer of bytes."""
+    """Results, and the fields of `Saved` in one buffer of bytes."""
 
     o: Tensor
     final_k: Tensor
     final_v: Tensor
-    kept: Tensor
+    saved: Tensor
 
 
 class BackwardInputs(NamedTuple):
-    """What a call was given, what it left, and the gradients of its results.
+    """Inputs of the backward pass: arguments and saved tensors of a call, and the gradients of its results.
 
     Attributes:
-        inputs: without initial slots, which no gradient needs.
-        do, dfinal_k, dfinal_v: None is zero.
-        initial: whether there were slots to begin with.
+        inputs: the call's arguments without initial slots, which no gradient needs.
+        do, dfinal_k, dfinal_v: gradients of the results; None is zero.
+        initial: True if the call had initial slots.
     """
 
     inputs: Inputs
     o: Tensor
-    kept: Tensor
+    saved: Tensor
     do: Tensor | None
     dfinal_k: Tensor | None
     dfinal_v: Tensor | None
@@ -71,50 +71,50 @@ class BackwardInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """Slots at the borders of chunks, then what each chunk's queries see of them and of the window."""
+    """Compute the slots before each chunk by a scan, then the outputs of all query chunks in parallel."""
     x = x.aligned()
     y = layout(x)
     out = _empty_outputs(x, y)
-    results, kept = Results(*out[:3]), Kept(*parts_of(out.kept, kept_layouts(x, y)))
+    results, saved = Results(*out[:3]), Saved(*parts_of(out.saved, saved_layouts(x, y)))
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, x.f, x.q_slots, x.k_slots).forward == "gluon"
     with compiled_together() as launch:
         if gluon:
             from tokenmix_nha.ops.slot_window.hopper.forward import hopper_window_outputs
             from tokenmix_nha.ops.slot_window.hopper.states import hopper_slot_states
 
-            hopper_slot_states(launch, x, y, results, kept)
-            hopper_window_outputs(launch, x, y, results, kept)
-            # strong chunks find theirs themselves
+            hopper_slot_states(launch, x, y, results, saved)
+            hopper_window_outputs(launch, x, y, results, saved)
+            # the kernel of strong chunks computes its gates' factors itself
             gates = Gates(None, None, None)
         else:
-            gates = chunk_gates(launch, x, y, kept)
-            slot_states(launch, x, y, gates, results, kept)
-            window_outputs(launch, x, y, gates, results, kept, strong=False)
-        window_outputs(launch, x, y, gates, results, kept, strong=True)
+            gates = chunk_gates(launch, x, y, saved)
+            slot_states(launch, x, y, gates, results, saved)
+            window_outputs(launch, x, y, gates, results, saved, strong=False)
+        window_outputs(launch, x, y, gates, results, saved, strong=True)
     return out
 
 
 @retried
 def _backward(given: BackwardInputs) -> Gradients:
-    """The queries' gradients, those of the slots back along time, then those of keys, values and gates."""
+    """Compute the queries' gradients, the slots' by a reverse scan, then those of keys, values and gates."""
     x = given.inputs.aligned()
     y = layout(x)
-    kept = Kept(*parts_of(given.kept, kept_layouts(x, y)))
+    saved = Saved(*parts_of(given.saved, saved_layouts(x, y)))
     do, dfinal_k, dfinal_v = map(aligned, (_or_zeros(given.do, given.o), given.dfinal_k, given.dfinal_v))
     grads = empty_gradients(x, given.initial)
-    b = Backward(x, y, kept, given.o, do, dfinal_k, dfinal_v, grads)
+    b = Backward(x, y, saved, given.o, do, dfinal_k, dfinal_v, grads)
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, do, x.q_slots, x.k_slots).backward == "gluon"
-    # strong chunks are always portable kernels'
-    kinds = (True,) if gluon else (False, True)
+    # strong chunks always run in the Triton kernels
+    strengths = (True,) if gluon else (False, True)
     with compiled_together() as launch:
-        # no kernel for weak chunks on Hopper reads gates
-        gates = chunk_gates(launch, x, y, kept, only_strong=gluon)
+        # the Gluon kernels of weak chunks compute the gates' factors themselves
+        gates = chunk_gates(launch, x, y, saved, only_strong=gluon)
         softmax = empty_softmax(x, y)
         if gluon:
             from tokenmix_nha.ops.slot_window.hopper.backward_queries import hopper_query_gradients
 
             hopper_query_gradients(launch, b, softmax)
-        for strong in kinds:
+        for strong in strengths:
             query_gradients(launch, b, gates, softmax, strong=strong)
         slots = slot_gradients(launch, b, softmax)
         if gluon and y.M == 32:
@@ -127,7 +127,7 @@ def _backward(given: BackwardInputs) -> Gradients:
 
             hopper_key_gradients(launch, b, softmax, slots)
             hopper_gate_gradients(launch, b, softmax, slots)
-        for strong in kinds:
+        for strong in strengths:
             value_gradients(launch, b, gates, softmax, slots, strong=strong)
             key_gradients(launch, b, gates, softmax, slots, strong=strong)
             gate_gradients(launch, b, gates, softmax, slots, strong=strong)
@@ -148,12 +148,12 @@ def _(x: Inputs) -> Outputs:
 
 
 def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
-    return Outputs(*empty_results(x, y), x.q.new_empty(room_for(kept_layouts(x, y)), dtype=torch.uint8))
+    return Outputs(*empty_results(x, y), x.q.new_empty(room_for(saved_layouts(x, y)), dtype=torch.uint8))
 
 
 @of_fields
 def _present(given: BackwardInputs) -> list[Tensor]:
-    """`_backward` without gradients that there are not: an op returns tensors only."""
+    """Run `_backward` and drop the gradients that are None: a custom op returns tensors only."""
     return [grad for grad in _backward(given) if grad is not None]
 
 
@@ -173,22 +173,22 @@ def _save(ctx, inputs, output) -> None:
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.options = dict(before=x.before, window=x.window, scale=x.scale, impl=x.impl)
     ctx.initial = x.slots_k is not None
-    # else torch would fill gradients of all outputs with zeros, those of the chunks' slots included
+    # otherwise torch would materialise zero gradients for all outputs, including the buffer of saved activations
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x.q, x.k, x.v, x.f, x.q_slots, x.k_slots, x.start, x.cu_seqlens, out.o, out.kept)
+    ctx.save_for_backward(x.q, x.k, x.v, x.f, x.q_slots, x.k_slots, x.start, x.cu_seqlens, out.o, out.saved)
 
 
 def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
-    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, kept = ctx.saved_tensors
+    q, k, v, f, q_slots, k_slots, start, cu_seqlens, o, saved = ctx.saved_tensors
     x = Inputs(
         q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=None, slots_v=None, start=start,
         cu_seqlens=cu_seqlens, **ctx.options,
     )  # fmt: skip
-    dq, dk, dv, df, *grads = _backward_pass(*x, o, kept, do, dfinal_k, dfinal_v, ctx.initial)
+    dq, dk, dv, df, *grads = _backward_pass(*x, o, saved, do, dfinal_k, dfinal_v, ctx.initial)
     own = (None, None) if q_slots is None else (grads.pop(0), grads.pop(0))
     initial = grads if ctx.initial else (None, None)
     return dq, dk, dv, df, *own, *initial, *[None] * (len(Inputs._fields) - len(Gradients._fields))
 
 
-# o and the final slots, by the kernels; keys are the window before the queries and theirs
+# returns o and the final slots; the keys are those of the carried window and of the queries' tokens
 slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

@@ -1,4 +1,4 @@
-"""Gradients of the log-gates of tokens that enter the slots.
+"""Gradients of the log-gates of tokens that enter the slots; see README.md for the formula of df.
 
 Tiles are transposed, `[token, query]`.
 """
@@ -35,7 +35,7 @@ def _pair_sums(
     b_x, b_y, b_e, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, BT: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
-    """Add `Σ_t x[j, t] y_m(t)` over the same pairs, still to be weighted by column factors of j."""
+    """Add `Σ_t x[j, t] y_m(t)` over the pairs of `pair_weights`; the caller multiplies by the column factors of j."""
     o_r = tl.arange(0, BT)
     r_j, r_t = o_r[:, None], o_r[None, :]
     size = BT >> count
@@ -59,8 +59,8 @@ def _store_gates(p, b_x, o_j, m_j, stride, slots, BM: tl.constexpr):
 
 
 @triton.jit
-def _inner(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """Inner products of BM columns of two tiles `[D, M]`."""
+def _column_dots(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """Return ⟨x_m, y_m⟩ for BM columns m of two tiles `[D, M]`."""
     return tl.sum(load_columns(p_x, M, D, BM).to(tl.float32) * load_columns(p_y, M, D, BM).to(tl.float32), 0)
 
 
@@ -70,7 +70,7 @@ def _gates(
     window, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     STRONG: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """df of one head's part of a chunk, and some of the slots."""
+    """Compute df of a chunk of one head, for BM slots."""
     i_m = tl.program_id(2) * BM
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = H * GROUP
@@ -84,7 +84,7 @@ def _gates(
     p_dsk, p_dsv = ds_k + entry * K * M, ds_v + entry * V * M
     p_col = column + entry * BT * M
 
-    # what tokens from j on ask of all before j, less what token j itself would lose
+    # e_j of README.md in two parts: b_e from the chunk's queries, b_last from the slots at the chunk's end
     b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
     b_v = load_rows(v + begin_k * V, o_j, m_j, H * V, V)
     b_e = tl.zeros([BT, BM], dtype=tl.float32)
@@ -116,10 +116,10 @@ def _gates(
         b_x += load_by_slot(x + (begin_q + i_g) * M + i_m, o_q, m_q, HQ, M, BM)
     b_later = tl.where(o_r[None, :] >= o_r[:, None], 1.0, 0.0)
     b_df = sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), DOT) - b_df
-    b_dot = _inner(p_dsk + i_m, states_k + entry * K * M + i_m, BM, M, K)
-    b_dot += _inner(p_dsv + i_m, states_v + entry * V * M + i_m, BM, M, V)
+    b_dot = _column_dots(p_dsk + i_m, states_k + entry * K * M + i_m, BM, M, K)
+    b_dot += _column_dots(p_dsv + i_m, states_v + entry * V * M + i_m, BM, M, V)
     b_df += (b_dot * b_end + tl.sum(b_last, 0))[None, :]
-    # bounded gates have no gradient
+    # clamped gates have no gradient
     b_df = tl.where(m_e[:, None] & (log2_gates(b_f, DOT) == b_f * LOG2_E), b_df, 0.0)
     _store_gates(p_df, b_df, o_j, m_s, H * SLOTS, SLOTS - i_m, BM)
 
@@ -132,8 +132,7 @@ def slot_window_backward_gates_kernel(
     V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """df `[BT, BM]` of the tokens of a chunk, of HEADS heads and some of the slots: what tokens from j on ask of all
-    before j, less what token j itself would lose."""
+    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, BM]` of the tokens of a chunk, for HEADS heads."""
     each_head_of_keys(
         _gates,
         (
@@ -148,15 +147,15 @@ def slot_window_backward_gates_kernel(
 def gate_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill df, of weak chunks or of `strong` ones."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill df of weak or `strong` chunks."""
+    x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1
     launch(
         slot_window_backward_gates_kernel, (y.key_chunks * y.rows, cdiv(y.H, each), cdiv(y.M, tile.BM)),
         q_slots=x.q if x.q_slots is None else x.q_slots, k_slots=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f,
-        splits=kept.splits, row=gates.row, column=gates.column, end=kept.end, states_k=kept.states_k,
-        states_v=kept.states_v, **slots._asdict(), start=x.start, cu_seqlens=x.cu_seqlens, do=b.do, p=softmax.p,
+        splits=saved.splits, row=gates.row, column=gates.column, end=saved.end, states_k=saved.states_k,
+        states_v=saved.states_v, **slots._asdict(), start=x.start, cu_seqlens=x.cu_seqlens, do=b.do, p=softmax.p,
         dz=softmax.dz, x=softmax.x, df=b.grads.df, **y.of_keys, **y.portable, BM=tile.BM, STRONG=strong, HEADS=each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients of a chunk's keys: of tokens that enter the slots, and of tokens of the window.
+"""Gradients of a chunk's keys, through the slots and through the window.
 
 Tiles are transposed, `[token, query]`.
 """
@@ -14,7 +14,7 @@ from tokenmix_nha.ops.slot_window.heads import each_head_of_keys
 from tokenmix_nha.ops.slot_window.steps import Backward, Gates, SlotGradients, Softmax
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
-    from_later,
+    add_end_gradients,
     load_by_slot,
     load_rows,
     pair_weights,
@@ -29,16 +29,16 @@ def _keys(
     M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dk (and dk_slots) of one head's part of a chunk."""
+    """Compute dk (and dk_slots) of a chunk of one head."""
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = H * GROUP
     o_r, o_n = tl.arange(0, BT), tl.arange(0, BN)
     o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, before, window, BT)
-    # slots that any token of the chunk enters
+    # 0 if no token of the chunk enters the slots
     slots = tl.where(first < keys - window, M, 0)
     scale_2 = scale * LOG2_E
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + window) & m_j[:, None]
-    # earlier queries, whose windows hold the tokens
+    # range of the queries whose windows hold the chunk's tokens, before the chunk's own query rows
     shift_0 = tl.maximum(before - first, 0) // BN * BN
     shift_1 = tl.minimum(window, keys - first)
     p_f, p_weight, p_col = f + begin_k * SLOTS, weight + entry * BT * M, column + entry * BT * M
@@ -46,7 +46,7 @@ def _keys(
 
     b_dk = tl.zeros([BT, K], dtype=tl.float32)
     for i_m in tl.range(0, slots, BM, num_stages=1):
-        b_dk = from_later(b_dk, p_weight + i_m, p_dsk + i_m, BM, M, K, BT, DOT)
+        b_dk = add_end_gradients(b_dk, p_weight + i_m, p_dsk + i_m, BM, M, K, BT, DOT)
     b_k = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
     b_v = load_rows(v + begin_k * V, o_j, m_j, H * V, V)
     for i_g in range(GROUP):
@@ -71,7 +71,7 @@ def _keys(
     if OWN_SLOT_KEYS:
         store_rows(dk_slots + begin_k * K, b_dk, o_j, m_s, H * K, K)
         b_dk = tl.zeros([BT, K], dtype=tl.float32)
-        # the window's keys have queries of their own, those of this chunk included
+        # the window has separate queries, so its loop also covers the chunk's own query rows
         shift_1 = tl.minimum(window + BT, keys - first)
     for i_g in range(GROUP):
         p_q, p_do, p_row = q + (begin_q + i_g) * K, do + (begin_q + i_g) * V, begin_q + i_g
@@ -101,7 +101,7 @@ def slot_window_backward_keys_kernel(
     BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dk (and dk_slots) `[BT, K]` of the keys of a chunk, of HEADS heads."""
+    """Store dk (and dk_slots) `[BT, K]` of a key chunk, for HEADS heads."""
     each_head_of_keys(
         _keys,
         (
@@ -116,14 +116,14 @@ def slot_window_backward_keys_kernel(
 def key_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill dk and dk_slots, of weak chunks or of `strong` ones."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill dk and dk_slots of weak or `strong` chunks."""
+    x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1
     launch(
         slot_window_backward_keys_kernel, (y.key_chunks * y.rows, cdiv(y.H, each)),
-        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, splits=kept.splits, weight=gates.weight, column=gates.column,
-        ds_k=slots.ds_k, start=x.start, cu_seqlens=x.cu_seqlens, lse=kept.lse, delta=softmax.delta, do=b.do,
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, splits=saved.splits, weight=gates.weight, column=gates.column,
+        ds_k=slots.ds_k, start=x.start, cu_seqlens=x.cu_seqlens, lse=saved.lse, delta=softmax.delta, do=b.do,
         dz=softmax.dz, dk=b.grads.dk, dk_slots=b.grads.dk_slots, scale=x.scale, **y.of_keys, **y.portable, BM=tile.BM,
         BN=tile.BN, STRONG=strong, HEADS=each, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=tile.num_warps,
         num_stages=tile.num_stages,

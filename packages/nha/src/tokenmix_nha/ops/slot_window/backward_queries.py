@@ -1,4 +1,4 @@
-"""Gradients of a chunk's queries, and what the slots' gradients need of its softmax."""
+"""Gradients of a chunk's queries, and the fields of `Softmax` for the gradients of keys, values and gates."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def _slot_logits(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Of BM slots: logits and their counterpart of values, both without row factors; these; column factors; gates."""
+    """Return for BM slots logits z and dp, both without row factors; then row factors, column factors, log2 gates."""
     b_z = tl.dot(b_q, load_columns(p_k, M, K, BM), input_precision=DOT)
     b_d = tl.dot(b_do, load_columns(p_v, M, V, BM), input_precision=DOT)
     b_col, b_log = load_factors(p_col, exists, 0.0, M, BT, BM), 0.0
@@ -63,7 +63,7 @@ def _window(
     b_q, b_do, b_lse, p_k, p_v, shift, first, oldest, keys, window, H, scale_2, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """BN keys of the window, their probabilities, and do · v."""
+    """Return BN keys of the window, their probabilities, and do · v."""
     o_n, r_t = tl.arange(0, BN), tl.arange(0, BT)[:, None]
     o_jn = first + shift + o_n
     m_jn = (o_jn >= oldest) & (o_jn < keys)
@@ -82,7 +82,7 @@ def _queries(
     BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
     GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dq_slots) of one query head's part of a chunk."""
+    """Compute dq (and dq_slots) of a chunk of one query head."""
     i_t, count, entry, oldest, begin_q, begin_k, length, keys = chunk
     HQ = H * GROUP
     o_r = tl.arange(0, BT)
@@ -94,7 +94,7 @@ def _queries(
 
     b_do = load_rows(do + begin_q * V, o_q, m_q, HQ * V, V)
     p_row = begin_q + o_q.to(tl.int64) * HQ
-    # rows without a query get probability 0
+    # lse = ∞ gives rows without a query probability 0
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("inf"))
 
     b_q, b_qs, b_ks = load_pairs(q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K, OWN_SLOT_KEYS)
@@ -108,7 +108,7 @@ def _queries(
     b_w = tl.zeros([BT, BT], dtype=tl.float32)
     shift_0 = 0
     if not OWN_SLOT_KEYS:
-        # the chunk's first tile serves slots and window where both have the same keys
+        # if slots and window use the same keys, the chunk's q kᵀ serves both
         shift_0 = BT
         m_w = (r_j > r_t) & (r_j <= r_t + window) & m_j[None, :]
         b_w += tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
@@ -118,7 +118,7 @@ def _queries(
     p_rows, p_col = row + entry * BT * M, column + entry * BT * M
     p_f, p_sk, p_sv = f + begin_k * SLOTS, states_k + entry * K * M, states_v + entry * V * M
     if SHORT:
-        # from the probabilities themselves: where slots are nearly the same, the rounding of o would not cancel
+        # sum δ from the probabilities: with nearly equal slots, dz cancels only if δ has the same rounding as p and dp
         b_delta = tl.sum(b_w * b_dp, 1)
         for shift in range(shift_0, shift_1, BN):
             _, b_s, b_ds = _window(
@@ -158,7 +158,7 @@ def _queries(
             b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
         b_y = as_factor(b_p * b_row, FACTOR, DOT)
         store_by_slot(p + begin_q * M + i_m, b_y, o_q, m_q, HQ, M, BM)
-        # x is the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
+        # x multiplies the same rounded factors as the keys' gradients, so that their rounding errors cancel in df
         b_x = b_y.to(tl.float32) * b_d
         b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (scale * b_row), FACTOR, DOT)
         store_by_slot(dz + begin_q * M + i_m, b_y, o_q, m_q, HQ, M, BM)
@@ -175,7 +175,7 @@ def _queries(
                 b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
         b_dq = tl.dot(b_ys, tl.trans(load_columns(p_sk + i_m, M, K, BM)), b_dq, input_precision=DOT)
     if not OWN_SLOT_KEYS:
-        # once more, since registers are short
+        # recomputed, to save registers
         b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
         b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=DOT) * scale_2 - b_lse[:, None]
         b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))
@@ -204,8 +204,8 @@ def slot_window_backward_queries_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dq_slots) of a chunk, of HEADS query heads; by slot the probability p, the scaled logit gradient dz and
-    x = ⟨dS, S⟩."""
+    """Store dq (and dq_slots) of a query chunk for HEADS query heads, and per slot the probability p, the scaled logit
+    gradient dz and x = ⟨dS, S⟩."""
     each_head_of_queries(
         _queries,
         (
@@ -218,16 +218,16 @@ def slot_window_backward_queries_kernel(
 
 
 def query_gradients(launch, b: Backward, gates: Gates, softmax: Softmax, *, strong: bool) -> None:
-    """Fill dq, dq_slots and what `softmax` says of the slots, of weak chunks or of `strong` ones."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill dq, dq_slots and `softmax` of weak or `strong` chunks."""
+    x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP
     each = tuning.strong_heads(chunks, heads) if strong else 1
     launch(
         slot_window_backward_queries_kernel, (chunks, cdiv(heads, each)),
-        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, row=gates.row,
-        column=gates.column, states_k=kept.states_k, states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
-        o=b.o, lse=kept.lse, do=b.do, dq=b.grads.dq, dq_slots=b.grads.dq_slots, **softmax._asdict(), scale=x.scale,
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, row=gates.row,
+        column=gates.column, states_k=saved.states_k, states_v=saved.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
+        o=b.o, lse=saved.lse, do=b.do, dq=b.grads.dq, dq_slots=b.grads.dq_slots, **softmax._asdict(), scale=x.scale,
         **y.of_queries, **y.portable, BM=tile.BM, BN=tile.BN, STRONG=strong, HEADS=each,
         OWN_SLOT_KEYS=x.k_slots is not None, SHORT=y.window <= tuning.SHORT_WINDOW, num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,4 +1,9 @@
-"""Outputs of a chunk of queries: slot logits, one softmax with the window's, and both sums of values."""
+"""Forward kernel of a query chunk: logits of slots and window, one softmax over both, and the output.
+
+q̂ k̂ᵀ, q̂ S^K ──► z (slots) ─┐
+                            ├─► one softmax ──► p S^V + (p W) v   through the slots
+q kᵀ ──► ζ (window) ────────┘                 + π v               of the window, tile by tile (online softmax)
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +13,7 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.heads import each_head_of_queries
-from tokenmix_nha.ops.slot_window.steps import Gates, Inputs, Kept, Layout, Results
+from tokenmix_nha.ops.slot_window.steps import Gates, Inputs, Layout, Results, Saved
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -35,7 +40,7 @@ def _outputs(
     M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """o and the log-sum-exp of one query head's part of a chunk."""
+    """Compute o and the log-sum-exp of a chunk of one query head."""
     i_t, _, entry, oldest, begin_q, begin_k, length, keys = chunk
     HQ = H * GROUP
     o_r = tl.arange(0, BT)
@@ -52,7 +57,7 @@ def _outputs(
     m_e = (o_j >= 0) & (o_j < keys - window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if STRONG:
-        # how often to halve a chunk is not known before; the backward pass reads it
+        # the Hopper scan marks chunks only as strong; store the number of halvings for the backward pass
         b_f = load_gates(f + begin_k * SLOTS, o_j, m_e, H * SLOTS, SLOTS, BM)
         b_log = log2_gates(b_f, DOT)
         count = halvings(b_log, 1, BT, DOT)
@@ -73,12 +78,12 @@ def _outputs(
             b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), FACTOR, DOT)
             b_z += b_border * tl.dot(b_h, as_factor(b_col * b_border, FACTOR, DOT), input_precision=DOT)
     b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT) * b_row
-    # a tile may be wider than the slots that exist
+    # a tile may be wider than SLOTS
     b_z = tl.where((tl.arange(0, BM) < SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
-    # a token is in the slots for rows at or below it and in the window of the rows above: where both have the same
-    # keys, the chunk's first tile serves both, and otherwise the window begins with a tile of its own
+    # row t sees tokens j ≤ t of the chunk in the slots and j > t in its window: if both use the same keys, one tile of
+    # q kᵀ serves both; with separate keys the window's loop starts at the chunk itself
     shift_0 = 0
     b_w = tl.full([BT, BT], float("-inf"), dtype=tl.float32)
     if not OWN_SLOT_KEYS:
@@ -106,7 +111,7 @@ def _outputs(
     b_o = tl.dot(b_ys, tl.trans(load_columns(states_v + entry * V * M, M, V, BM)), input_precision=DOT)
     b_o = tl.dot(b_w.to(b_q.dtype), load_rows(v + begin_k * V, o_j, m_j, H * V, V), b_o, input_precision=DOT)
 
-    # the rest of the window, skipping tiles before the first key
+    # the rest of the window, without tiles before the first valid key
     o_n = tl.arange(0, BN)
     skip = tl.maximum(oldest - first - shift_0, 0) // BN * BN
     for shift in range(shift_0 + skip, tl.minimum(BT + window, keys - first), BN):
@@ -136,8 +141,7 @@ def slot_window_forward_kernel(
     V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see a chunk of entering tokens arrive, of HEADS query
-    heads."""
+    """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk, for HEADS query heads."""
     each_head_of_queries(
         _outputs,
         (
@@ -150,16 +154,16 @@ def slot_window_forward_kernel(
 
 
 def window_outputs(
-    launch, x: Inputs, y: Layout, gates: Gates, results: Results, kept: Kept, *, strong: bool
+    launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill o and the log-sum-exp, of weak chunks or of `strong` ones, which find their gates themselves."""
+    """Fill o and the log-sum-exp of weak or `strong` chunks; the latter compute their gates' factors themselves."""
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP
     each = tuning.strong_heads(chunks, heads) if strong else 1
     launch(
         slot_window_forward_kernel, (chunks, cdiv(heads, each)),
-        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, row=gates.row,
-        column=gates.column, states_k=kept.states_k, states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
-        o=results.o, lse=kept.lse, scale=x.scale, **y.of_queries, **y.portable, BM=y.BM, BN=tile.BN, STRONG=strong,
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, row=gates.row,
+        column=gates.column, states_k=saved.states_k, states_v=saved.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
+        o=results.o, lse=saved.lse, scale=x.scale, **y.of_queries, **y.portable, BM=y.BM, BN=tile.BN, STRONG=strong,
         HEADS=each, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The walk of a program over heads of a chunk: one head, or several where it looks for strong chunks.
+"""Loops of a program over the heads of a chunk: one head, or several in kernels for strong chunks.
 
-Strong chunks are few, and a program that looks for several finds out sooner that there is none.
+Strong chunks are rare, so checking several heads in one program costs less than starting a program per head.
 """
 
 import triton
@@ -14,8 +14,12 @@ def locate_tokens(
     i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
     BT: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Of the i_c-th chunk of keys: the first, one past the last and the oldest key there is, the number of queries, how
-    often the chunk is halved (−1: there is no such chunk), its entry, and where rows of keys and of queries begin."""
+    """Locate the i_c-th key chunk.
+
+    Return the chunk's first key, the sequence's number of keys, its oldest valid key, its number of queries, how often
+    the chunk is halved (−1 if the chunk does not exist), the index of its state, and the offsets of the first rows of
+    keys and queries.
+    """
     i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
     begin_k = begin + i_n.to(tl.int64) * before
     first, keys = i_t * BT, length + before
@@ -34,7 +38,7 @@ def any_strong(
     i_c, i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT: tl.constexpr, HEADS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Tell whether the i_c-th chunk of keys is strong for any of HEADS heads from i_h on."""
+    """True if the i_c-th key chunk is strong for any of HEADS heads from i_h on."""
     i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, BT, PACKED)
     entry = (first_entry(i_n, begin + i_n.to(tl.int64) * before, entries, BT, PACKED) + i_t) * H
     o_h = i_h + tl.arange(0, HEADS)
@@ -48,15 +52,15 @@ def each_head_of_keys(
     BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`body(chunk, *arguments)` for those of HEADS heads for which a chunk of keys is STRONG, or for which it is not;
-    `chunk` is what `locate_tokens` gives."""
+    """Call `body(chunk, *arguments)` for each of HEADS heads whose key chunk is strong, or weak if not STRONG;
+    `chunk` is the result of `locate_tokens`."""
     i_h = tl.program_id(1) * HEADS
     if STRONG:  # noqa: SIM102
         if not any_strong(
             tl.program_id(0), i_h, splits, cu_seqlens, T, N, H, before, window, chunks, entries, BT, HEADS, PACKED
         ):
             return
-    # what heads have in common is found anew for each, for want of registers
+    # disable LICM: hoisting the indices that heads share would spill registers
     for i in tl.range(HEADS, disable_licm=True):
         if i_h + i < H:
             chunk = locate_tokens(
@@ -73,9 +77,12 @@ def each_head_of_queries(
     BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The same for HEADS query heads and the queries that see chunk `i_t` of entering tokens arrive; `chunk` is `i_t`,
-    how often the chunk is halved, its entry, the oldest key there is, where rows of queries and of keys begin, and how
-    many there are of each."""
+    """Call `body(chunk, *arguments)` for each of HEADS query heads whose query chunk is strong, or weak if not STRONG.
+
+    Query chunk `i_t` pairs with the i_t-th chunk of entering tokens. `chunk` holds `i_t`, how often it is halved, the
+    index of its state, the oldest valid key, the offsets of the first rows of queries and keys, and the sequence's
+    number of queries and of keys.
+    """
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, extra, cu_seqlens, BT, PACKED)
     HQ = H * GROUP
     i_t -= lead
@@ -92,7 +99,7 @@ def each_head_of_queries(
     oldest = 0
     if HAS_START:
         oldest = tl.load(start + i_n)
-    # what heads have in common is found anew for each, for want of registers
+    # disable LICM: hoisting the indices that heads share would spill registers
     for i in tl.range(HEADS, disable_licm=True):
         count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
         if ((count > 0) == STRONG) & (i_h + i < HQ):

@@ -1,4 +1,4 @@
-"""Which kernels make a pass: decided here, once for it; `tuning` has their tiles."""
+"""Selection of the kernels for each pass; `tuning` has their tile sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Form = Literal["triton", "gluon"]
 
 
 class SlotWindowPlan(NamedTuple):
-    """Whose kernels take the chunks whose gates are weak, in each pass; the others are always Triton's."""
+    """The kernels for weak chunks in each pass; strong chunks always run in Triton."""
 
     forward: Form
     backward: Form
@@ -30,10 +30,10 @@ class SlotWindowPlan(NamedTuple):
 def plan(
     slots: int, window: int, impl: str | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
 ) -> SlotWindowPlan:
-    """The plan of a call with tiles of `slots` slots; `others` are what else is read by rows.
+    """Return the plan of a call with tiles of `slots` slots; `others` are further tensors that kernels read by rows.
 
     Raises:
-        ValueError: `impl` is "gluon" and kernels in Gluon do not run.
+        ValueError: `impl` is "gluon" and the Gluon kernels cannot run.
     """
     why = limit(slots, k.shape[3], v.shape[3])
     if any(x is not None and x.data_ptr() % 16 for x in (q, k, v, *others)):
@@ -44,7 +44,7 @@ def plan(
 
 
 def limit(slots: int, K: int, V: int) -> str | None:
-    """Why kernels in Gluon take no tiles of so many slots and such heads; None where they do."""
+    """Return why the Gluon kernels do not support these sizes; None if they do."""
     if slots in (32, 64) and {K, V} <= {64, 128}:
         return None
     return f"takes at most 64 slots, and K and V of 64 or 128, got M={slots}, K={K} and V={V}"

@@ -1,9 +1,9 @@
-"""Full attention with M zero slots before the keys, for what attention costs.
+"""Full attention with M zero slots before the keys, at the cost of causal attention.
 
-A zero key has logit 0 and its value adds nothing, so M of them only enlarge the normaliser: with o and lse of plain
+A zero key has logit 0 and a zero value, so M of them only increase the softmax's denominator: with o and lse of plain
 causal attention, `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`, one pass over o. Every attention backward
-recomputes the probabilities from the log-sum-exp it is given and takes the row sums of `o · do`, so with o' and lse' in
-their place it returns the gradients of the prefixed softmax: the prefix itself has none.
+recomputes the probabilities from the log-sum-exp it is given and takes the row sums of `o · do`, so called with o' and
+lse' it returns the gradients of the prefixed softmax. The prefix itself has no gradient.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
-    """The share that a softmax gives `slots` ≥ 1 logits 0 that join those of `lse`."""
+    """Return the probability of `slots` ≥ 1 additional logits 0 in a softmax with log-sum-exp `lse`."""
     return (math.log(slots) - lse).sigmoid()
 
 
 def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
-    """The outputs of a softmax that also holds `slots` ≥ 0 logits 0 with value 0."""
+    """Return the outputs of a softmax with `slots` ≥ 0 additional logits 0 of value 0."""
     if not slots:
         return out.o
     return (out.o * (out.lse - math.log(slots)).sigmoid().unsqueeze(-1)).to(out.o.dtype)
@@ -38,7 +38,7 @@ def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
 def zero_prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
 ) -> Tensor:
-    """Causal attention `[B, T, HQ, V]` whose softmax also holds `slots` logits 0 with value 0."""
+    """Compute causal attention `[B, T, HQ, V]` whose softmax has `slots` additional logits 0 of value 0."""
     if impl == "reference":
         return with_zeros(attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens, impl="reference"), slots)
     if q.is_cuda:
@@ -46,15 +46,15 @@ def zero_prefix_attention(
         heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, _CAUSAL, packed, heads))
-        # kernels of ours are those that were asked for
-        asked, impl = impl, (None if impl == "gluon" else impl) if chosen == "triton" else chosen
-        if asked is None and by_cudnn(impl, q, k, v, _CAUSAL, packed):
+        # if core's own kernels are the fastest, the caller's `impl` selects among them
+        requested, impl = impl, (None if impl == "gluon" else impl) if chosen == "triton" else chosen
+        if requested is None and by_cudnn(impl, q, k, v, _CAUSAL, packed):
             impl = kernels_before_plan(q, k, v, _CAUSAL) or impl
     return _attention(*Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, slots=slots, scale=scale, impl=impl))[0]
 
 
 class Inputs(NamedTuple):
-    """What attention after zero slots is given."""
+    """Arguments of attention after zero slots."""
 
     q: Tensor
     k: Tensor
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, those of the prefix included."""
+    """Return o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, both including the prefix."""
     from tokenmix_nha.ops.slot_window.prefix_kernel import add_zeros
 
     causal = autograd.Inputs(

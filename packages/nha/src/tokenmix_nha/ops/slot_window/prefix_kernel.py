@@ -1,4 +1,4 @@
-"""Zeros added to a softmax after the fact, in one pass over its outputs."""
+"""Add logits 0 of value 0 to a computed softmax, in one pass over its outputs."""
 
 import math
 
@@ -13,7 +13,7 @@ from tokenmix_core.tile.decay import LOG2_E
 
 
 def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
-    """Make o `[B, T, H, V]` what it is with `slots` more logits 0 of value 0; return the new log-sum-exp."""
+    """Overwrite o `[B, T, H, V]` with its value for `slots` more logits 0 of value 0; return the new log-sum-exp."""
     batch, tokens, heads, V = o.shape
     total = torch.empty_like(lse)
     BT = 64
@@ -27,8 +27,8 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
 @cached_launch
 @triton.jit
 def _zeros_kernel(o, lse, total, log_slots, T, H, V: tl.constexpr, BT: tl.constexpr):
-    """BT rows of a head: `total = log(exp(lse) + slots)`, both `[B, H, T]`, and o in place."""
-    # what attention wrote last may still be in the second cache
+    """Update BT rows of a head: `total = log(exp(lse) + slots)`, both `[B, H, T]`, and o by rescaling."""
+    # last rows first: they may still be in L2
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks = tl.cdiv(T, BT)
     i_h, i_t, i_b = i % H, i // H % chunks, i // (H * chunks)

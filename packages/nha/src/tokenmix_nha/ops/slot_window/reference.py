@@ -1,7 +1,7 @@
-"""The operation in plain PyTorch, on any device and in any float dtype: the specification and what a CPU runs.
+"""The operation in plain PyTorch, on any device and in any float dtype: specification and CPU implementation.
 
-Both functions speak of *keys*, the tokens that the window of an initial state holds followed by the new ones, and of
-queries, which are aligned with the last of them: `TK = TQ + before`.
+In both functions the *keys* are the tokens of the initial state's window followed by the new tokens; the queries belong
+to the last of them: `TK = TQ + before`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def loop_reference(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The specification: equations 1 to 4 of the paper, token by token, with the token shift.
+    """Compute equations 1 to 4 of the paper, token by token, with the token shift: the specification.
 
-    `start` is the first key that exists in each sequence; the keys before it are padding. Returns o and both slots.
+    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o and both
+    slots.
     """
     queries, keys = q.shape[1], k.shape[1]
     group = q.shape[2] // k.shape[2]
@@ -77,11 +78,10 @@ def chunk_reference(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same function, vectorised over chunks of entering tokens; autograd differentiates it.
+    """Compute the same function vectorised over chunks of entering tokens; autograd differentiates it.
 
-    Computes in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with the
-    queries at `c·C + r + window`; the queries before the first entering token form chunks of their own, with negative
-    c.
+    The computation is in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with
+    the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.
     """
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, f, q_slots, k_slots = (x.to(wide) for x in (q, k, v, f, q_slots, k_slots))
@@ -89,14 +89,14 @@ def chunk_reference(
     keys, heads, slots = f.shape[1:]
     group = heads_q // heads
     window = min(window, keys)
-    # chunks of queries that come before any token has left the window
+    # query chunks before the first token leaves the window
     lead = max(math.ceil((window - (keys - queries)) / CHUNK), 0)
     entering = keys - window
     chunks = max(lead + math.ceil(entering / CHUNK), 1)
     first = -lead * CHUNK
 
     def rows(x: Tensor, begin: int, count: int) -> Tensor:
-        """Rows `begin … begin + count` of dimension 1, zero outside, as `[N, chunks, C, ...]`."""
+        """Return rows `begin … begin + count` of dimension 1, zero outside, as `[N, chunks, C, ...]`."""
         inside = x[:, max(begin, 0) : max(begin + count, 0)]
         before = min(max(-begin, 0), count)
         padding = [0, 0] * (x.dim() - 2) + [before, count - before - inside.shape[1]]
@@ -109,8 +109,8 @@ def chunk_reference(
     begin_q = first + window - (keys - queries)
     qs, qw = (rows(x, begin_q, chunks * CHUNK).unflatten(3, (heads, group)) for x in (q_slots, q))
 
-    # the sum of the gates after token j up to token t, [N, chunks, t, j, H, M]; a sum, not a difference of sums: no
-    # digits lost
+    # the sum of the log-gates after token j up to token t, [N, chunks, t, j, H, M]; a difference of cumulative sums
+    # would cancel
     order = torch.arange(CHUNK, device=f.device)
     later = (order[:, None] > order)[..., None, None]
     between = torch.where(later, g[:, :, :, None], 0).cumsum(2)
@@ -119,7 +119,7 @@ def chunk_reference(
     decay = g.cumsum(2).exp()
 
     def before_chunks(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots before every chunk `[N, chunks, H, M, D]`, and after the last."""
+        """Return the slots before every chunk `[N, chunks, H, M, D]`, and after the last."""
         added = torch.einsum("ncjhm,ncjhd->nchmd", weight[:, :, -1], x)
         states = []
         for c in range(chunks):
@@ -132,7 +132,7 @@ def chunk_reference(
     long = torch.einsum("ncthgd,nchmd->ncthgm", qs, before_k) * decay[:, :, :, :, None]
     long = long + torch.einsum("ncthgj,nctjhm->ncthgm", torch.einsum("ncthgd,ncjhd->ncthgj", qs, ks), weight)
 
-    # keys t − window + 1 … t of a chunk's queries lie among C + window rows from its first entering token on
+    # the window keys t − window + 1 … t of a chunk's queries are among C + window rows from its first entering token
     begin = first + CHUNK * torch.arange(chunks, device=f.device)[:, None]
     if CHUNK + window < keys:
         index = begin + torch.arange(CHUNK + window, device=f.device)
@@ -154,17 +154,17 @@ def chunk_reference(
 
 
 def step_reference(q, k, v, f, q_slots, k_slots, state, *, scale: float) -> Tensor:
-    """One token: what leaves the ring enters the slots, the new token takes its place. Updates `state` in place."""
+    """Run one decoding step: the oldest token leaves the ring and enters the slots. Overwrites `state`."""
     own_keys = k_slots is not None
     q_slots = q_slots if own_keys else q
     index = torch.arange(len(q), device=q.device)
     group = q.shape[1] // k.shape[1]
     if state.window:
         length = state.length[:, 0]
-        place = length % state.window
+        i_ring = length % state.window
         leaving = (length >= state.window)[:, None, None]
-        gate = torch.where(leaving, state.f[index, place], 0).to(state.slots_k.dtype)
-        keys, values = (state.k_slots if own_keys else state.k)[index, place], state.v[index, place]
+        gate = torch.where(leaving, state.f[index, i_ring], 0).to(state.slots_k.dtype)
+        keys, values = (state.k_slots if own_keys else state.k)[index, i_ring], state.v[index, i_ring]
     else:
         gate, keys, values = f.to(state.slots_k.dtype), k_slots if own_keys else k, v
     alpha, enter = gate.exp().unsqueeze(-1), -gate.expm1().unsqueeze(-1)
@@ -173,7 +173,7 @@ def step_reference(q, k, v, f, q_slots, k_slots, state, *, scale: float) -> Tens
     if state.window:
         for ring, x in zip((state.k, state.v, state.f, state.k_slots), (k, v, f, k_slots), strict=True):
             if ring is not None:
-                ring[index, place] = x
+                ring[index, i_ring] = x
     state.length.add_(1)
     wide = state.slots_k.dtype
     ring_k, ring_v = (x.to(wide).repeat_interleave(group, 2) for x in (state.k, state.v))

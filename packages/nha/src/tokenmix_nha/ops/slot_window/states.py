@@ -1,8 +1,11 @@
-"""Gates of chunks, slots at the borders of chunks, forward in time, and their gradients, backward in time.
+"""Gates of chunks, and the scans along chunks: slots before each chunk forward, their gradients in reverse.
 
-One program of the walks takes a part of the head sizes of one head of one sequence, or one segment of it: with few
-heads the sequence is cut into segments whose own sums and decays come first (`LOCAL`), so that every segment can begin
-at once.
+One program scans a slice of the channels of one head of one sequence, or of one segment of it. If there are few heads,
+sequences are split into segments that run in parallel:
+
+    LOCAL pass     segment 0 │ segment 1 │ …   each scan starts from zero; store final slots and total log2 decay
+    carry          slots entering segment s+1 = local slots of s + decay of s · slots entering s
+    second pass    segment 0 │ segment 1 │ …   each scan starts from its entering slots; store the chunk states
 """
 
 from typing import NamedTuple
@@ -19,9 +22,9 @@ from tokenmix_nha.ops.slot_window.steps import (
     Backward,
     Gates,
     Inputs,
-    Kept,
     Layout,
     Results,
+    Saved,
     SlotGradients,
     Softmax,
     empty,
@@ -43,20 +46,20 @@ from tokenmix_nha.ops.slot_window.tile import (
     store_columns,
 )
 
-# of a tile of slots, in a program that carries them over segments
-_CARRIED_ROWS = 16
+# rows of a tile of slots in a program of the carry kernel
+_CARRY_ROWS = 16
 
 
 @triton.jit
 def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
-    """Columns `first … first + BD` of rows `o_t`."""
+    """Load columns `first … first + BD` of rows `o_t`."""
     o_d = first + tl.arange(0, BD)
     return tl.load(p + o_t.to(tl.int64)[:, None] * stride + o_d[None, :], mask=m_t[:, None], other=0.0)
 
 
 @triton.jit
 def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
-    """A tile `[BD, M]` of slots `[N, H, SLOTS, D]`, zero beyond the slots that exist."""
+    """Load a tile `[BD, M]` of slots `[N, H, SLOTS, D]`; zero in columns ≥ SLOTS."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
     p = p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None]
     return tl.load(p, mask=(o_m < SLOTS)[None, :], other=0.0)
@@ -71,7 +74,7 @@ def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.c
 
 @triton.jit
 def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
-    """Offsets of a tile `[BD, M]` that begins at row `first` of the `index`-th of tiles `[D, M]`."""
+    """Return offsets of rows `first … first + BD` of the tile `[D, M]` that begins at element `index`."""
     return index + (first + tl.arange(0, BD))[:, None] * M + tl.arange(0, M)[None, :]
 
 
@@ -80,7 +83,7 @@ def _gates(
     p_f, weight, row, column, end, splits, i_t, tile, entering, stride, SLOTS, M: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, DOT: tl.constexpr, ONLY_STRONG: tl.constexpr,
 ):  # fmt: skip
-    """Gates of one head's part of a chunk."""
+    """Store the gates' factors of a chunk of one head."""
     o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
     o_t = i_t * BT + o_r
     b_f = load_gates(p_f, o_t, o_t < entering, stride, SLOTS, BM)
@@ -107,9 +110,11 @@ def slot_gates_kernel(
     BM: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     ONLY_STRONG: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and HEADS heads: each token's weight in the slots at the end `[BT, M]`, the log2 decay of the whole
-    `[M]`, and how often it must be halved for factors within 2^±80; for the backward pass column factors. ONLY_STRONG
-    chunks are known where `splits` already is."""
+    """Store for a chunk and HEADS heads: each token's weight in the slots at the chunk's end `[BT, M]`, row and column
+    factors, the chunk's log2 decay `[M]`, and how often it must be halved for factors within 2^±80.
+
+    With ONLY_STRONG, `splits` is also an input, and only chunks that it marks as strong are computed.
+    """
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, before, cu_seqlens, BT, PACKED)
     i_h = tl.program_id(1) * HEADS
     begin += i_n.to(tl.int64) * before
@@ -123,7 +128,7 @@ def slot_gates_kernel(
         b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
         if tl.max(b_count, 0) == 0:
             return
-    # what heads have in common is found anew for each, for want of registers
+    # disable LICM: hoisting the indices that heads share would spill registers
     for i in tl.range(HEADS, disable_licm=True):
         if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
             p_f = f + (begin * H + i_h + i) * SLOTS
@@ -141,7 +146,7 @@ def slot_states_kernel(
     V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
     LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Slots before every chunk and at the end: tiles `[entries, H, D, M]`."""
+    """Scan: store the slots before every chunk and at the sequence's end, tiles `[entries, H, D, M]`."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
     i_n, i_h = i_nh // H, i_nh % H
@@ -206,14 +211,15 @@ def slot_carry_kernel(
     outer, local, local_g, NH, segments, M: tl.constexpr, SLOTS, D: tl.constexpr, BD: tl.constexpr,
     HAS_OUTER: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Replace what each segment of a sequence leaves, `local` `[segments, NH, D, M]`, by what it finds: the slots
-    before it, or their gradients after it, beginning with those outside the sequence."""
+    """Inter-segment scan: turn each segment's local final slots, `local` `[segments, NH, D, M]`, into the slots
+    entering it (backward: the gradients leaving it), starting from `outer`, the initial slots (the gradients of the
+    final slots)."""
     i_nh, i_d = tl.program_id(0), tl.program_id(1) * BD
     o_m = tl.arange(0, M)
     b_s = tl.zeros([BD, M], dtype=tl.float32)
     if HAS_OUTER:
         b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
-    # nothing is read after it has been replaced, so reading ahead is right
+    # prefetching is safe: no iteration reads an element after an earlier one has replaced it
     for i in tl.range(segments, num_stages=4):
         if BACKWARD:
             i = segments - 1 - i
@@ -232,7 +238,7 @@ def slot_gradients_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
     LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the slots after every chunk `[entries, H, D, M]`, and of the initial slots."""
+    """Reverse scan: store gradients of the slots after every chunk `[entries, H, D, M]` and of the initial slots."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
     i_n, i_h = i_nh // H, i_nh % H
@@ -265,7 +271,7 @@ def slot_gradients_kernel(
             if dfinal_v is not None:
                 b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
-    # before the first chunk come the queries that see the initial slots as they are
+    # the query chunks before the first entering token see the initial slots, without decay
     stop = first
     if (i_s == 0) & (not LOCAL):
         stop = -lead
@@ -311,86 +317,86 @@ def slot_gradients_kernel(
 
 
 class Local(NamedTuple):
-    """What segments leave for the later ones: slots `[segments · N · H, K or V, M]` and log2 decays."""
+    """Local results of segments: slots `[segments · N · H, K or V, M]` and log2 decays."""
 
     local_k: Tensor | None
     local_v: Tensor | None
     local_g: Tensor | None
 
 
-def chunk_gates(launch, x: Inputs, y: Layout, kept: Kept, *, only_strong: bool = False) -> Gates:
-    """The gates of chunks, which fill `kept.end` and `.splits`, or of those alone that the latter tells are strong."""
+def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
+    """Return the gates' factors of all chunks and fill `saved.end` and `.splits`, or of strong chunks by `.splits`."""
     shape = y.entries * y.rows, y.H, y.BT, y.M
     gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))
     heads = tuning.strong_heads(y.key_chunks * y.rows, y.H) if only_strong else 1
     launch(
         slot_gates_kernel, (y.key_chunks * y.rows, cdiv(y.H, heads)),
-        f=x.f, **gates._asdict(), end=kept.end, splits=kept.splits, cu_seqlens=x.cu_seqlens, **y.of_keys,
+        f=x.f, **gates._asdict(), end=saved.end, splits=saved.splits, cu_seqlens=x.cu_seqlens, **y.of_keys,
         M=y.M, SLOTS=y.SLOTS, BM=y.BM, BT=y.BT, HEADS=heads, PACKED=y.PACKED, DOT=y.DOT, ONLY_STRONG=only_strong,
         num_warps=4,
     )  # fmt: skip
     return gates
 
 
-def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, kept: Kept) -> None:
-    """Fill the slots before every chunk and at the end."""
-    walk = tuning.walk(y.N * y.H, y.entries, y.M, x.q.dtype)
-    launch_walk(
-        launch, slot_states_kernel, walk, x, y, outer=(x.slots_k, x.slots_v), backward=False,
-        k=x.k if x.k_slots is None else x.k_slots, v=x.v, weight=gates.weight, end=kept.end, initial_k=x.slots_k,
-        initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=kept.states_k, states_v=kept.states_v,
+def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved) -> None:
+    """Fill the slots before every chunk and at the sequence's end."""
+    config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
+    launch_scan(
+        launch, slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
+        k=x.k if x.k_slots is None else x.k_slots, v=x.v, weight=gates.weight, end=saved.end, initial_k=x.slots_k,
+        initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=saved.states_k, states_v=saved.states_v,
         final_k=results.final_k, final_v=results.final_v,
-        BM=y.BM, BT=y.BT, ND=walk.ND, HAS_INITIAL=x.slots_k is not None, DOT=y.DOT, num_stages=walk.num_stages,
+        BM=y.BM, BT=y.BT, ND=config.ND, HAS_INITIAL=x.slots_k is not None, DOT=y.DOT, num_stages=config.num_stages,
     )  # fmt: skip
 
 
 def slot_gradients(launch, b: Backward, softmax: Softmax) -> SlotGradients:
-    """The gradients of the slots after every chunk, and, in `b.grads`, of the initial ones."""
-    x, y, kept = b.x, b.y, b.kept
-    slots = SlotGradients(torch.empty_like(kept.states_k), torch.empty_like(kept.states_v))
-    walk = tuning.walk(y.N * y.H, y.entries, y.M, x.q.dtype)
-    launch_walk(
-        launch, slot_gradients_kernel, walk, x, y, outer=(b.dfinal_k, b.dfinal_v), backward=True,
-        q=x.q if x.q_slots is None else x.q_slots, do=b.do, p=softmax.p, dz=softmax.dz, f=x.f, end=kept.end,
-        splits=kept.splits, dfinal_k=b.dfinal_k, dfinal_v=b.dfinal_v, cu_seqlens=x.cu_seqlens, **slots._asdict(),
+    """Return the gradients of the slots after every chunk, and fill those of the initial slots in `b.grads`."""
+    x, y, saved = b.x, b.y, b.saved
+    slots = SlotGradients(torch.empty_like(saved.states_k), torch.empty_like(saved.states_v))
+    config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
+    launch_scan(
+        launch, slot_gradients_kernel, config, x, y, outer=(b.dfinal_k, b.dfinal_v), backward=True,
+        q=x.q if x.q_slots is None else x.q_slots, do=b.do, p=softmax.p, dz=softmax.dz, f=x.f, end=saved.end,
+        splits=saved.splits, dfinal_k=b.dfinal_k, dfinal_v=b.dfinal_v, cu_seqlens=x.cu_seqlens, **slots._asdict(),
         dinitial_k=b.grads.dinitial_k, dinitial_v=b.grads.dinitial_v, lead=0 if b.grads.dinitial_k is None else y.lead,
-        BM=y.BM, BT=y.BT, ND=walk.ND, GROUP=y.GROUP, DOT=y.DOT, num_stages=walk.num_stages,
+        BM=y.BM, BT=y.BT, ND=config.ND, GROUP=y.GROUP, DOT=y.DOT, num_stages=config.num_stages,
     )  # fmt: skip
     return slots
 
 
-def launch_walk(
-    launch, kernel, walk: tuning.Walk, x: Inputs, y: Layout, *, outer: tuple[Tensor | None, Tensor | None],
+def launch_scan(
+    launch, kernel, config: tuning.ScanConfig, x: Inputs, y: Layout, *, outer: tuple[Tensor | None, Tensor | None],
     backward: bool, **arguments,
 ) -> None:  # fmt: skip
-    """Launch a walk along time; where sequences are cut, first for what each segment leaves, which is then carried.
+    """Launch a scan; if sequences are split into segments, first launch the LOCAL pass and the carry.
 
-    `outer` is what a sequence's first segment finds, or its last one `backward`; `arguments` are the kernel's own.
+    `outer` are the initial slots, or with `backward` the gradients of the final slots; `arguments` go to the kernel.
     """
-    local = _empty_local(walk, x, y)
-    for is_local in (True, False) if walk.segments > 1 else (False,):
+    local = _empty_local(config, x, y)
+    for is_local in (True, False) if config.segments > 1 else (False,):
         launch(
-            kernel, (walk.segments * y.N * y.H, walk.ND),
+            kernel, (config.segments * y.N * y.H, config.ND),
             **arguments, **local._asdict(), T=y.T, NH=y.N * y.H, H=y.H, before=y.before, window=y.window,
-            entries=y.entries, segments=walk.segments, M=y.M, SLOTS=y.SLOTS, K=y.K, V=y.V, PACKED=y.PACKED,
-            LOCAL=is_local, num_warps=walk.num_warps,
+            entries=y.entries, segments=config.segments, M=y.M, SLOTS=y.SLOTS, K=y.K, V=y.V, PACKED=y.PACKED,
+            LOCAL=is_local, num_warps=config.num_warps,
         )  # fmt: skip
         if is_local:
-            _carry(launch, walk, y, outer, local, backward)
+            _carry(launch, config, y, outer, local, backward)
 
 
-def _empty_local(walk: tuning.Walk, x: Inputs, y: Layout) -> Local:
-    if walk.segments == 1:
+def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
+    if config.segments == 1:
         return Local(None, None, None)
-    heads, wide = walk.segments * y.N * y.H, torch.float32
+    heads, wide = config.segments * y.N * y.H, torch.float32
     return Local(*empty(x.q, (((heads, y.K, y.M), wide), ((heads, y.V, y.M), wide), ((heads, y.M), wide))))
 
 
-def _carry(launch, walk: tuning.Walk, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
-    """Turn what segments leave into what they find."""
-    for slots, of_segments, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
+def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
+    """Turn each segment's local final slots into the slots entering it (backward: gradients)."""
+    for slots, local_slots, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
         launch(
-            slot_carry_kernel, (y.N * y.H, D // _CARRIED_ROWS),
-            outer=slots, local=of_segments, local_g=local.local_g, NH=y.N * y.H, segments=walk.segments,
-            M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRIED_ROWS, HAS_OUTER=slots is not None, BACKWARD=backward, num_warps=4,
+            slot_carry_kernel, (y.N * y.H, D // _CARRY_ROWS),
+            outer=slots, local=local_slots, local_g=local.local_g, NH=y.N * y.H, segments=config.segments,
+            M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRY_ROWS, HAS_OUTER=slots is not None, BACKWARD=backward, num_warps=4,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One token of decoding: slots and ring updated in place, and read, in one kernel."""
+"""Decoding step: one kernel updates slots and ring and attends to both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
-# a longer ring is read by core's decoding attention, which splits it over the device
+# core's decoding attention reads a longer ring with split KV
 _RING_INSIDE = 512
 
 
@@ -29,14 +29,17 @@ def slot_window_step_kernel(
     LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """All query heads of one head of one sequence, which counts its tokens for itself: no other program reads that."""
+    """Process all query heads of one key head of one sequence.
+
+    Each program has its own `length` counter, since another program's would need synchronisation.
+    """
     if PDL:
         gdc_launch_dependents()
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
-    # most of the bytes, on their way while the kernels before end: no other kernel of a step writes them, and steps do
-    # not overlap (`launch.early`: what begins early is recorded step by step)
+    # load the slots, most of the bytes, before `gdc_wait`: no other kernel of a step writes them, and steps do not
+    # overlap (see `launch.early`)
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
@@ -50,13 +53,13 @@ def slot_window_step_kernel(
     if LOGITS:
         b_f = log_sigmoid(b_f.to(tl.float32)) * inverse
 
-    place = 0
+    i_ring = 0
     seen = tl.load(length + i_nh)
     b_in_k, b_in_v, b_in_f = b_ks, b_v, b_f
     if HAS_RING:
-        # the oldest token makes room for the new one and enters the slots
-        place = seen % window
-        ring = (i_n * window + place) * H + i_h
+        # the oldest token leaves the ring and enters the slots; the new token replaces it
+        i_ring = seen % window
+        ring = (i_n * window + i_ring) * H + i_h
         slots = tl.where(seen >= window, M, 0)
         b_in_f = tl.load(ring_f + ring * M + o_m, mask=o_m < slots, other=0.0)
         b_in_v = tl.load(ring_v + ring * V + o_v)
@@ -64,7 +67,7 @@ def slot_window_step_kernel(
             b_in_k = tl.load(ring_k_slots + ring * K + o_k)
         else:
             b_in_k = tl.load(ring_k + ring * K + o_k)
-        # no thread may store before all have loaded
+        # all threads must have loaded the oldest token before any thread overwrites it
         tl.debug_barrier()
         tl.store(ring_k + ring * K + o_k, b_k)
         tl.store(ring_v + ring * V + o_v, b_v)
@@ -100,7 +103,7 @@ def slot_window_step_kernel(
             b_o += tl.exp2(b_new - b_max) * b_v.to(tl.float32)
             for first in range(0, tl.minimum(window, seen), BN):
                 o_i = first + o_n
-                m_i = (o_i < window) & (o_i < seen) & (o_i != place)
+                m_i = (o_i < window) & (o_i < seen) & (o_i != i_ring)
                 o_r = ((i_n * window + o_i) * H + i_h)[:, None]
                 b_s = tl.sum(tl.load(ring_k + o_r * K + o_k[None, :], mask=m_i[:, None], other=0.0) * b_q[None, :], 1)
                 b_s = tl.where(m_i, b_s, float("-inf"))
@@ -113,7 +116,7 @@ def slot_window_step_kernel(
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
-    # with a ring behind the barrier of all threads; without one only the thread that stores has read it
+    # safe: with a ring, the barrier above orders the loads of `length`; without one, only the storing thread loads it
     tl.store(length + i_nh, seen + 1)
 
 
@@ -126,11 +129,11 @@ def _step_op(
     slots_v: Tensor, ring_k: Tensor, ring_v: Tensor, ring_f: Tensor, ring_k_slots: Tensor | None, length: Tensor,
     scale: float, normalizer: float | None, read_ring: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, where `read_ring`, the window."""
+    """Return o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, if `read_ring`, the window."""
     o, lse = _step_outputs(q, k, v)
     batch, window, heads, _ = ring_k.shape
     M = slots_k.shape[2]
-    # kernels are launched on the current device, which need not be that of the tensors
+    # Triton launches on the current device, which may differ from the tensors' device
     with torch.cuda.device_of(q):
         slot_window_step_kernel[(batch * heads,)](
             q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, ring_k=ring_k,
@@ -148,7 +151,7 @@ def _step_outputs(q, k, v, *_):
 
 
 def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float, normalizer: float | None) -> Tensor:
-    """o `[B, HQ, V]`; updates `state`."""
+    """Update `state` and return o `[B, HQ, V]`."""
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     o, lse = _step_op(
         **{name: None if x is None else x.contiguous() for name, x in token.items()},
@@ -157,7 +160,7 @@ def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: flo
         read_ring=0 < state.window <= _RING_INSIDE,
     )  # fmt: skip
     if state.window > _RING_INSIDE:
-        # the order of the keys is no matter to the newest token: a full ring is a cache of as many
+        # the newest token sees every key of the ring, so their order does not matter: read it as a KV cache
         keys = state.length[:, 0].clamp(max=state.window)
         ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)
         o = merge_attention([AttentionOutput(o.unsqueeze(1), lse.unsqueeze(1)), ring]).o.squeeze(1)

@@ -1,4 +1,4 @@
-"""What the steps of a pass hand to one another, by the names that kernels and README.md give it."""
+"""Types passed between the steps of forward and backward; fields are named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Layouts = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Inputs(NamedTuple):
-    """What the operation is given.
+    """Arguments of the operation.
 
     Attributes:
         q, q_slots: `[B, T, HQ, K]`.
-        k, k_slots, v, f: `[B, before + T, H, K, V or M]`; of each sequence the carried window comes first.
-        slots_k, slots_v: the slots that it begins with, `[N, H, M, K or V]`, float32; None is zero.
-        start: each sequence's oldest key that exists, `[N]`.
-        cu_seqlens: borders of the sequences' queries.
+        k, k_slots, v, f: `[B, before + T, H, K, V or M]`; each sequence starts with the carried window's tokens.
+        slots_k, slots_v: the initial slots, `[N, H, M, K or V]`, float32; None is zero.
+        start: index of each sequence's first valid key, `[N]`.
+        cu_seqlens: boundaries of the sequences' queries.
     """
 
     q: Tensor
@@ -42,23 +42,23 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def aligned(self) -> Inputs:
-        """The same as kernels read it."""
+        """Return the inputs with tensors contiguous and aligned as the kernels need them."""
         return Inputs(*map(aligned, self[:8]), *self[8:])
 
 
 class Layout(NamedTuple):
-    """Sizes of a call, and how its sequences are cut up.
+    """Sizes of a call and of its chunks.
 
     Attributes:
-        T, N, H, GROUP: queries of a row, sequences, heads of keys, and query heads of each.
-        M, SLOTS, BM: slots of a tile in memory, those that exist, and those of a tile in registers of Triton's kernels
-            that take all at once.
+        T, N, H, GROUP: queries of a row, sequences, key heads, and query heads per key head.
+        M, SLOTS, BM: slots of a tile in memory, slots of the layer, and slots of a register tile in Triton kernels that
+            hold all slots at once.
         BT: tokens of a chunk.
-        factor: the dtype of the gates' factors.
-        lead, extra: chunks of queries that come before any token enters the slots, and the tokens by which these
-            overhang.
-        rows: of chunks: one for all of a packed batch.
-        query_chunks, key_chunks, entries: of a row, in README.md's terms.
+        factor: dtype of the gates' factors.
+        lead, extra: query chunks before the first token enters the slots, and the tokens by which these chunks start
+            before the first query.
+        rows: rows of chunks: B, or 1 for a packed batch.
+        query_chunks, key_chunks, entries: query chunks, key chunks and chunk states per row.
     """
 
     T: int
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
 
     @property
     def of_queries(self) -> dict[str, int]:
-        """What kernels whose programs take a chunk of queries are told of sizes."""
+        """Size arguments of kernels with one program per query chunk."""
         return {
             **{"T": self.T, "N": self.N, "H": self.H, "before": self.before, "window": self.window},
             **{"chunks": self.query_chunks, "entries": self.entries, "extra": self.extra, "lead": self.lead},
@@ -94,7 +94,7 @@ class Layout(NamedTuple):
 
     @property
     def of_keys(self) -> dict[str, int]:
-        """The same for chunks of keys."""
+        """Size arguments of kernels with one program per key chunk."""
         return {
             **{"T": self.T, "N": self.N, "H": self.H, "before": self.before, "window": self.window},
             **{"chunks": self.key_chunks, "entries": self.entries},
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 
     @property
     def tile(self) -> dict[str, int | bool]:
-        """What all kernels whose programs take a chunk are compiled for."""
+        """Compile-time arguments of all kernels with one program per chunk."""
         return {
             **{"M": self.M, "SLOTS": self.SLOTS, "K": self.K, "V": self.V},
             **{"HAS_START": self.HAS_START, "PACKED": self.PACKED},
@@ -110,7 +110,7 @@ class Layout(NamedTuple):
 
     @property
     def portable(self) -> dict:
-        """The same of those in Triton."""
+        """Compile-time arguments of the Triton kernels with one program per chunk."""
         import triton.language as tl
 
         FACTOR = tl.bfloat16 if self.factor == torch.bfloat16 else tl.float32
@@ -125,13 +125,13 @@ class Results(NamedTuple):
     final_v: Tensor
 
 
-class Kept(NamedTuple):
-    """What a forward pass finds and the backward pass needs.
+class Saved(NamedTuple):
+    """Activations that the forward pass saves for the backward pass.
 
     Attributes:
         lse: base-2 log-sum-exp `[B, T, HQ]`.
         end: log2 decay of each chunk, `[entries, H, M]`.
-        splits: how often each chunk is halved for its factors to be within bounds, `[entries, H]`; 0 where it is weak.
+        splits: how often each chunk is halved to bound its factors, `[entries, H]`; 0 for weak chunks.
         states_k, states_v: slots before each chunk, `[entries, H, K or V, M]`.
     """
 
@@ -143,11 +143,11 @@ class Kept(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The cumulative gates of chunks, `[entries, H, BT, M]`.
+    """Factors from the gates of chunks, `[entries, H, BT, M]`.
 
     Attributes:
-        weight: of each token in the slots at the chunk's end.
-        row, column: factors of a token's weight in the slots that a later one sees.
+        weight: weight of each token in the slots at the chunk's end.
+        row, column: row and column factors of a token's weight in the slots that a later query sees.
     """
 
     weight: Tensor | None
@@ -156,10 +156,10 @@ class Gates(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What the queries' softmax says of the slots, for the gradients of what made these.
+    """The slots' part of the queries' softmax, for the gradients of keys, values and gates.
 
     Attributes:
-        p, dz, x: by slot the probability, the scaled gradient of the logit and ⟨dS, S⟩, `[B, T, HQ, M]`.
+        p, dz, x: per slot the probability, the scaled gradient of the logit and ⟨dS, S⟩, `[B, T, HQ, M]`.
         delta: do · o, `[B, T, HQ]`.
     """
 
@@ -177,7 +177,7 @@ class SlotGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the tensors of `Inputs`, in their order; None for what was not given."""
+    """Gradients of the tensors of `Inputs`, in their order; None for inputs that are None."""
 
     dq: Tensor
     dk: Tensor
@@ -190,17 +190,17 @@ class Gradients(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What the steps of a backward pass have in common.
+    """Common arguments of the steps of the backward pass.
 
     Attributes:
-        x, y, kept: the call, and what its forward pass kept.
+        x, y, saved: the call's inputs and sizes, and the activations that its forward pass saved.
         o, do, dfinal_k, dfinal_v: outputs, and gradients of all results; None is zero.
-        grads: room for all gradients.
+        grads: buffers for all gradients.
     """
 
     x: Inputs
     y: Layout
-    kept: Kept
+    saved: Saved
     o: Tensor
     do: Tensor
     dfinal_k: Tensor | None
@@ -209,14 +209,14 @@ class Backward(NamedTuple):
 
 
 def layout(x: Inputs) -> Layout:
-    """How a call is cut up."""
+    """Return the sizes of a call and of its chunks."""
     batch, T, heads_q, K = x.q.shape
     keys, H, SLOTS = x.f.shape[1:]
     GROUP, packed = heads_q // H, x.cu_seqlens is not None
     BT = tuning.chunk_size(x.q.dtype)
     lead = max(cdiv(x.window - x.before, BT), 0)
     extra = lead * BT - (x.window - x.before)
-    # not its length, which traced graphs would take for a constant
+    # shape, not len(), which torch.compile would trace as a constant
     N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else batch
     if packed:
         query_chunks = (T + N * extra) // BT + N
@@ -237,25 +237,25 @@ def layout(x: Inputs) -> Layout:
 
 
 def empty(x: Tensor, layouts: Sequence[tuple]) -> tuple[Tensor, ...]:
-    """Room for tensors of these shapes and dtypes."""
+    """Allocate tensors of these shapes and dtypes on x's device."""
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in layouts)
 
 
 def empty_results(x: Inputs, y: Layout) -> Results:
-    """Room for the results."""
+    """Allocate the results."""
     slots, wide = (y.N, y.H, y.SLOTS), torch.float32
     return Results(*empty(x.q, (((*x.q.shape[:3], y.V), x.q.dtype), ((*slots, y.K), wide), ((*slots, y.V), wide))))
 
 
-def kept_layouts(x: Inputs, y: Layout) -> _Layouts:
-    """Shapes and dtypes of `Kept`."""
+def saved_layouts(x: Inputs, y: Layout) -> _Layouts:
+    """Return shapes and dtypes of the fields of `Saved`."""
     tiles = y.entries * y.rows, y.H
     small = (x.q.shape[:3], torch.float32), ((*tiles, y.M), torch.float32), (tiles, torch.int32)
     return *small, ((*tiles, y.K, y.M), x.q.dtype), ((*tiles, y.V, y.M), x.q.dtype)
 
 
 def empty_softmax(x: Inputs, y: Layout) -> Softmax:
-    """Room for what the slots' gradients need of the softmax."""
+    """Allocate `Softmax`."""
     shape = *x.q.shape[:3], y.M
     return Softmax(
         *empty(x.q, ((shape, y.factor), (shape, y.factor), (shape, torch.float32), (shape[:3], torch.float32)))
@@ -263,7 +263,7 @@ def empty_softmax(x: Inputs, y: Layout) -> Softmax:
 
 
 def empty_gradients(x: Inputs, initial: bool) -> Gradients:
-    """Room for all gradients, those of `initial` slots among them."""
+    """Allocate the gradients of all inputs, with those of the `initial` slots if there are any."""
     own = (None if t is None else torch.empty_like(t) for t in (x.q_slots, x.k_slots))
     slots = (None, None)
     if initial:

@@ -1,10 +1,10 @@
-"""Device functions of the kernels: where chunks lie, and gates as products of two factors that cannot overflow.
+"""Device functions of the kernels: chunk indices, tile loads and stores, and gates as two factors that cannot overflow.
 
 Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
-gates. A matrix product needs it as row factor times column factor, both measured from the token before a block that
-holds t and j: the whole chunk where its gates are weak enough for factors within 2^±80, otherwise a half of it, or a
-quarter ... A pair that no such block holds lies in the two halves of a larger one; measured from the border between
-them, both factors are at most 1.
+gates. An MMA needs this weight as (row factor) · (column factor), both relative to the token before a block that holds
+t and j. The block is the whole chunk if its gates are weak enough for factors within 2^±80, otherwise a half or a
+quarter of the chunk, and so on. If no such block holds t and j, they lie in opposite halves of a larger block; relative
+to the boundary between the halves, both factors are at most 1.
 """
 
 import triton
@@ -12,19 +12,20 @@ import triton.language as tl
 
 from tokenmix_core.tile.decay import LOG2_E
 
-# numbers of which a kernel needs no variants: they follow from others, and would have every length compile anew
+# arguments that kernels do not specialise on; they depend on the length, so each new length would compile again
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
 LN_2 = tl.constexpr(0.6931471805599453)
-# what the factors of a block may reach, as a power of 2
+# bound on the factors of a block: 2^±80
 LARGEST_FACTOR = tl.constexpr(80.0)
 
 
 @triton.jit
 def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, BT: tl.constexpr, PACKED: tl.constexpr):
-    """The sequence of slot `i_c`, the chunk in it, its first query (int64, over all rows) and its number of queries.
+    """Return sequence and chunk index of the `i_c`-th chunk slot, the sequence's first query (int64) and its queries.
 
-    A sequence's chunks cover `extra` tokens beside its own. In a packed batch they begin at slot `⌊b / BT⌋ + n`, with b
-    all tokens before sequence n: sequences never share a slot, and no table is needed; some slots stay unused.
+    A sequence's chunks cover `extra` tokens beside its own. In a packed batch the chunks of sequence n begin at chunk
+    slot `⌊b / BT⌋ + n`, with b the number of tokens before it. So sequences never share a chunk slot, and no table is
+    needed; some chunk slots stay unused.
     """
     if PACKED:
         BN: tl.constexpr = 128
@@ -48,8 +49,8 @@ def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, BT: tl.constexpr, PACKED:
 
 @triton.jit
 def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
-    """The tokens of a chunk of keys, which of them are seen, which have a gradient to write and which enter the slots;
-    the rows of queries that see them arrive there (the window of some still holds others of them), and which exist."""
+    """Return the tokens of a key chunk with their masks (visible; exists; enters the slots), and the queries that pair
+    with them (a query sees the chunk's tokens up to its own row in the slots, later ones in its window) with theirs."""
     o_r = tl.arange(0, BT)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
@@ -59,7 +60,7 @@ def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
 
 @triton.jit
 def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
-    """The first query (int64, over all rows) and the number of queries of sequence `i_n`."""
+    """Return the first query (int64, over all rows) and the number of queries of sequence `i_n`."""
     if PACKED:
         begin = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1) - begin).to(tl.int32)
@@ -71,7 +72,7 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
 
 @triton.jit
 def first_entry(i_n, begin_k, entries, BT: tl.constexpr, PACKED: tl.constexpr):
-    """Where the chunk states of sequence `i_n` begin: one before each chunk of entering tokens and one at the end."""
+    """Return the index of sequence `i_n`'s first chunk state: one before each entering chunk and one at the end."""
     if PACKED:
         entry = begin_k // BT + 2 * i_n
     else:
@@ -81,7 +82,7 @@ def first_entry(i_n, begin_k, entries, BT: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def load_rows(p, o_t, m_t, stride, D: tl.constexpr):
-    """Rows `o_t` of a matrix with D columns; zero where masked."""
+    """Load rows `o_t` of a matrix with D columns; zero where masked."""
     return tl.load(p + o_t.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :], mask=m_t[:, None], other=0.0)
 
 
@@ -96,7 +97,7 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 def load_pairs(
     q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr
 ):
-    """A chunk's queries, as the window sees them and as the slots do, and the keys that enter."""
+    """Load a chunk's queries for the window and for the slots, and the keys that enter the slots."""
     b_q = load_rows(q + begin_q * K, o_q, m_q, HQ * K, K)
     if OWN_SLOT_KEYS:
         b_qs = load_rows(q_slots + begin_q * K, o_q, m_q, HQ * K, K)
@@ -109,7 +110,7 @@ def load_pairs(
 
 @triton.jit
 def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
-    """Rows `o_t` of log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots that exist."""
+    """Load rows `o_t` of log-gates as float32; 0 (the token does not enter) where masked and in columns ≥ `slots`."""
     o_m = tl.arange(0, M)
     p_f = p_f + o_t.to(tl.int64)[:, None] * stride + o_m[None, :]
     return tl.load(p_f, mask=m_t[:, None] & (o_m < slots)[None, :], other=0.0).to(tl.float32)
@@ -117,7 +118,7 @@ def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
 
 @triton.jit
 def load_columns(p, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """A tile `[R, BM]` of a matrix with M columns; zero beyond these."""
+    """Load a tile `[R, BM]` of a matrix with M columns; zero beyond column M."""
     o_m = tl.arange(0, BM)[None, :]
     p += tl.arange(0, R)[:, None] * M + o_m
     if BM > M:
@@ -128,7 +129,7 @@ def load_columns(p, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def store_columns(p, b_x, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Store it."""
+    """Store a tile `[R, BM]` of a matrix with M columns."""
     o_m = tl.arange(0, BM)[None, :]
     p += tl.arange(0, R)[:, None] * M + o_m
     if BM > M:
@@ -139,7 +140,7 @@ def store_columns(p, b_x, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
-    """Rows `o_t` of BM slots of a head of `[.., heads, M]`; zero where masked and beyond M."""
+    """Load rows `o_t` of BM slots of a head of `[.., heads, M]`; zero where masked and beyond M."""
     o_m = tl.arange(0, BM)[None, :]
     p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
     mask = m_t[:, None]
@@ -150,7 +151,7 @@ def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
-    """Store them."""
+    """Store rows `o_t` of BM slots of a head of `[.., heads, M]`."""
     o_m = tl.arange(0, BM)[None, :]
     p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
     mask = m_t[:, None]
@@ -161,7 +162,7 @@ def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Factors `[BT, BM]` of a chunk, `other` everywhere if no token enters in it, and beyond M."""
+    """Load a chunk's factors `[BT, BM]`; `other` beyond M, and everywhere if no token of the chunk enters the slots."""
     o_t, o_m = tl.arange(0, BT)[:, None], tl.arange(0, BM)[None, :]
     mask = o_t < tl.where(exists, BT, 0)
     if BM > M:
@@ -171,14 +172,14 @@ def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.con
 
 @triton.jit
 def enter_weight(b_f):
-    """1 − exp(f) for f ≤ 0, to the last digits also near 0."""
+    """Return 1 − exp(f) for f ≤ 0, by its series near 0 to avoid cancellation."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return tl.where(b_f > -0.1, b_small, 1.0 - tl.exp2(b_f * LOG2_E))
 
 
 @triton.jit
 def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
-    """Rounded as an operand of products, which would cut the last digits of float32 off instead."""
+    """Round to the MMA's operand dtype; TF32 rounds to nearest, since the MMA itself would truncate."""
     if DOT == "tf32" and tl.float32 == FACTOR:
         return ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -187,7 +188,7 @@ def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def log2_gates(b_f, DOT: tl.constexpr):
-    """Log2 of the gates, bounded below: at the precision that DOT stands for, a lower gate cannot be told from 0."""
+    """Return log2 of the gates, clamped below: at the MMA's precision a smaller gate is indistinguishable from 0."""
     if DOT == "ieee":
         return tl.maximum(b_f * LOG2_E, -28.0)
     else:
@@ -196,7 +197,7 @@ def log2_gates(b_f, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
-    """The product of a matrix of −1, 0 and 1 with x, whose two halves of 8 bits keep 16 of its digits."""
+    """Multiply a matrix of −1, 0 and 1 by x, which is split into two bf16 parts to keep 16 bits."""
     if DOT == "ieee":
         return tl.dot(b_m, b_x, input_precision=DOT)
     else:
@@ -208,8 +209,8 @@ def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
 
 @triton.jit
 def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
-    """`G_to − G_from` by slot `[BT, M]`, for each row the sum of the gates after token `from` up to `to`, or the
-    opposite of that from `to` to `from`; −1 stands for the beginning of the chunk."""
+    """Return `G_to − G_from` by slot `[BT, M]`: per row, the sum of the log-gates after token `from` up to `to`,
+    negated if `to` < `from`; token −1 is the chunk's start."""
     o_s, o_0 = tl.arange(0, BT)[None, :], tl.zeros([BT], dtype=tl.int32)
     b_to = tl.where(o_s <= (o_0 + o_to)[:, None], 1.0, 0.0)
     b_from = tl.where(o_s <= (o_0 + o_from)[:, None], 1.0, 0.0)
@@ -218,33 +219,33 @@ def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def block_pairs(o_t, o_j, size):
-    """Pairs of a token t and an earlier one, or itself, of one block."""
+    """Mask of pairs j ≤ t in the same block of `size` tokens."""
     return (o_j <= o_t) & ((o_j & -size) == (o_t & -size))
 
 
 @triton.jit
 def opposite_pairs(o_t, o_j, half):
-    """Pairs of a token t in the right half of a block of twice `half` tokens and one in its left half."""
+    """Mask of pairs with t in the right half and j in the left half of the same block of 2 · `half` tokens."""
     return ((o_j & -(2 * half)) == (o_t & -(2 * half))) & ((o_t & half) > (o_j & half))
 
 
 @triton.jit
 def block_to_border(b_log, size, half, BT: tl.constexpr, DOT: tl.constexpr):
-    """Factors from the beginning of blocks of `size` tokens to the middle of blocks of twice `half`: ≤ 1."""
+    """Return factors ≤ 1 between the start of blocks of `size` tokens and the middle of blocks of 2 · `half`."""
     o_r = tl.arange(0, BT)
     return tl.exp2(-tl.abs(gates_between(b_log, (o_r & -(2 * half)) + half - 1, (o_r & -size) - 1, BT, DOT)))
 
 
 @triton.jit
 def block_to_start(b_log, size, BT: tl.constexpr, DOT: tl.constexpr):
-    """Row factors from the beginning of blocks of `size` tokens to that of the chunk: ≤ 1."""
+    """Return row factors ≤ 1 from the chunk's start to the start of blocks of `size` tokens."""
     return tl.exp2(gates_between(b_log, -1, (tl.arange(0, BT) & -size) - 1, BT, DOT))
 
 
 @triton.jit
 def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
-    """How often a chunk of these log2 gates must be halved until no block loses more than 80 bits: `least` or more
-    times; blocks of two or four tokens are small enough for any gates."""
+    """Return how often a chunk must be halved until no slot loses more than 80 bits inside a block, at least `least`;
+    blocks of two or four tokens satisfy this for all clamped gates."""
     o_r = tl.arange(0, BT)
     lowest = tl.min(tl.sum(b_log, 0), 0)
     size = BT
@@ -257,10 +258,10 @@ def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def from_later(
+def add_end_gradients(
     b_dx, p_weight, p_ds, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr
 ):
-    """Add what BM slots after the chunk owe to its tokens."""
+    """Add the gradient of a chunk's tokens through BM slots at the chunk's end."""
     b_in = load_columns(p_weight, M, BT, BM)
     return tl.dot(b_in, tl.trans(load_columns(p_ds, M, D, BM)), b_dx, input_precision=DOT)
 
@@ -270,7 +271,7 @@ def pair_weights(
     b_y, p_col, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, M: tl.constexpr, BT: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
-    """`Σ_m col_m(j) y_m(t)` `[token, query]` over BM slots, where j has entered the slots that t sees."""
+    """Return `Σ_m col_m(j) y_m(t)` `[token, query]` over BM slots, 0 if j enters after the slots that t sees."""
     b_col = load_columns(p_col, M, BT, BM)
     o_r = tl.arange(0, BT)
     r_j, r_t = o_r[:, None], o_r[None, :]

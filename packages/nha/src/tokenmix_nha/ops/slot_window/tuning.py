@@ -1,4 +1,4 @@
-"""Kernel configurations by shape: a small fixed table, measured once."""
+"""Kernel configurations by shape: a small fixed table of measured values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core.tuning import one_round
 
 
 class Tile(NamedTuple):
-    """BT tokens of a chunk; BM slots that the backward takes at a time; BN keys or queries of the window beyond it."""
+    """Tile sizes: BT tokens of a chunk, BM slots per backward iteration, BN window keys or queries per iteration."""
 
     BT: int
     BM: int
@@ -20,8 +20,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Walk(NamedTuple):
-    """The head sizes in ND parts, a program each, and at most so many segments of a sequence."""
+class ScanConfig(NamedTuple):
+    """Parallelism of a scan: each head size is split over ND programs, each sequence into at most `segments`."""
 
     ND: int
     segments: int
@@ -29,61 +29,62 @@ class Walk(NamedTuple):
     num_stages: int
 
 
-# the fewest slots of a tile in memory of 16-bit kernels, for slots with the window's keys and one query head each
-_NARROWEST = 32
-_NARROWEST_ELSE = 64
-# the slots of a tile in registers of 16-bit kernels in Triton
+# least slots of a tile in memory in 16-bit kernels, if slots share the window's keys and GROUP is 1
+_MIN_TILE = 32
+# the same with separate keys for the slots or several query heads per key head
+_MIN_TILE_GENERAL = 64
+# slots of a register tile in 16-bit Triton kernels
 _SLOT_TILE = 64
 _MAX_SEGMENTS = 32
-# the widest window for which the forward kernel on Hopper, which takes 32 keys of it at a time, is the faster one
+# widest window for which the Hopper forward kernel, with 32 window keys per iteration, is faster than Triton's
 HOPPER_WINDOW = 256
-# the widest window for which δ is summed up from probabilities and not from o, whose rounding would not cancel
+# widest window for which δ is summed from probabilities instead of from the rounded o
 SHORT_WINDOW = 64
 
 
 def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool, group: int) -> int:
-    """Slots of a tile in memory, of which the surplus stays masked: see README.md, "Tiles of 16 and 32 slots"."""
-    return slots if dtype == torch.float32 else max(slots, _NARROWEST_ELSE if own_keys or group > 1 else _NARROWEST)
+    """Return the slots of a tile in memory; surplus columns are masked: see README.md, "Tiles of 16 and 32 slots"."""
+    return slots if dtype == torch.float32 else max(slots, _MIN_TILE_GENERAL if own_keys or group > 1 else _MIN_TILE)
 
 
 def whole_tile(slots: int, dtype: torch.dtype) -> int:
-    """Slots of a tile of Triton's kernels that take all slots at once."""
+    """Return the slots of a register tile in Triton kernels that hold all slots at once."""
     return slots if dtype == torch.float32 else max(slots, _SLOT_TILE)
 
 
 def chunk_size(dtype: torch.dtype) -> int:
-    """Tokens of a chunk, the same in all kernels of a call, since they share the states at its borders."""
+    """Return the tokens of a chunk, equal in all kernels of a call, since they share the chunk states."""
     return 16 if dtype == torch.float32 else 64
 
 
 def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
-    """The tile of the kernels whose programs take a chunk each."""
-    # one stage: a second buffer for the window's tiles costs the second program of a multiprocessor
+    """Return the tile sizes of kernels with one program per chunk."""
+    # one stage: a second smem stage for the window's tiles would leave one CTA per SM instead of two
     BT = chunk_size(dtype)
     BM = min(slots, _SLOT_TILE) if dtype == torch.float32 else _SLOT_TILE
     return Tile(BT, BM, min(BT, 32 if window <= 32 else 64), 4, 1)
 
 
-def walk(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> Walk:
-    """How the kernels that carry slots along time divide `heads` heads of all sequences, of at most `chunks` chunks."""
+def scan_config(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> ScanConfig:
+    """Return the configuration of the Triton scans, for `heads` heads of all sequences and at most `chunks` chunks."""
     parts = 4 if dtype == torch.float32 or slots > 64 else 2
-    return Walk(parts, _segments(heads * parts, chunks), 4, 1 if dtype == torch.float32 else 3)
+    return ScanConfig(parts, _num_segments(heads * parts, chunks), 4, 1 if dtype == torch.float32 else 3)
 
 
-def hopper_walk(heads: int, chunks: int) -> Walk:
-    """As `walk`, for the kernel on Hopper, whose programs take all of a head."""
-    # one program fills a multiprocessor
-    return Walk(1, _segments(2 * heads, chunks), 8, 3)
+def hopper_scan_config(heads: int, chunks: int) -> ScanConfig:
+    """Return the configuration of the Hopper scan, whose programs hold whole heads."""
+    # the occupancy is one CTA per SM
+    return ScanConfig(1, _num_segments(2 * heads, chunks), 8, 3)
 
 
 def strong_heads(chunks: int, heads: int) -> int:
-    """Query heads of a program that looks for strong chunks: several where there are programs enough."""
+    """Return the heads that one program checks for strong chunks: 8 if there are enough programs, else 1."""
     return 8 if chunks * heads >= 32 * one_round() else 1
 
 
-def _segments(programs: int, chunks: int) -> int:
+def _num_segments(programs: int, chunks: int) -> int:
     return max(1, min(_MAX_SEGMENTS, 2 * one_round() // programs, chunks // 8))
 
 
-# recorded calls are forgotten with every change of these
+# a change of this module's values invalidates the launch cache
 watch(__name__)

@@ -1,1 +1,1 @@
-"""Gluon kernels for Hopper: weak chunks in bfloat16."""
+"""Gluon kernels for Hopper, for weak chunks in bfloat16."""

@@ -8,14 +8,14 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.backward_groups import entries_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
-    accumulate_anew,
     as_left,
+    async_copy_tokens,
+    column_dots,
     enter_weight,
-    fetch,
-    inner_products,
     load_gates,
     locate_tokens,
-    multiply_anew,
+    mma_add_opaque,
+    mma_opaque,
     rounded,
     store_gates,
     sums_of_rows,
@@ -31,7 +31,7 @@ def hopper_backward_gates_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """df `[BT, M]` of a chunk's tokens: what tokens from j on ask of all before j, less what j itself would lose."""
+    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, M]` of a chunk's tokens; README.md derives the sums."""
     BT: gl.constexpr = 64
     dtype: gl.constexpr = v.dtype.element_ty
     square: gl.constexpr = mma_layout(BT, 4)
@@ -46,7 +46,7 @@ def hopper_backward_gates_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
     o_q, entering = first + window - before, keys - window
     o_i, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_m = (o_m < SLOTS)[None, :]
@@ -64,16 +64,16 @@ def hopper_backward_gates_kernel(
     s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    fetch(s_k, k + begin_k * K, first, oldest, keys, H * K)
-    fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
-    fetch(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
+    async_copy_tokens(s_k, k + begin_k * K, first, oldest, keys, H * K)
+    async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+    async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    async_copy_tokens(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
     async_copy.commit_group()
     m_e = (first + o_i >= oldest) & (first + o_i < entering)
     b_f = load_gates(f, begin_k, first + o_i, m_e, H, SLOTS, M)
     b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
-    fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
-    fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+    async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
+    async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
     async_copy.commit_group()
     async_copy_rows(s_dsk, ds_k + entry * K * M, M, K, 4)
     async_copy_rows(s_dsv, ds_v + entry * V * M, M, V, 4)
@@ -86,22 +86,22 @@ def hopper_backward_gates_kernel(
             length, HQ, GROUP,
         )  # fmt: skip
         wait_async_copies(0)
-        b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
+        b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))
         b_last = warpgroup_mma_wait(0, deps=[b_last])
     else:
-        b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
+        b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
         b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
         m_p = (
             gl.arange(0, BT, gl.SliceLayout(1, square))[:, None] <= gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
         )
         b_a = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
         b_dp = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
-        b_e = accumulate_anew(b_dp, s_p, multiply_anew(b_a, s_dz, M))
+        b_e = mma_add_opaque(b_dp, s_p, mma_opaque(b_a, s_dz, M))
         wait_async_copies(0)
-        b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
+        b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))
         b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
     barrier()
-    # the slots before the chunk take places that are free by now
+    # the slots before the chunk reuse the buffers of q and do
     s_sk, s_sv = reinterpret(s_q, dtype, [K, M], swizzled), reinterpret(s_do, dtype, [V, M], swizzled)
     async_copy_rows(s_sk, states_k + entry * K * M, M, K, 4)
     async_copy_rows(s_sv, states_v + entry * V * M, M, V, 4)
@@ -111,11 +111,11 @@ def hopper_backward_gates_kernel(
     end_m = gl.exp2(gl.load(end + entry * M + o_l))
     b_last *= gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
     b_col = enter_weight(b_f) * b_inverse
-    # bounded gates have no gradient, which infinity stands for until the end
+    # infinity marks clamped gates, which have no gradient; `store_gates` turns it into 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     p_x = x + ((begin_q + (o_q + o_i).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
-    # the window of a call may be shorter than the one carried, and its first tokens then have no query
+    # if the call's window is shorter than the carried one, the first tokens have no query
     m_x = ((o_q + o_i >= 0) & (o_q + o_i < length))[:, None]
     b_x = gl.load(p_x, mask=m_x, other=0.0)
     for i_g in range(1, GROUP):
@@ -124,18 +124,18 @@ def hopper_backward_gates_kernel(
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own
     wait_async_copies(0)
-    rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
+    rest_m += end_m * gl.convert_layout(column_dots(s_dsk, s_sk) + column_dots(s_dsv, s_sv), line)
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
     store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
 
 def hopper_gate_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill df where chunks are weak."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill df of weak chunks."""
+    x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_gates_kernel, (y.key_chunks * y.rows * y.H,),
         q=x.q if x.q_slots is None else x.q_slots, k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f,
-        splits=kept.splits, end=kept.end, states_k=kept.states_k, states_v=kept.states_v, **slots._asdict(),
+        splits=saved.splits, end=saved.end, states_k=saved.states_k, states_v=saved.states_v, **slots._asdict(),
         start=x.start, cu_seqlens=x.cu_seqlens, do=b.do, p=softmax.p, dz=softmax.dz, x=softmax.x, df=b.grads.df,
         **y.of_keys, **y.tile, GROUP=y.GROUP, num_warps=4,
     )  # fmt: skip

@@ -8,13 +8,13 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.backward_groups import add_slots_of_heads, add_window_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
-    accumulate_anew,
     as_left,
+    async_copy_tokens,
     enter_weight,
-    fetch,
     load_gates,
     locate_tokens,
-    multiply_anew,
+    mma_add_opaque,
+    mma_opaque,
     rounded,
     store,
     sums_of_rows,
@@ -31,7 +31,7 @@ def hopper_backward_keys_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dk (and dk_slots) `[BT, K]` and dv `[BT, V]` of the keys of a chunk."""
+    """Store dk (and dk_slots) `[BT, K]` and dv `[BT, V]` of a key chunk."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -48,16 +48,16 @@ def hopper_backward_keys_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
     o_q, entering = first + window - before, keys - window
-    # slots that no token of the chunk enters are not there
+    # if no token of the chunk enters the slots, there is no chunk state to load
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    # p and dz, and later the window's queries
+    # first p and dz, later the window's queries
     s_y = gl.allocate_shared_memory(dtype, [2, BT, 64 if GROUP > 1 else M], shared)
     s_p, s_dz = reinterpret(s_y.index(0), dtype, [BT, M], swizzled), reinterpret(s_y.index(1), dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
@@ -66,10 +66,10 @@ def hopper_backward_keys_kernel(
     p_qs = p_q
     if OWN_SLOT_KEYS:
         p_qs = q_slots + begin_q * K
-    fetch(s_q, p_qs, o_q, 0, length, HQ * K)
-    fetch(s_k, p_k, first, oldest, keys, H * K)
-    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
-    fetch(s_do, p_do, o_q, 0, length, HQ * V)
+    async_copy_tokens(s_q, p_qs, o_q, 0, length, HQ * K)
+    async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    async_copy_tokens(s_do, p_do, o_q, 0, length, HQ * V)
     async_copy.commit_group()
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
@@ -77,8 +77,8 @@ def hopper_backward_keys_kernel(
     b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, HQ, M)
     b_col = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
-    fetch(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
-    fetch(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+    async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
+    async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
     async_copy.commit_group()
     async_copy_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
     async_copy_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
@@ -87,20 +87,20 @@ def hopper_backward_keys_kernel(
     b_weight = rounded(b_col * gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :], dtype)
     b_col = as_left(rounded(b_col, dtype), BT)
 
-    # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
+    # pairs [token, query]: m_p through the slots, m_w through the window
     wait_async_copies(1)
     if GROUP == 1:
-        b_p, b_dz = multiply_anew(b_col, s_p.permute((1, 0)), BT), multiply_anew(b_col, s_dz.permute((1, 0)), BT)
+        b_p, b_dz = mma_opaque(b_col, s_p.permute((1, 0)), BT), mma_opaque(b_col, s_dz.permute((1, 0)), BT)
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
-    # the window's queries, from the token itself on, take places that are free by then
+    # the window's queries, from the token itself on, reuse buffers that the WGMMAs have read
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
     if GROUP > 1:
         wait_async_copies(0)
         b_wv, b_wk = as_left(b_weight, V), as_left(b_weight, K)
-        b_dv, b_dk = multiply_anew(b_wv, s_dsv.permute((1, 0)), V), multiply_anew(b_wk, s_dsk.permute((1, 0)), K)
+        b_dv, b_dk = mma_opaque(b_wv, s_dsv.permute((1, 0)), V), mma_opaque(b_wk, s_dsk.permute((1, 0)), K)
         b_dv, b_dk, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_wv, b_wk])
         b_dk, b_dv = add_slots_of_heads(
             b_dk, b_dv, b_col, s_q, s_do, s_p, s_dz, p_qs, p_do, p + begin_q * M, dz + begin_q * M, o_q, length, HQ,
@@ -109,10 +109,10 @@ def hopper_backward_keys_kernel(
         barrier()
         s_qw = reinterpret(s_y, dtype, [BT, K], shared)
         s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
-        fetch(s_qw, p_q + (GROUP - 1) * K, o_q, 0, length, HQ * K, True)
+        async_copy_tokens(s_qw, p_q + (GROUP - 1) * K, o_q, 0, length, HQ * K, True)
         async_copy.commit_group()
-        fetch(s_qn, p_q + (GROUP - 1) * K, o_w + shift_0, 0, length, HQ * K)
-        fetch(s_don, p_do + (GROUP - 1) * V, o_w + shift_0, 0, length, HQ * V)
+        async_copy_tokens(s_qn, p_q + (GROUP - 1) * K, o_w + shift_0, 0, length, HQ * K)
+        async_copy_tokens(s_don, p_do + (GROUP - 1) * V, o_w + shift_0, 0, length, HQ * V)
         async_copy.commit_group()
         if OWN_SLOT_KEYS:
             s_q.store(b_dk.to(dtype))
@@ -129,41 +129,41 @@ def hopper_backward_keys_kernel(
         barrier()
         s_qw = reinterpret(s_y, dtype, [BT, K], shared)
         s_qn, s_don = reinterpret(s_dsk, dtype, [BN, K], shared), reinterpret(s_dsv, dtype, [BN, V], shared)
-        fetch(s_qw, p_q, o_q, 0, length, HQ * K)
+        async_copy_tokens(s_qw, p_q, o_q, 0, length, HQ * K)
         async_copy.commit_group()
         wait_async_copies(1)
         b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-        b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
-        b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
+        b_dk = mma_add_opaque(b_dz, s_q, mma_opaque(b_wk, s_dsk.permute((1, 0)), K))
+        b_dv = mma_add_opaque(b_p, s_do, mma_opaque(b_wv, s_dsv.permute((1, 0)), V))
         b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
         barrier()
         s_q.store(b_dk.to(dtype))
-        fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
-        fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
+        async_copy_tokens(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
+        async_copy_tokens(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
         async_copy.commit_group()
         wait_async_copies(1)
         store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
-        b_s, b_ds = multiply_anew(s_k, s_qw.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds = mma_opaque(s_k, s_qw.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
         b_p, b_dz = as_left(b_s.to(dtype), V), as_left(b_ds.to(dtype), K)
-        b_dv = accumulate_anew(b_p, s_do, b_dv)
-        b_dk = multiply_anew(b_dz, s_qw, K)
+        b_dv = mma_add_opaque(b_p, s_do, b_dv)
+        b_dk = mma_opaque(b_dz, s_qw, K)
         b_dv, b_dk, b_p, b_dz = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz])
     else:
-        b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
+        b_s, b_ds = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
         b_s, b_ds, b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_s, b_ds, b_p, b_dz, b_col])
         b_s, b_ds = softmax(b_s, b_ds, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
         b_p, b_dz = rounded(gl.where(m_p, b_p, b_s), dtype), rounded(gl.where(m_p, b_dz, b_ds), dtype)
         barrier()
         s_qn, s_don = reinterpret(s_p, dtype, [BN, K], shared), reinterpret(s_dz, dtype, [BN, V], shared)
-        fetch(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
-        fetch(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
+        async_copy_tokens(s_qn, p_q, o_w + shift_0, 0, length, HQ * K)
+        async_copy_tokens(s_don, p_do, o_w + shift_0, 0, length, HQ * V)
         async_copy.commit_group()
         wait_async_copies(1)
         b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-        b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
-        b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
+        b_dv = mma_add_opaque(b_p, s_do, mma_opaque(b_wv, s_dsv.permute((1, 0)), V))
+        b_dk = mma_add_opaque(b_dz, s_q, mma_opaque(b_wk, s_dsk.permute((1, 0)), K))
         b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     if GROUP == 1:
         b_dk, b_dv = add_window(
@@ -180,12 +180,12 @@ def hopper_backward_keys_kernel(
 
 
 def hopper_key_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dk_slots and dv where chunks are weak."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill dk, dk_slots and dv of weak chunks."""
+    x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_keys_kernel, (y.key_chunks * y.rows * y.H,),
-        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, splits=kept.splits, end=kept.end, **slots._asdict(),
-        start=x.start, cu_seqlens=x.cu_seqlens, lse=kept.lse, delta=softmax.delta, do=b.do, p=softmax.p, dz=softmax.dz,
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, splits=saved.splits, end=saved.end, **slots._asdict(),
+        start=x.start, cu_seqlens=x.cu_seqlens, lse=saved.lse, delta=softmax.delta, do=b.do, p=softmax.p, dz=softmax.dz,
         dk=b.grads.dk, dk_slots=b.grads.dk_slots, dv=b.grads.dv, scale=x.scale, **y.of_keys, **y.tile, GROUP=y.GROUP,
         OWN_SLOT_KEYS=x.k_slots is not None, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients of a weak chunk's queries on Hopper, and what the slots' gradients need of its softmax."""
+"""Gradients of a weak chunk's queries on Hopper, and the fields of `Softmax` for the other gradients."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,14 +16,14 @@ from tokenmix_core.tile.hopper import (
 )
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import (
-    accumulate_anew,
     as_left,
+    async_copy_tokens,
     enter_weight,
-    fetch,
     first_entry,
     load_gates,
     locate_chunk,
-    multiply_anew,
+    mma_add_opaque,
+    mma_opaque,
     rounded,
     store,
     sums_of_rows,
@@ -33,12 +33,12 @@ from tokenmix_nha.ops.slot_window.steps import Backward, Softmax
 
 @gluon.jit
 def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2):
-    """Probabilities of some keys of the window `[64, BN]` and do · v."""
+    """Return probabilities of BN keys of the window `[64, BN]`, and do · v."""
     BN: gl.constexpr = s_kn.shape[0]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
-    b_s, b_d = multiply_anew(s_q, s_kn.permute((1, 0)), BN), multiply_anew(s_do, s_vn.permute((1, 0)), BN)
+    b_s, b_d = mma_opaque(s_q, s_kn.permute((1, 0)), BN), mma_opaque(s_do, s_vn.permute((1, 0)), BN)
     b_s, b_d = warpgroup_mma_wait(0, deps=[b_s, b_d])
     m_s = (o_n > o_i) & (o_n <= o_i + window) & (first + o_n >= oldest) & (first + o_n < keys)
     b_s = b_s * scale_2 - gl.convert_layout(lse_i, gl.SliceLayout(1, layout))[:, None]
@@ -46,11 +46,11 @@ def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, sc
 
 
 @gluon.jit
-def _add_deltas(
+def _add_window_delta(
     delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
 ):
-    """Add what keys of the window from `shift_0` to `shift_1` give to δ, from the probabilities themselves: where slots
-    are nearly the same, the rounding of o would not cancel. The first of them is in its tiles again at the end."""
+    """Add to δ the sum of probability · (do · v) over the window keys `shift_0` … `shift_1`; finally copy the first
+    tile again. With nearly equal slots, dz cancels only if δ has the same rounding as p and dp, unlike do · o."""
     BN: gl.constexpr = s_kn.shape[0]
     K: gl.constexpr = s_kn.shape[1]
     V: gl.constexpr = s_vn.shape[1]
@@ -61,15 +61,15 @@ def _add_deltas(
         if window > BN:
             barrier()
             after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
-            fetch(s_kn, p_k, first + after, oldest, keys, H * K)
-            fetch(s_vn, p_v, first + after, oldest, keys, H * V)
+            async_copy_tokens(s_kn, p_k, first + after, oldest, keys, H * K)
+            async_copy_tokens(s_vn, p_v, first + after, oldest, keys, H * V)
             async_copy.commit_group()
     return delta_i
 
 
 @gluon.jit
-def _of_outputs(s_do, o, begin_q, o_q, length, HQ):
-    """δ as do · o, with o as it was rounded."""
+def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
+    """Return δ = do · o, from the rounded o."""
     lines: gl.constexpr = row_layout(s_do.shape[1], 4)
     o_t = gl.arange(0, s_do.shape[0], gl.SliceLayout(1, lines))
     o_d = gl.arange(0, s_do.shape[1], gl.SliceLayout(0, lines))
@@ -84,7 +84,7 @@ def _add_window(
     b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
     scale_2,
 ):  # fmt: skip
-    """Add what keys of the window from `shift_0` to `shift_1` give to dq; copies of the first are under way."""
+    """Add to dq the gradients from the window keys `shift_0` … `shift_1`; async copies of the first are in flight."""
     BN: gl.constexpr = s_kn.shape[0]
     K: gl.constexpr = s_kn.shape[1]
     V: gl.constexpr = s_vn.shape[1]
@@ -94,12 +94,12 @@ def _add_window(
         b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
         b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
         b_ds = as_left(b_ds.to(s_kn.dtype), K)
-        b_dq = accumulate_anew(b_ds, s_kn, b_dq)
+        b_dq = mma_add_opaque(b_ds, s_kn, b_dq)
         b_dq, b_ds = warpgroup_mma_wait(0, deps=[b_dq, b_ds])
         if shift + BN < shift_1:
             barrier()
-            fetch(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
-            fetch(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
+            async_copy_tokens(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
+            async_copy_tokens(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
             async_copy.commit_group()
     return b_dq
 
@@ -113,8 +113,8 @@ def hopper_backward_queries_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
-    """dq (and dq_slots) `[BT, K]` of a chunk; by slot the probability p, the scaled logit gradient dz and x = ⟨dS, S⟩
-    `[BT, M]`."""
+    """Store dq (and dq_slots) `[BT, K]` of a query chunk, and per slot the probability p, the scaled logit gradient dz
+    and x = ⟨dS, S⟩ `[BT, M]`."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -131,7 +131,7 @@ def hopper_backward_queries_kernel(
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
-    # rows of queries that see the chunk's tokens arrive in the slots
+    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
     o_q = first + window - before
     if o_q >= length:
         return
@@ -149,22 +149,22 @@ def hopper_backward_queries_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
-    # the values' slots, and later what is written by slot
+    # first the values' slots, later p and dz
     s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
     s_sv = reinterpret(s_y, dtype, [V, M], swizzled)
     s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
-    # the lower digits of gates, and later keys of the window
+    # first the low parts of the gates, later keys of the window
     s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
     s_low = reinterpret(s_1, dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
     if OWN_SLOT_KEYS:
-        fetch(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
-        fetch(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
+        async_copy_tokens(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
+        async_copy_tokens(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
     else:
-        fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-        fetch(s_k, p_k, first, oldest, keys, H * K)
-    fetch(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
-    fetch(s_v, p_v, first, oldest, keys, H * V)
+        async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+        async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    async_copy_tokens(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
+    async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
     async_copy.commit_group()
     async_copy_rows(s_sk, states_k + entry * K * M, M, K, 4)
     async_copy_rows(s_sv, states_v + entry * V * M, M, V, 4)
@@ -176,22 +176,22 @@ def hopper_backward_queries_kernel(
     b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
-    # rows without a query get probability 0
+    # lse = ∞ gives rows without a query probability 0
     lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
     b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
     s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
-    # the window's tiles take places that are free by now
+    # the window's tiles reuse the buffers of s_low and v
     s_kn, s_vn = reinterpret(s_1, dtype, [BN, K], shared), reinterpret(s_v, dtype, [BN, V], shared)
     shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
     shift_1 = gl.minimum(BT + window, keys - first)
 
-    # of pairs of a query and a key: in the slots at or below the diagonal, in the window above it
+    # pairs [query, token]: m_p through the slots, m_w through the window
     wait_async_copies(1)
-    b_a, b_dp = multiply_anew(s_q, s_k.permute((1, 0)), BT), multiply_anew(s_do, s_v.permute((1, 0)), BT)
+    b_a, b_dp = mma_opaque(s_q, s_k.permute((1, 0)), BT), mma_opaque(s_do, s_v.permute((1, 0)), BT)
     b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
     barrier()
-    fetch(s_kn, p_k, first + shift_0, oldest, keys, H * K)
-    fetch(s_vn, p_v, first + shift_0, oldest, keys, H * V)
+    async_copy_tokens(s_kn, p_k, first + shift_0, oldest, keys, H * K)
+    async_copy_tokens(s_vn, p_v, first + shift_0, oldest, keys, H * V)
     async_copy.commit_group()
     scale_2 = scale * LOG2_E
     m_p = o_j[None, :] <= o_i[:, None]
@@ -201,30 +201,30 @@ def hopper_backward_queries_kernel(
     if not OWN_SLOT_KEYS:
         b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
     wait_async_copies(1)
-    b_z, b_d = multiply_anew(s_q, s_sk, M), multiply_anew(s_do, s_sv, M)
-    b_z = accumulate_anew(b_left, s_col, b_z)
-    b_d = accumulate_anew(b_right, s_col, b_d)
+    b_z, b_d = mma_opaque(s_q, s_sk, M), mma_opaque(s_do, s_sv, M)
+    b_z = mma_add_opaque(b_left, s_col, b_z)
+    b_d = mma_add_opaque(b_right, s_col, b_d)
     b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
     if OWN_SLOT_KEYS:
-        # the window's queries and keys take the places of the slots' queries and values
+        # the window's queries and keys reuse the buffers of the slots' queries and values
         barrier()
         s_kw = reinterpret(s_y, dtype, [BT, K], shared)
-        fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-        fetch(s_kw, p_k, first, oldest, keys, H * K)
+        async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+        async_copy_tokens(s_kw, p_k, first, oldest, keys, H * K)
         async_copy.commit_group()
         wait_async_copies(0)
-        b_w = warpgroup_mma_wait(0, deps=[multiply_anew(s_q, s_kw.permute((1, 0)), BT)])
+        b_w = warpgroup_mma_wait(0, deps=[mma_opaque(s_q, s_kw.permute((1, 0)), BT)])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:
         delta_i = gl.sum(b_w * b_dp, 1)
-        delta_i = _add_deltas(
+        delta_i = _add_window_delta(
             delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
         )
     else:
-        delta_i = gl.convert_layout(_of_outputs(s_do, o, begin_q, o_q, length, HQ), row)
+        delta_i = gl.convert_layout(_delta_from_outputs(s_do, o, begin_q, o_q, length, HQ), row)
 
     b_row = gl.exp2(b_g)
-    # a tile may be wider than the slots that exist
+    # a tile may be wider than SLOTS
     b_p = gl.where((o_m < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf"))
     b_p = gl.exp2(b_p - gl.convert_layout(lse_i, each)[:, None])
     if SHORT:
@@ -232,16 +232,16 @@ def hopper_backward_queries_kernel(
     gl.store(delta + o_row, delta_i, mask=m_q)
     b_y = rounded(b_p * b_row, dtype)
     b_dz = rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
-    # the product of the rounded factors from which the keys' gradients are made, so that the two cancel in df
+    # multiply the same rounded factors as the keys' gradients, so that their rounding errors cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
     gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
     if OWN_SLOT_KEYS:
         b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-        b_c, b_dq = multiply_anew(b_left, s_col.permute((1, 0)), BT), multiply_anew(b_right, s_sk.permute((1, 0)), K)
+        b_c, b_dq = mma_opaque(b_left, s_col.permute((1, 0)), BT), mma_opaque(b_right, s_sk.permute((1, 0)), K)
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
         b_right = as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
-        b_dq = accumulate_anew(b_right, s_k, b_dq)
+        b_dq = mma_add_opaque(b_right, s_k, b_dq)
         barrier()
         s_dz = reinterpret(s_sk, dtype, [BT, M], shared)
         s_col.store(b_y)
@@ -251,28 +251,28 @@ def hopper_backward_queries_kernel(
         s_k.store(b_dq.to(dtype))
         store(s_col, p + begin_q * M, o_q, 0, length, HQ * M)
         store(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
-        b_w = multiply_anew(s_q, s_kw.permute((1, 0)), BT)
+        b_w = mma_opaque(s_q, s_kw.permute((1, 0)), BT)
         barrier()
         store(s_k, dq_slots + begin_q * K, o_q, 0, length, HQ * K)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
         b_right = as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
-        b_dq = multiply_anew(b_right, s_kw, K)
+        b_dq = mma_opaque(b_right, s_kw, K)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     else:
         barrier()
         s_y.index(0).store(b_y)
         s_y.index(1).store(b_dz)
         b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-        b_c = multiply_anew(b_left, s_col.permute((1, 0)), BT)
-        b_dq = multiply_anew(b_right, s_sk.permute((1, 0)), K)
+        b_c = mma_opaque(b_left, s_col.permute((1, 0)), BT)
+        b_dq = mma_opaque(b_right, s_sk.permute((1, 0)), K)
         barrier()
         store(s_y.index(0), p + begin_q * M, o_q, 0, length, HQ * M)
         store(s_y.index(1), dz + begin_q * M, o_q, 0, length, HQ * M)
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
         b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
         b_right = as_left(b_w, K)
-        b_dq = accumulate_anew(b_right, s_k, b_dq)
+        b_dq = mma_add_opaque(b_right, s_k, b_dq)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     b_dq = _add_window(
         b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
@@ -286,12 +286,12 @@ def hopper_backward_queries_kernel(
 
 
 def hopper_query_gradients(launch, b: Backward, softmax: Softmax) -> None:
-    """Fill dq, dq_slots and what `softmax` says of the slots, where chunks are weak."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill dq, dq_slots and `softmax` of weak chunks."""
+    x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.H * y.GROUP,),
-        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, states_k=kept.states_k,
-        states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=b.o, lse=kept.lse, do=b.do, dq=b.grads.dq,
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, states_k=saved.states_k,
+        states_v=saved.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=b.o, lse=saved.lse, do=b.do, dq=b.grads.dq,
         dq_slots=b.grads.dq_slots, **softmax._asdict(), scale=x.scale, **y.of_queries, **y.tile, GROUP=y.GROUP,
         OWN_SLOT_KEYS=x.k_slots is not None, SHORT=y.window <= tuning.SHORT_WINDOW, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients of a weak chunk's keys, values and log-gates on Hopper, where 32 slots leave room for all in one program.
+"""Gradients of a weak chunk's keys, values and log-gates in one kernel on Hopper, for 32 slots: more would not fit.
 
 Tiles are transposed, `[token, query]`.
 """
@@ -18,14 +18,14 @@ from tokenmix_core.tile.hopper import (
     wait_async_copies,
 )
 from tokenmix_nha.ops.slot_window.hopper.gates import (
-    accumulate_anew,
     as_left,
+    async_copy_tokens,
+    column_dots,
     enter_weight,
-    fetch,
-    inner_products,
     load_gates,
     locate_tokens,
-    multiply_anew,
+    mma_add_opaque,
+    mma_opaque,
     rounded,
     store,
     store_gates,
@@ -42,7 +42,7 @@ def hopper_backward_tokens_kernel(
     scale, T, N, H, before, window, chunks, entries,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dk `[BT, K]`, dv `[BT, V]` and df `[BT, M]` of the tokens of a chunk."""
+    """Store dk `[BT, K]`, dv `[BT, V]` and df `[BT, M]` of a chunk's tokens."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -59,9 +59,9 @@ def hopper_backward_tokens_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # rows of queries that see the chunk's tokens arrive in the slots; the window of some holds others of them still
+    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
     o_q, entering = first + window - before, keys - window
-    # slots that no token of the chunk enters are not there
+    # if no token of the chunk enters the slots, there is no chunk state to load
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -72,18 +72,18 @@ def hopper_backward_tokens_kernel(
     s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    # the slots before the chunk, before and after them what is summed over rows, and at last the window's queries
+    # buffers in this order: operands of the gates' sums, slots before the chunk, operands of df's sums, window queries
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)
     p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
-    fetch(s_k, p_k, first, oldest, keys, H * K)
-    fetch(s_q, p_q, o_q, 0, length, H * K)
-    fetch(s_v, v + begin_k * V, first, oldest, keys, H * V)
-    fetch(s_do, p_do, o_q, 0, length, H * V)
+    async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    async_copy_tokens(s_q, p_q, o_q, 0, length, H * K)
+    async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    async_copy_tokens(s_do, p_do, o_q, 0, length, H * V)
     async_copy.commit_group()
-    fetch(s_p, p + begin_q * M, o_q, 0, length, H * M)
-    fetch(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
+    async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, H * M)
+    async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
     async_copy_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
     async_copy_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
@@ -102,36 +102,36 @@ def hopper_backward_tokens_kernel(
     b_end = gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
     b_weight = rounded(b_col * b_end, dtype)
 
-    # what tokens from j on ask of all before j, less what token j itself would lose
+    # df, as in backward_gates.py
     wait_async_copies(1)
-    b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
-    b_last = accumulate_anew(s_v, s_dsv, multiply_anew(s_k, s_dsk, M))
+    b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
+    b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))
     b_a, b_dp, b_last = warpgroup_mma_wait(0, deps=[b_a, b_dp, b_last])
     o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, square)), gl.arange(0, BT, col)
     m_p = o_i[:, None] <= o_j[None, :]
     b_left = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
     b_right = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
-    b_e = accumulate_anew(b_right, s_p, multiply_anew(b_left, s_dz, M))
+    b_e = mma_add_opaque(b_right, s_p, mma_opaque(b_left, s_dz, M))
     b_e, b_left, b_right = warpgroup_mma_wait(0, deps=[b_e, b_left, b_right])
     b_last *= b_end
-    # bounded gates have no gradient, which infinity stands for until the end
+    # infinity marks clamped gates, which have no gradient; `store_gates` turns it into 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     b_round = rounded(b_col, dtype)
     b_x = gl.where(m_e[:, None], b_x - b_e * b_round.to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     wait_async_copies(0)
-    rest_m += end_m * gl.convert_layout(inner_products(s_dsk, s_sk) + inner_products(s_dsv, s_sv), line)
+    rest_m += end_m * gl.convert_layout(column_dots(s_dsk, s_sk) + column_dots(s_dsv, s_sv), line)
     barrier()
     b_df = sums_of_rows(b_x, s_high, s_low, True) - b_own
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
     store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
-    # pairs of a token and a query: in the slots at or below the diagonal, in the window above it
+    # pairs [token, query]: m_p through the slots, m_w through the window
     b_left = as_left(b_round, BT)
-    b_p, b_dz = multiply_anew(b_left, s_p.permute((1, 0)), BT), multiply_anew(b_left, s_dz.permute((1, 0)), BT)
-    # once more, since registers are short
-    b_a, b_dp = multiply_anew(s_k, s_q.permute((1, 0)), BT), multiply_anew(s_v, s_do.permute((1, 0)), BT)
+    b_p, b_dz = mma_opaque(b_left, s_p.permute((1, 0)), BT), mma_opaque(b_left, s_dz.permute((1, 0)), BT)
+    # recomputed, to save registers
+    b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
     o_i, o_j = opaque(o_i), opaque(o_j)
     m_p = o_i[:, None] <= o_j[None, :]
@@ -144,12 +144,12 @@ def hopper_backward_tokens_kernel(
     s_qn, s_don = reinterpret(s_sk, dtype, [BN, K], shared), reinterpret(s_sv, dtype, [BN, V], shared)
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
-    fetch(s_qn, p_q, o_w + shift_0, 0, length, H * K)
-    fetch(s_don, p_do, o_w + shift_0, 0, length, H * V)
+    async_copy_tokens(s_qn, p_q, o_w + shift_0, 0, length, H * K)
+    async_copy_tokens(s_don, p_do, o_w + shift_0, 0, length, H * V)
     async_copy.commit_group()
     b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-    b_dv = accumulate_anew(b_p, s_do, multiply_anew(b_wv, s_dsv.permute((1, 0)), V))
-    b_dk = accumulate_anew(b_dz, s_q, multiply_anew(b_wk, s_dsk.permute((1, 0)), K))
+    b_dv = mma_add_opaque(b_p, s_do, mma_opaque(b_wv, s_dsv.permute((1, 0)), V))
+    b_dk = mma_add_opaque(b_dz, s_q, mma_opaque(b_wk, s_dsk.permute((1, 0)), K))
     b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     b_dk, b_dv = add_window(
         b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
@@ -165,11 +165,12 @@ def hopper_backward_tokens_kernel(
 
 
 def hopper_token_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dv and df where chunks are weak, for slots with the window's keys and one query head each."""
-    x, y, kept = b.x, b.y, b.kept
+    """Fill dk, dv and df of weak chunks, if slots share the window's keys and GROUP is 1."""
+    x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_tokens_kernel, (y.key_chunks * y.rows * y.H,),
-        q=x.q, k=x.k, v=x.v, f=x.f, splits=kept.splits, end=kept.end, states_k=kept.states_k, states_v=kept.states_v,
-        **slots._asdict(), start=x.start, cu_seqlens=x.cu_seqlens, lse=kept.lse, do=b.do, **softmax._asdict(),
+        q=x.q, k=x.k, v=x.v, f=x.f, splits=saved.splits, end=saved.end, states_k=saved.states_k,
+        states_v=saved.states_v,
+        **slots._asdict(), start=x.start, cu_seqlens=x.cu_seqlens, lse=saved.lse, do=b.do, **softmax._asdict(),
         dk=b.grads.dk, dv=b.grads.dv, df=b.grads.df, scale=x.scale, **y.of_keys, **y.tile, num_warps=4,
     )  # fmt: skip

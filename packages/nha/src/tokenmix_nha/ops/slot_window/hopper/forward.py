@@ -1,7 +1,10 @@
-"""Outputs of a weak chunk of queries on Hopper; the arithmetic is that of `forward.py`.
+"""Forward kernel of a weak query chunk on Hopper, with the arithmetic of the Triton kernel in `../forward.py`.
 
-Tiles are fetched into shared memory all keys at once and all values at once, so that two programs share a
-multiprocessor. The gates' factors are made of the log-gates here, and none is written to memory.
+The kernel computes the gates' factors from the log-gates. Values reuse the smem buffers of keys, so that two CTAs fit
+on an SM:
+
+    cp.async  q, k ─┬─ S^K, k of the window       S^V, v, v of the window      more window tiles (32 keys)
+    WGMMA           A = q̂ k̂ᵀ, z = q̂ S^K + A Ĉ     p S^V + (p Ĉᵀ + π) v         online softmax per tile
 """
 
 from triton.experimental import gluon
@@ -12,21 +15,21 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
+    async_copy_tokens,
     enter_weight,
-    fetch,
     first_entry,
     load_gates,
     locate_chunk,
-    multiply,
+    mma,
     store,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window.steps import Inputs, Kept, Layout, Results
+from tokenmix_nha.ops.slot_window.steps import Inputs, Layout, Results, Saved
 
 
 @gluon.jit
 def _logits(b_s, shift, first, oldest, keys, window, scale):
-    """Products of the chunk's queries with the keys `shift` … of it, scaled; −∞ outside the window."""
+    """Scale the logits of the chunk's queries with the keys from `shift` on; −∞ outside the window."""
     BN: gl.constexpr = b_s.shape[1]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, b_s.shape[0], gl.SliceLayout(1, layout))[:, None]
@@ -43,7 +46,7 @@ def hopper_window_forward_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
     PACKED: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """o `[BT, V]` and the base-2 log-sum-exp of the queries that see chunk `i_t` of entering tokens arrive."""
+    """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -69,7 +72,7 @@ def hopper_window_forward_kernel(
     begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
     p_k, p_v = k + begin_k * K, v + begin_k * V
 
-    # values take the places of keys when these have served
+    # values reuse the smem buffers of keys, once the WGMMAs have read the keys
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     D: gl.constexpr = max(K, V)
@@ -90,16 +93,16 @@ def hopper_window_forward_kernel(
     o_m = gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= 0) & (first + o_r < keys - window)
     b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
-    fetch(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-    fetch(s_k, p_k, first, oldest, keys, H * K)
+    async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+    async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
     if OWN_SLOT_KEYS:
-        fetch(s_qs, q_slots + begin_q * K, o_q, 0, length, HQ * K)
-        fetch(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
+        async_copy_tokens(s_qs, q_slots + begin_q * K, o_q, 0, length, HQ * K)
+        async_copy_tokens(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
     async_copy.commit_group()
-    fetch(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
-    # the part of the window that lies beyond the chunk
+    async_copy_tokens(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
+    # the part of the window beyond the chunk
     last = gl.minimum(first + BT + window, keys)
-    fetch(s_kn, p_k, first + BT, oldest, last, H * K)
+    async_copy_tokens(s_kn, p_k, first + BT, oldest, last, H * K)
     async_copy.commit_group()
     if count > 0:
         async_copy.wait_group(0)
@@ -110,22 +113,22 @@ def hopper_window_forward_kernel(
     b_row = gl.exp2(b_g)
     s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
     wait_async_copies(1)
-    b_a = multiply(s_qs, s_ks.permute((1, 0)), BT)
+    b_a = mma(s_qs, s_ks.permute((1, 0)), BT)
     if OWN_SLOT_KEYS:
-        b_u = multiply(s_q, s_k.permute((1, 0)), BT)
+        b_u = mma(s_q, s_k.permute((1, 0)), BT)
     wait_async_copies(0)
-    b_z, b_s = multiply(s_qs, s_sk, M), multiply(s_q, s_kn.permute((1, 0)), BN)
+    b_z, b_s = mma(s_qs, s_sk, M), mma(s_q, s_kn.permute((1, 0)), BN)
     if OWN_SLOT_KEYS:
         b_a, b_u, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_u, b_z, b_s])
     else:
         b_a, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_z, b_s])
         b_u = b_a
     barrier()
-    fetch(s_sv, states_v + entry * V * M, first * 0, 0, V, M)
-    fetch(s_v, p_v, first, oldest, keys, H * V)
-    fetch(s_vn, p_v, first + BT, oldest, last, H * V)
+    async_copy_tokens(s_sv, states_v + entry * V * M, first * 0, 0, V, M)
+    async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
+    async_copy_tokens(s_vn, p_v, first + BT, oldest, last, H * V)
     async_copy.commit_group()
-    # a token is in the slots for rows at or below it and in the window of the rows above
+    # row t sees tokens j ≤ t of the chunk in the slots and j > t in its window
     o_i, o_j = gl.arange(0, BT, row)[:, None], gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
     m_b = o_j <= o_i
     b_left = as_left(gl.where(m_b, b_a, 0.0).to(dtype), M)
@@ -143,11 +146,11 @@ def hopper_window_forward_kernel(
     b_l = gl.convert_layout(gl.sum(b_p, 1), row) + gl.sum(b_w, 1) + gl.convert_layout(gl.sum(b_s, 1), row)
     b_y = (b_p * b_row).to(dtype)
     b_left = as_left(b_y, BT)
-    b_c, b_left = warpgroup_mma_wait(0, deps=[multiply(b_left, s_col.permute((1, 0)), BT), b_left])
+    b_c, b_left = warpgroup_mma_wait(0, deps=[mma(b_left, s_col.permute((1, 0)), BT), b_left])
     b_w = as_left((b_w + gl.where(m_b, b_c, 0.0)).to(dtype), V)
     b_y, b_sn = as_left(b_y, V), as_left(b_s.to(dtype), V)
     wait_async_copies(0)
-    b_o = multiply(b_y, s_sv.permute((1, 0)), V)
+    b_o = mma(b_y, s_sv.permute((1, 0)), V)
     b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
     b_o = warpgroup_mma(b_w, s_v, b_o, is_async=True)
     b_o, b_y, b_sn, b_w = warpgroup_mma_wait(0, deps=[b_o, b_y, b_sn, b_w])
@@ -155,12 +158,12 @@ def hopper_window_forward_kernel(
     # the rest of a longer window
     for shift in range(BT + BN, last - first, BN):
         barrier()
-        fetch(s_kn, p_k, first + shift, oldest, last, H * K)
+        async_copy_tokens(s_kn, p_k, first + shift, oldest, last, H * K)
         async_copy.commit_group()
         wait_async_copies(0)
-        b_s = warpgroup_mma_wait(0, deps=[multiply(s_q, s_kn.permute((1, 0)), BN)])
+        b_s = warpgroup_mma_wait(0, deps=[mma(s_q, s_kn.permute((1, 0)), BN)])
         barrier()
-        fetch(s_vn, p_v, first + shift, oldest, last, H * V)
+        async_copy_tokens(s_vn, p_v, first + shift, oldest, last, H * V)
         async_copy.commit_group()
         b_s = _logits(b_s, shift, first, oldest, keys, window, scale)
         b_new = gl.maximum(b_max, gl.convert_layout(gl.max(b_s, 1), row))
@@ -182,11 +185,11 @@ def hopper_window_forward_kernel(
     store(s_v, o + begin_q * V, o_q, 0, length, HQ * V)
 
 
-def hopper_window_outputs(launch, x: Inputs, y: Layout, results: Results, kept: Kept) -> None:
-    """Fill o and the log-sum-exp where chunks are weak."""
+def hopper_window_outputs(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
+    """Fill o and the log-sum-exp of weak chunks."""
     launch(
         hopper_window_forward_kernel, (y.query_chunks * y.rows, y.H * y.GROUP),
-        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=kept.splits, states_k=kept.states_k,
-        states_v=kept.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=results.o, lse=kept.lse, scale=x.scale,
+        q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, states_k=saved.states_k,
+        states_v=saved.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=results.o, lse=saved.lse, scale=x.scale,
         **y.of_queries, **y.tile, GROUP=y.GROUP, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=4,
     )  # fmt: skip

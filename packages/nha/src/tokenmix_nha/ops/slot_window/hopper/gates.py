@@ -1,4 +1,4 @@
-"""Where chunks lie, gates of a weak chunk, and products of one warp group, in Gluon."""
+"""Gluon device functions: chunk indices, gates of a weak chunk, async copies, and WGMMAs of one warpgroup."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,46 +8,47 @@ from tokenmix_core.tile.hopper import LOG2_E, async_load, barrier, mma_layout, o
 
 
 @gluon.jit
-def multiply(a, b, N: gl.constexpr):
-    """Begin A B, of 64 rows and N columns."""
+def mma(a, b, N: gl.constexpr):
+    """Start the WGMMA A B with 64 rows and N columns."""
     zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def accumulate_anew(a, b, b_sum):
-    """Begin A B + b_sum, for which alone tiles' places are found. Where a product in a loop is not made so, ptxas keeps
-    the places of all products."""
+def mma_add_opaque(a, b, b_sum):
+    """Start the WGMMA A B + b_sum with smem operands at opaque addresses: their descriptors are rematerialised for this
+    MMA. Otherwise ptxas keeps the descriptors of all MMAs of a loop in registers."""
     if isinstance(a, gl.shared_memory_descriptor):
         a = opaque_tile(a)
     return warpgroup_mma(a, opaque_tile(b), b_sum, is_async=True)
 
 
 @gluon.jit
-def multiply_anew(a, b, N: gl.constexpr):
-    """Begin A B, of 64 rows and N columns, as `accumulate_anew` does."""
+def mma_opaque(a, b, N: gl.constexpr):
+    """Start the WGMMA A B with 64 rows and N columns; smem operands as in `mma_add_opaque`."""
     if isinstance(a, gl.shared_memory_descriptor):
         a = opaque_tile(a)
-    return multiply(a, opaque_tile(b), N)
+    return mma(a, opaque_tile(b), N)
 
 
 @gluon.jit
 def as_left(b_x, N: gl.constexpr):
-    """A result in registers as the left operand of a product of N columns."""
+    """Convert an accumulator to the register operand of a WGMMA with N columns."""
     return gl.convert_layout(b_x, gl.DotOperandLayout(0, mma_layout(N, 4), 2))
 
 
 @gluon.jit
 def rounded(b_x, dtype: gl.constexpr):
-    """X in 16 bits, two numbers a register from here on: left alone, the compiler rounds where it needs them."""
+    """Round X to 16 bits, packed two per register; without the `mov` the compiler would delay the conversion and hold
+    float32 values."""
     b_x = b_x.to(dtype)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
-def fetch(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr = False):
-    """Begin to copy rows `first` … of a matrix; those outside `low … high` become 0. Offsets made OPAQUE take
-    instructions where they are needed, and no registers elsewhere."""
+def async_copy_tokens(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr = False):
+    """Start an async copy of rows `first` … of a matrix to smem; rows outside `low … high` become 0. OPAQUE offsets are
+    rematerialised here, which saves registers elsewhere."""
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     if OPAQUE:
@@ -60,7 +61,7 @@ def fetch(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr = False):
 
 @gluon.jit
 def store(s_x, p_x, first, low, high, stride):
-    """Store a shared tile as rows `first` … of a matrix, those within `low … high`."""
+    """Store an smem tile as rows `first` … of a matrix, as far as they lie within `low … high`."""
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
@@ -70,15 +71,15 @@ def store(s_x, p_x, first, low, high, stride):
 
 
 @gluon.jit
-def inner_products(s_x, s_y):
-    """Inner products of the columns of two shared tiles `[D, M]`."""
+def column_dots(s_x, s_y):
+    """Return ⟨x_m, y_m⟩ for the columns m of two smem tiles `[D, M]`."""
     lines: gl.constexpr = row_layout(s_x.shape[1], 4)
     return gl.sum(s_x.load(lines).to(gl.float32) * s_y.load(lines).to(gl.float32), 0)
 
 
 @gluon.jit
 def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, PACKED: gl.constexpr):
-    """As `tile.locate_chunk`, for chunks of 64 tokens: the sequence, the chunk in it, its first row and its length."""
+    """Return sequence, chunk index, first row and length, as `tile.locate_chunk` for chunks of 64 tokens."""
     if PACKED:
         sequences = 0
         for i in range(0, N, 128):
@@ -99,7 +100,7 @@ def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, PACKED: gl.constexpr):
 
 @gluon.jit
 def first_entry(i_n, begin_k, entries, PACKED: gl.constexpr):
-    """As `tile.first_entry`."""
+    """Return the index of a sequence's first chunk state, as `tile.first_entry`."""
     if PACKED:
         entry = begin_k // 64 + 2 * i_n
     else:
@@ -112,7 +113,7 @@ def locate_tokens(
     i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr = 1,
 ):  # fmt: skip
-    """As `tile.locate_tokens`; for the first query head of a slot head."""
+    """Locate a key chunk as `heads.locate_tokens`, with the query offset of the first query head of the GQA group."""
     i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, PACKED)
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * 64, length + before
@@ -128,7 +129,7 @@ def locate_tokens(
 
 @gluon.jit
 def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
-    """Rows `o_t` of a head's log-gates in float32; 0, which lets nothing enter, where masked and beyond the slots."""
+    """Load rows `o_t` of a head's log-gates as float32; 0 (the token does not enter) where masked and from SLOTS on."""
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
     p_f = f + ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     return gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
@@ -136,7 +137,7 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
 
 @gluon.jit
 def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
-    """Store gradients of a chunk's log-gates, finite ones of the tokens that enter, and 0 for others."""
+    """Store gradients of a chunk's log-gates; 0 for tokens that do not enter and for infinite values."""
     M: gl.constexpr = b_df.shape[1]
     o_t = first + opaque(gl.arange(0, 64, gl.SliceLayout(1, mma_layout(M, 4))))
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
@@ -148,21 +149,21 @@ def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
 
 @gluon.jit
 def enter_weight(b_f):
-    """1 − exp(f) for f ≤ 0, to the last digits also near 0."""
+    """Return 1 − exp(f) for f ≤ 0, by its series near 0 to avoid cancellation."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return gl.where(b_f > -0.1, b_small, 1.0 - gl.exp2(b_f * LOG2_E))
 
 
 @gluon.jit
 def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
-    """The sums of x `[64, M]` over all rows up to each, or from each on; both halves of its digits go through shared
-    memory, of which other warps may still read what is there before only if they do not write it."""
+    """Return cumulative sums of x `[64, M]` over rows up to each row, or from each row on if LATER, by WGMMAs with a
+    triangle of ones. Two bf16 parts of x overwrite `s_high` and `s_low`: no warp may still be reading them."""
     M: gl.constexpr = b_x.shape[1]
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(M, 4), 2)
     b_high = rounded(b_x, s_high.dtype)
     s_high.store(b_high)
     s_low.store((b_x - b_high.to(gl.float32)).to(s_low.dtype))
-    # else ptxas 12.8 may write a register of ones anew while the product that reads it is under way
+    # without `opaque`, ptxas 12.8 may overwrite a register of b_ones while the WGMMA still reads it
     o_i = opaque(gl.arange(0, 64, gl.SliceLayout(1, left)))[:, None]
     o_j = gl.arange(0, 64, gl.SliceLayout(0, left))[None, :]
     if LATER:
@@ -171,7 +172,7 @@ def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
         b_ones = gl.where(o_j <= o_i, 1.0, 0.0).to(s_high.dtype)
     fence_async_shared()
     barrier()
-    b_sum = warpgroup_mma(b_ones, s_low, multiply(b_ones, s_high, M), is_async=True)
+    b_sum = warpgroup_mma(b_ones, s_low, mma(b_ones, s_high, M), is_async=True)
     b_sum, b_ones = warpgroup_mma_wait(0, deps=[b_sum, b_ones])
     barrier()
     return b_sum

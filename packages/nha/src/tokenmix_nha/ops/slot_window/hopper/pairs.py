@@ -1,17 +1,17 @@
-"""Pairs of a token and a query whose window holds it, on Hopper. Tiles are transposed, `[token, query]`."""
+"""Gradients of keys and values through the window, on Hopper. Tiles are transposed, `[token, query]`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, wait_async_copies
-from tokenmix_nha.ops.slot_window.hopper.gates import accumulate_anew, as_left, fetch, multiply_anew
+from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque
 
 
 @gluon.jit
 def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.constexpr):
-    """A chunk's decay by slot, and the log-sum-exp and δ of 64 queries from `o_q` on, of which those that are not there
-    get probability 0. One number a thread, until they are wanted in every row."""
+    """Load a chunk's decay per slot, and lse and δ of 64 queries from `o_q` on; lse = ∞ gives missing queries
+    probability 0. Each thread holds one element until the vectors are broadcast, which saves registers."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_l, o_m = gl.arange(0, 64, line), gl.arange(0, M, line)
     o_row = begin_q + (o_q + o_l).to(gl.int64) * HQ
@@ -23,7 +23,7 @@ def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.
 
 @gluon.jit
 def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
-    """Of pairs of the window `[token, query]`, k · q and v · do: their probabilities, and the gradients of k · q."""
+    """Turn k · q and v · do of window pairs `[token, query]` into probabilities and gradients of k · q."""
     b_s = gl.exp2(gl.where(m_s, b_s * (scale * LOG2_E) - b_lse[None, :], float("-inf")))
     return b_s, b_s * (b_ds - b_delta[None, :]) * scale
 
@@ -33,8 +33,8 @@ def add_window(
     b_dk, b_dv, s_k, s_v, s_q, s_do, q, do, lse, delta, o_w, shift_0, shift_1, window, length, first, oldest, HQ, scale,
     K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Add what queries from `shift_0` to `shift_1` tokens after o_w ask, as many at a time as their tiles hold; copies
-    of the first are under way."""
+    """Add the gradients from the queries `shift_0` … `shift_1` tokens after o_w, BN per iteration; async copies of the
+    first queries are in flight."""
     BN: gl.constexpr = s_q.shape[0]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i, o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None], gl.arange(0, BN, gl.SliceLayout(0, layout))
@@ -45,18 +45,18 @@ def add_window(
         b_lse = gl.load(lse + o_q.to(gl.int64) * HQ, mask=m_q, other=float("inf"))
         b_delta = gl.load(delta + o_q.to(gl.int64) * HQ, mask=m_q, other=0.0)
         wait_async_copies(0)
-        b_s, b_ds = multiply_anew(s_k, s_q.permute((1, 0)), BN), multiply_anew(s_v, s_do.permute((1, 0)), BN)
+        b_s, b_ds = mma_opaque(s_k, s_q.permute((1, 0)), BN), mma_opaque(s_v, s_do.permute((1, 0)), BN)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         o_s = (shift + o_n)[None, :] - o_i
         m_s = (o_s >= 0) & (o_s < window) & (first + o_i >= oldest)
         b_s, b_ds = softmax(b_s, b_ds, b_lse, b_delta, m_s, scale)
         b_ds, b_p = as_left(b_ds.to(dtype), K), as_left(b_s.to(dtype), V)
-        b_dv = accumulate_anew(b_p, s_do, b_dv)
-        b_dk = accumulate_anew(b_ds, s_q, b_dk)
+        b_dv = mma_add_opaque(b_p, s_do, b_dv)
+        b_dk = mma_add_opaque(b_ds, s_q, b_dk)
         b_dv, b_dk, b_p, b_ds = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_ds])
         if shift + BN < shift_1:
             barrier()
-            fetch(s_q, q, o_w + shift + BN, 0, length, HQ * K)
-            fetch(s_do, do, o_w + shift + BN, 0, length, HQ * V)
+            async_copy_tokens(s_q, q, o_w + shift + BN, 0, length, HQ * K)
+            async_copy_tokens(s_do, do, o_w + shift + BN, 0, length, HQ * V)
             async_copy.commit_group()
     return b_dk, b_dv

@@ -1,7 +1,11 @@
-"""Slots at the borders of chunks on Hopper, with the gates of each chunk on the way.
+"""Scan of the slots along chunks on Hopper, which also computes the gates of each chunk.
 
-A program walks the chunks of one head of one sequence, or of a segment of it, in two warp groups, so that gates are
-made once a head. The next chunks' keys, values and gates are on their way meanwhile.
+One program of two warpgroups scans the chunks of one head of one sequence, or of a segment of it, so that each head's
+gates are computed once. Iteration i, with cp.async stages for keys and values (NUM_STAGES) and gates (2):
+
+    cp.async   k, v of chunk i + NUM_STAGES − 1, f of chunk i + NUM_STAGES
+    WGMMA      S ← decay_i S + k_iᵀ w_i            (S in registers, rounded to smem and stored before the update)
+    WGMMA      sums of log-gates of chunk i + 1 ──► decay_{i+1}, weights w_{i+1} in smem
 """
 
 from triton.experimental import gluon
@@ -17,32 +21,32 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import LOG2_E, async_load, barrier, row_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import enter_weight, first_entry
-from tokenmix_nha.ops.slot_window.states import launch_walk
-from tokenmix_nha.ops.slot_window.steps import Inputs, Kept, Layout, Results
+from tokenmix_nha.ops.slot_window.states import launch_scan
+from tokenmix_nha.ops.slot_window.steps import Inputs, Layout, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def _split(rows, columns):
-    """A product of 64 or 128 rows by two warp groups, which share out the rows if they can and the columns if not."""
+def _warpgroup_layout(rows, columns):
+    """Accumulator layout of a WGMMA of two warpgroups, which split 128 rows, or the columns of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 128 // rows], [16, columns * rows // 128, 16])
 
 
 @gluon.jit
-def _sums(s_which, s_high, s_low, layout: gl.constexpr):
-    """Begin the product of a matrix of 0 and 1 with log-gates in two parts."""
-    R: gl.constexpr = s_which.shape[0]
+def _sums(s_mask, s_high, s_low, layout: gl.constexpr):
+    """Start the WGMMAs of a matrix of 0 and 1 with log-gates split into two bf16 parts."""
+    R: gl.constexpr = s_mask.shape[0]
     M: gl.constexpr = s_high.shape[1]
     zero = gl.zeros([R, M], gl.float32, layout)
-    b_sum = warpgroup_mma(s_which, s_high, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(s_which, s_low, b_sum, is_async=True)
+    b_sum = warpgroup_mma(s_mask, s_high, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(s_mask, s_low, b_sum, is_async=True)
 
 
 @gluon.jit
-def _halves(b_f, s_high, s_low):
-    """Log-gates in two parts of 8 bits."""
+def _store_hi_lo(b_f, s_high, s_low):
+    """Store the clamped log2 gates as two bf16 parts of 8 bits each."""
     b_log = gl.maximum(b_f * LOG2_E, -14.0)
     b_high = b_log.to(s_high.dtype)
     s_high.store(b_high)
@@ -50,8 +54,8 @@ def _halves(b_f, s_high, s_low):
 
 
 @gluon.jit
-def _fetch(s_x, p_x, first, rows, stride):
-    """Begin to copy rows `first` … of a matrix; those from `rows` on become 0."""
+def _async_copy_rows(s_x, p_x, first, rows, stride):
+    """Start an async copy of rows `first` … of a matrix; rows from `rows` on become 0."""
     layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
     o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
@@ -59,8 +63,8 @@ def _fetch(s_x, p_x, first, rows, stride):
 
 
 @gluon.jit
-def _fetch_gates(s_f, p_f, i, first, rows, stride, SLOTS):
-    """Begin to copy chunk i's gates, of which two have a place; rows from `rows` on become 0."""
+def _async_copy_gates(s_f, p_f, i, first, rows, stride, SLOTS):
+    """Start an async copy of chunk i's gates to one of two stages; rows from `rows` on become 0."""
     BT: gl.constexpr = s_f.shape[1]
     M: gl.constexpr = s_f.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // M, M // 4], [_WARPS, 1], [1, 0])
@@ -71,20 +75,20 @@ def _fetch_gates(s_f, p_f, i, first, rows, stride, SLOTS):
 
 
 @gluon.jit
-def _fetch_chunk(s_k, s_v, s_f, p_k, p_v, p_f, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
-    """Begin to copy chunk i's keys and values, and the gates of the one after it."""
+def _async_copy_chunk(s_k, s_v, s_f, p_k, p_v, p_f, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
+    """Start async copies of chunk i's keys and values and of the gates of chunk i + 1."""
     BT: gl.constexpr = s_f.shape[1]
     stage = (i - first) % s_k.shape[0]
     rows = gl.where(i < last, entering, 0)
-    _fetch(s_k.index(stage), p_k, i * BT, rows, stride_k)
-    _fetch(s_v.index(stage), p_v, i * BT, rows, stride_v)
-    _fetch_gates(s_f, p_f, i + 1, first, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS)
+    _async_copy_rows(s_k.index(stage), p_k, i * BT, rows, stride_k)
+    _async_copy_rows(s_v.index(stage), p_v, i * BT, rows, stride_v)
+    _async_copy_gates(s_f, p_f, i + 1, first, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _store_tile(p_x, s_x):
-    """Store a contiguous tile from shared memory."""
+    """Store an smem tile as a contiguous tile."""
     layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
     o_d = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
     o_m = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -96,16 +100,16 @@ def _store_tile(p_x, s_x):
 def hopper_slot_states_kernel(
     k, v, f, end, splits, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v,
     final_k, final_v, T, NH, H, before, window, entries, segments,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr,
     PACKED: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Slots before every chunk and at the end: tiles `[entries, H, D, M]`; each chunk's log2 decay, and whether it is
-    strong. While a chunk enters, the weights of the one after it are found."""
+    """Store the slots before every chunk and at the sequence's end, tiles `[entries, H, D, M]`, each chunk's log2
+    decay, and 1 in `splits` for strong chunks."""
     BT: gl.constexpr = 64
     dtype: gl.constexpr = k.dtype.element_ty
-    layout: gl.constexpr = _split(BT, M)
-    keys: gl.constexpr = _split(K, M)
-    values: gl.constexpr = _split(V, M)
+    layout: gl.constexpr = _warpgroup_layout(BT, M)
+    keys: gl.constexpr = _warpgroup_layout(K, M)
+    values: gl.constexpr = _warpgroup_layout(V, M)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_s, i_nh = gl.program_id(0) // NH, gl.program_id(0) % NH
     i_n, i_h = i_nh // H, i_nh % H
@@ -124,24 +128,24 @@ def hopper_slot_states_kernel(
     begin = begin * H + i_h
     p_k, p_v, p_f = k + begin * K, v + begin * V, f + begin * SLOTS
 
-    s_k = gl.allocate_shared_memory(dtype, [STAGES, BT, K], gl.NVMMASharedLayout(128, 16))
-    s_v = gl.allocate_shared_memory(dtype, [STAGES, BT, V], gl.NVMMASharedLayout(128, 16))
+    s_k = gl.allocate_shared_memory(dtype, [NUM_STAGES, BT, K], gl.NVMMASharedLayout(128, 16))
+    s_v = gl.allocate_shared_memory(dtype, [NUM_STAGES, BT, V], gl.NVMMASharedLayout(128, 16))
     s_f = gl.allocate_shared_memory(f.dtype.element_ty, [2, BT, M], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     s_high = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_low = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_w = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    s_later = gl.allocate_shared_memory(dtype, [BT, BT], gl.NVMMASharedLayout(128, 16))
-    s_all_k = gl.allocate_shared_memory(dtype, [K, BT], gl.NVMMASharedLayout(128, 16))
-    s_all_v = s_all_k
+    s_upper = gl.allocate_shared_memory(dtype, [BT, BT], gl.NVMMASharedLayout(128, 16))
+    s_ones_k = gl.allocate_shared_memory(dtype, [K, BT], gl.NVMMASharedLayout(128, 16))
+    s_ones_v = s_ones_k
     if V != K:
-        s_all_v = gl.allocate_shared_memory(dtype, [V, BT], gl.NVMMASharedLayout(128, 16))
-    _fetch_gates(s_f, p_f, first, first, gl.where(first < last, entering, 0), H * SLOTS, SLOTS)
+        s_ones_v = gl.allocate_shared_memory(dtype, [V, BT], gl.NVMMASharedLayout(128, 16))
+    _async_copy_gates(s_f, p_f, first, first, gl.where(first < last, entering, 0), H * SLOTS, SLOTS)
     async_copy.commit_group()
-    _fetch_chunk(s_k, s_v, s_f, p_k, p_v, p_f, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+    _async_copy_chunk(s_k, s_v, s_f, p_k, p_v, p_f, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
 
-    # where slots lie in tiles [D, M], and as callers have them
+    # offsets of slots in tiles [D, M] and in the callers' layout [M, D]
     o_km, o_vm = gl.arange(0, M, gl.SliceLayout(0, keys))[None, :], gl.arange(0, M, gl.SliceLayout(0, values))[None, :]
     o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, keys))[:, None], gl.arange(0, V, gl.SliceLayout(1, values))[:, None]
     tile_k, tile_v = o_k * M + o_km, o_v * M + o_vm
@@ -159,31 +163,33 @@ def hopper_slot_states_kernel(
 
     lines: gl.constexpr = row_layout(BT, _WARPS)
     o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, lines))[:, None], gl.arange(0, BT, gl.SliceLayout(0, lines))[None, :]
-    s_later.store(gl.where(o_j > o_i, 1.0, 0.0).to(dtype))
-    s_all_k.store(gl.full([K, BT], 1.0, dtype, lines))
+    s_upper.store(gl.where(o_j > o_i, 1.0, 0.0).to(dtype))
+    s_ones_k.store(gl.full([K, BT], 1.0, dtype, lines))
     if V != K:
-        s_all_v.store(gl.full([V, BT], 1.0, dtype, lines))
+        s_ones_v.store(gl.full([V, BT], 1.0, dtype, lines))
     wait_async_copies(1)
     b_f = s_f.index(0).load(layout).to(gl.float32)
-    _halves(b_f, s_high, s_low)
+    _store_hi_lo(b_f, s_high, s_low)
     fence_async_shared()
     barrier()
-    for i in gl.static_range(1, STAGES - 1):
-        _fetch_chunk(s_k, s_v, s_f, p_k, p_v, p_f, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
-    # sums over the later tokens of a chunk, and over all of them for every row of a tile of slots
-    b_rest, b_end = _sums(s_later, s_high, s_low, layout), _sums(s_all_k, s_high, s_low, keys)
+    for i in gl.static_range(1, NUM_STAGES - 1):
+        _async_copy_chunk(
+            s_k, s_v, s_f, p_k, p_v, p_f, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS
+        )
+    # sums over the later tokens of a chunk; sums over all its tokens, repeated in each row of a tile of slots
+    b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
     b_end_v = b_end
     if V != K:
-        b_end_v = _sums(s_all_v, s_high, s_low, values)
+        b_end_v = _sums(s_ones_v, s_high, s_low, values)
     b_rest, b_end, b_end_v = warpgroup_mma_wait(0, deps=[b_rest, b_end, b_end_v])
     s_w.store((enter_weight(b_f) * gl.exp2(b_rest)).to(dtype))
     for i in range(first, last):
-        stage = (i - first) % STAGES
+        stage = (i - first) % NUM_STAGES
         tile = (entry + i) * H + i_h
-        # this chunk's copies and weights are there, and all warps are done with those before
-        wait_async_copies(STAGES - 2)
+        # this chunk's keys and values have arrived, and all warps have finished reading the previous chunk's
+        wait_async_copies(NUM_STAGES - 2)
         b_f = s_f.index((i + 1 - first) % 2).load(layout).to(gl.float32)
-        _halves(b_f, s_high, s_low)
+        _store_hi_lo(b_f, s_high, s_low)
         if LOCAL:
             b_total += b_end
         else:
@@ -197,13 +203,13 @@ def hopper_slot_states_kernel(
         b_sv *= gl.exp2(b_end_v)
         fence_async_shared()
         barrier()
-        _fetch_chunk(
-            s_k, s_v, s_f, p_k, p_v, p_f, i + STAGES - 1, first, last, entering, H * K, H * V, H * SLOTS, SLOTS
+        _async_copy_chunk(
+            s_k, s_v, s_f, p_k, p_v, p_f, i + NUM_STAGES - 1, first, last, entering, H * K, H * V, H * SLOTS, SLOTS
         )
-        b_rest, b_end = _sums(s_later, s_high, s_low, layout), _sums(s_all_k, s_high, s_low, keys)
+        b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
         b_end_v = b_end
         if V != K:
-            b_end_v = _sums(s_all_v, s_high, s_low, values)
+            b_end_v = _sums(s_ones_v, s_high, s_low, values)
         b_sk = warpgroup_mma(s_k.index(stage).permute((1, 0)), s_w, b_sk, is_async=True)
         b_sv = warpgroup_mma(s_v.index(stage).permute((1, 0)), s_w, b_sv, is_async=True)
         if not LOCAL:
@@ -227,12 +233,13 @@ def hopper_slot_states_kernel(
         gl.store(final_v + slot_v, b_sv, mask=o_vm < SLOTS)
 
 
-def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, kept: Kept) -> None:
-    """Fill the slots before every chunk and at the end, and the decays and splits of chunks."""
-    walk = tuning.hopper_walk(y.N * y.H, y.entries)
-    launch_walk(
-        launch, hopper_slot_states_kernel, walk, x, y, outer=(x.slots_k, x.slots_v), backward=False,
-        k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f, end=kept.end, splits=kept.splits, initial_k=x.slots_k,
-        initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=kept.states_k, states_v=kept.states_v,
-        final_k=results.final_k, final_v=results.final_v, STAGES=walk.num_stages, HAS_INITIAL=x.slots_k is not None,
+def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
+    """Fill the slots before every chunk and at the sequence's end, and `saved.end` and `.splits`."""
+    config = tuning.hopper_scan_config(y.N * y.H, y.entries)
+    launch_scan(
+        launch, hopper_slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
+        k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f, end=saved.end, splits=saved.splits,
+        initial_k=x.slots_k, initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=saved.states_k,
+        states_v=saved.states_v, final_k=results.final_k, final_v=results.final_v, NUM_STAGES=config.num_stages,
+        HAS_INITIAL=x.slots_k is not None,
     )  # fmt: skip
