@@ -1,4 +1,4 @@
-"""Conversion: what is inherited, equality with the original, transformers' machinery on the result, for each family."""
+"""Conversion of each family: inherited weights, equality with the original, transformers' features on the result."""
 
 import copy
 import pickle
@@ -63,7 +63,7 @@ def original(request):
     model = model_class(config()).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            # biases and norms that start at 0 and 1 would hide a lost one
+            # initial biases of 0 and norms of 1 would hide a weight that was not inherited
             if name.endswith("bias") or "norm" in name:
                 p.add_(torch.randn_like(p) * 0.3)
     return model
@@ -75,12 +75,12 @@ def ids():
 
 
 @torch.no_grad()
-def test_full_windows_without_slots_are_the_original(original, ids):
+def test_full_windows_without_slots_equal_the_original(original, ids):
     converted = convert(original, "full", slots=0)
     assert relative_error(converted(ids).logits, original(ids).logits) < 1e-5
     mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
     options = {"max_new_tokens": 6, "do_sample": False}
-    # the first token of a row would be predicted from padding
+    # with left padding, the first token of a row would be predicted from padding
     labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
     got, exact = (model(ids, attention_mask=mask, labels=labels) for model in (converted, original))
     for row, n, wanted in zip(got.logits, mask.sum(1).tolist(), exact.logits, strict=True):
@@ -119,15 +119,15 @@ def test_weights_are_inherited_and_gates_are_pooled_keys(original):
 
 
 @torch.no_grad()
-def test_a_converted_model_decodes_as_it_reads_and_ignores_padding(original, ids):
+def test_decoding_equals_one_forward_pass_and_ignores_padding(original, ids):
     converted = convert(original, [4, "full", 0], slots=4)
     whole = converted(ids, use_cache=False).logits
     assert relative_error(whole, original(ids).logits) > 1e-3
-    # the first pieces of a padded prompt may be padding alone
+    # the first chunks of a padded prompt may hold only padding
     mask = left_padded([TOKENS - 3, TOKENS - 7, 2], TOKENS)
-    for pieces in ([TOKENS], [1] * TOKENS, [7, 1, 5, 6]):
-        assert relative_error(logits_in_pieces(converted, ids, pieces), whole) < 1e-4
-        padded = logits_in_pieces(converted, ids, pieces, mask)
+    for lengths in ([TOKENS], [1] * TOKENS, [7, 1, 5, 6]):
+        assert relative_error(logits_in_pieces(converted, ids, lengths), whole) < 1e-4
+        padded = logits_in_pieces(converted, ids, lengths, mask)
         for row, tokens, n in zip(padded, ids, mask.sum(1).tolist(), strict=True):
             alone = converted(tokens[None, -n:], use_cache=False).logits[0]
             assert relative_error(row[-n:], alone) < 1e-4
@@ -167,7 +167,7 @@ def test_layers_of_a_converted_model_keep_their_names_and_are_pickled(original, 
     assert torch.equal(again(ids).logits, converted(ids).logits)
 
 
-def test_steps_of_a_converted_model_are_recorded(original, ids):
+def test_decoding_in_a_cuda_graph_gives_the_same_tokens(original, ids):
     converted = convert(original, [4, "full", 0], slots=4)
     mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
     for options in ({}, {"num_beams": 2}):
@@ -195,7 +195,7 @@ def test_training_reaches_every_weight_with_and_without_checkpointing(original, 
         assert relative_error(gradients[1][name], exact) < 1e-5, name
 
 
-def test_labels_that_predict_nothing_leave_all_gradients_finite(original, ids):
+def test_all_gradients_are_finite_if_no_token_is_predicted(original, ids):
     converted = convert(copy.deepcopy(original), 4, slots=4)
     whole = converted(ids, labels=ids).loss
     torch.testing.assert_close(converted(ids, labels=ids, num_items_in_batch=ids[:, 1:].numel()).loss, whole)
@@ -207,7 +207,7 @@ def test_labels_that_predict_nothing_leave_all_gradients_finite(original, ids):
 
 
 @torch.no_grad()
-def test_router_logits_and_hidden_states_keep_their_places_under_padding(ids):
+def test_router_logits_and_hidden_states_keep_their_positions_under_padding(ids):
     model_class, config = ORIGINALS["qwen3-moe"]
     torch.manual_seed(0)
     original = model_class(config()).eval()
@@ -247,7 +247,7 @@ def test_the_command_converts_a_folder(tmp_path, capsys):
 
 
 def test_checkpoints_that_lack_weights_are_refused(tmp_path, capsys):
-    """Weights that are not there would be drawn anew, with a warning."""
+    """transformers would initialise missing weights at random, with a warning."""
     original = LlamaForCausalLM(LlamaConfig(**SIZES))
     converted = convert(original, "full", slots=4)
     weights = {name: x.clone() for name, x in converted.state_dict().items() if "layers.1.self_attn.f_proj" not in name}
@@ -271,7 +271,7 @@ def test_checkpoints_that_lack_weights_are_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_converted_is_refused():
+def test_models_that_cannot_be_converted_are_refused():
     original = LlamaForCausalLM(LlamaConfig(**SIZES))
     with pytest.raises(ValueError, match="expected one for each of the 3 layers"):
         convert(original, [1, 2], slots=4)
@@ -291,7 +291,7 @@ def test_what_cannot_be_converted_is_refused():
 
 
 @torch.no_grad()
-def test_a_converted_model_keeps_the_documents_of_the_collator_apart(original, ids):
+def test_documents_of_the_collator_do_not_attend_to_each_other(original, ids):
     model = convert(original, [4, "full", 4], slots=3).eval()
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     documents = [{"input_ids": row[:n].tolist()} for row, n in zip(ids, (7, 4), strict=False)]

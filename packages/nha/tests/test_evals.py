@@ -1,4 +1,4 @@
-"""The share of the slots is measured as the equations say it, and drawn."""
+"""The share of the slots equals the paper's equation and is plotted."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def model():
     return NhaForCausalLM(config).eval()
 
 
-def test_shares_are_means_over_sequences_of_what_layers_observe(model):
+def test_shares_are_means_over_sequences_of_the_layers_shares(model):
     ids = torch.randint(0, 264, (5, 24))
     shares = slot_shares(model, ids, batch_size=2)
     assert shares.shape == (3, 2, 24)
@@ -35,13 +35,13 @@ def test_shares_are_means_over_sequences_of_what_layers_observe(model):
     for layer in range(3):
         exact = torch.cat(seen[layer]).double().mean(0).T
         assert relative_error(shares[layer], exact) < 1e-5
-    # slots alone get everything; zero slots of a full layer less and less
+    # slots without a window get a share of 1; the zero slots of a full layer get less with each token
     assert (shares[2] == 1).all()
     assert (shares[1, :, 0] > shares[1, :, -1]).all()
     assert nha_mixers(model)[0].shares is None
 
 
-def test_the_suite_says_where_the_share_lies_and_draws_it(model, tmp_path):
+def test_the_suite_reports_and_plots_the_share_by_layer_head_and_position(model, tmp_path):
     result = share_suite(model, byte_tokenizer(), EvalOptions(lengths=(128,), limit=2, progress=False))
     assert [row["window"] for row in result["rows"]] == [4, "full", 0]
     heads, positions = result["plots"][1]["heatmap"], result["plots"][2]["heatmap"]
@@ -55,7 +55,7 @@ def test_the_suite_says_where_the_share_lies_and_draws_it(model, tmp_path):
     assert {"slot-share-1.png", "slot-share-2.png", "slot-share-3.png"} <= names
 
 
-def test_the_suite_on_recall_measures_rows_full_of_pairs(model):
+def test_the_recall_suite_uses_the_most_pairs_a_sequence_can_hold(model):
     options = EvalOptions(lengths=(64,), limit=3, progress=False)
     result = recall_share_suite(model, byte_tokenizer(), options)
     assert result["settings"] == {"length": 64, "sequences": 3, "pairs": 16, "vocab_size": 264}

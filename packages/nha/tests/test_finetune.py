@@ -1,4 +1,4 @@
-"""The two stages of finetuning train what they say, and leave a whole model."""
+"""The two stages of finetuning train the stated parameters and save a complete model."""
 
 import copy
 
@@ -64,7 +64,7 @@ def test_stage_one_changes_the_attention_and_stage_two_everything(converted, tmp
     assert model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2).shape == (1, 5)
 
 
-def test_a_model_that_is_not_converted_is_told_to_convert(tmp_path, capsys):
+def test_finetuning_a_model_that_is_not_converted_fails_and_names_convert(tmp_path, capsys):
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "llama")
     byte_tokenizer().save_pretrained(tmp_path / "llama")
     call = ["finetune", str(tmp_path / "llama"), "--stage", "1", "--out", str(tmp_path / "run"), *RUN.split()]
@@ -75,7 +75,7 @@ def test_a_model_that_is_not_converted_is_told_to_convert(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_lora_reaches_experts_that_are_kept_in_one_tensor():
+def test_lora_reaches_experts_stored_in_one_tensor():
     pytest.importorskip("peft")
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -94,7 +94,7 @@ def test_lora_reaches_experts_that_are_kept_in_one_tensor():
         assert torch.equal(after[name], weight) == ("norm" in name), name
 
 
-def test_only_attention_asks_for_gradients_in_stage_one(converted):
+def test_only_attention_requires_gradients_in_stage_one(converted):
     model = freeze_all_but_attention(AutoModelForCausalLM.from_pretrained(converted))
     assert all(p.requires_grad == (".self_attn." in name) for name, p in model.named_parameters())
     model.train().gradient_checkpointing_enable()
@@ -102,7 +102,7 @@ def test_only_attention_asks_for_gradients_in_stage_one(converted):
     assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
 
 
-def test_the_second_stage_begins_with_other_rows(converted):
+def test_the_second_stage_has_another_order_of_rows(converted):
     first, second = (finetune(str(converted), stage).data for stage in (1, 2))
     assert first.data_seed != second.data_seed
     assert first.sources == second.sources

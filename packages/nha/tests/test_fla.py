@@ -1,4 +1,4 @@
-"""FLA's signatures of gated slot attention and gated linear attention give what their definitions give."""
+"""FLA's signatures of gated slot attention and gated linear attention agree with their definitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw(*shape, seed=0):
 
 
 def gsa(q, k, v, s, g, scale=None, state=None):
-    """Zhang et al. 2024, eq. 9 and 10, token by token, with FLA's states."""
+    """Compute Zhang et al. 2024, eq. 9 and 10, token by token, with FLA's states."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     repeats = q.shape[2] // k.shape[2]
     hk, hv = (q.new_zeros(q.shape[0], k.shape[2], *x) for x in ((K, M), (M, V))) if state is None else state
@@ -58,7 +58,7 @@ def close(got, expected):
         assert relative_error(x, y) < 1e-9
 
 
-def test_slots_are_those_of_the_definition_with_states_in_and_out():
+def test_gsa_with_initial_and_final_states_agrees_with_the_definition():
     q, k, v, s, g = inputs()
     close(chunk_gsa(q, k, v, s, g, 0.7, states(B), True), gsa(q, k, v, s, g, 0.7, states(B)))
     close(chunk_gsa(q, k, v, None, g, output_final_state=True), gsa(q, k, v, s, g))
@@ -72,7 +72,7 @@ def test_heads_may_come_before_tokens():
 
 
 @pytest.mark.parametrize("abc", [False, True])
-def test_packed_sequences_are_as_each_alone(abc):
+def test_packed_sequences_equal_separate_calls(abc):
     q, k, v, s, g = inputs(1)
     logits = draw(1, T, H, M, seed=7)
     got = chunk_gsa(q, k, v, logits, None, output_final_state=True, cu_seqlens=BORDERS) if abc else chunk_gsa(
@@ -92,18 +92,18 @@ def test_packed_sequences_are_as_each_alone(abc):
 
 
 def abc_weights(s):
-    """s and g of attention with bounded memory control (Peng et al. 2022) as FLA has them."""
+    """Return s and g of attention with bounded-memory control (Peng et al. 2022) in FLA's form."""
     z = s.logcumsumexp(1)
     return (s - z).exp(), torch.cat((z[:, :1], z[:, :-1]), 1) - z
 
 
-def test_without_gates_slots_are_sums_weighted_by_s():
+def test_without_g_slots_are_sums_weighted_by_s():
     q, k, v, _, _ = inputs()
     s = draw(B, T, H, M, seed=7)
     close(chunk_gsa(q, k, v, s, output_final_state=True), gsa(q, k, v, *abc_weights(s)))
 
 
-def test_gradients_through_s_and_g_together_are_those_of_the_definition():
+def test_gradients_through_s_and_g_agree_with_the_definition():
     q, k, v, _, g = inputs()
 
     def gradients(run):
@@ -119,7 +119,7 @@ def test_gradients_through_s_and_g_together_are_those_of_the_definition():
         assert relative_error(x, y) < 1e-8
 
 
-def test_linear_attention_takes_all_options():
+def test_chunk_gla_accepts_all_options():
     q, k, v, _, _ = inputs()
     q, g = q[:, :, :H], F.logsigmoid(draw(B, T, H, K, seed=9))
     state = draw(B, H, K, V, seed=6)
@@ -134,7 +134,7 @@ def test_linear_attention_takes_all_options():
     assert chunk_gla(q, k, v, g)[1] is None
 
 
-def test_what_cannot_be_mapped_is_refused_with_the_reason():
+def test_unsupported_arguments_are_refused_with_the_reason():
     q, k, v, s, g = inputs()
     for message, arguments in {
         "s must be 1 - exp": (s + 0.1, g),
@@ -149,6 +149,6 @@ def test_what_cannot_be_mapped_is_refused_with_the_reason():
         chunk_gsa(q, k, v, s, g, fast=1)
 
 
-def test_s_and_g_rounded_to_bfloat16_are_still_one_gate():
+def test_s_and_g_rounded_to_bfloat16_count_as_equal():
     q, k, v, _, g = (x.bfloat16() for x in inputs())
     assert chunk_gsa(q, k, v, 1 - g.exp(), g)[0].dtype == torch.bfloat16

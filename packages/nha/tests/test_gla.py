@@ -1,4 +1,4 @@
-"""The mixer of gated linear attention: its contract."""
+"""The contract of the mixer of gated linear attention."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""On a GPU: every form of the layer gives what the eager one gives in float64, decodes as it reads, keeps its size."""
+"""The layer on a GPU, with all options: agreement with the eager form in float64, decoding, constant memory."""
 
 import copy
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 TOKENS = 150
 FORMS = {
     "window 32": {"window": 32},
-    # gates far apart: slots that hold nearly the same tokens cancel in the gradient of q, and magnify its rounding
+    # different gates: if slots hold nearly the same tokens, the gradient of q cancels, which magnifies rounding errors
     "slots alone": {"window": 0, "gate_normalizer": 0.4},
     "slots alone, rotated": {"window": 0, "positions": "both", "gate_normalizer": 0.4},
     "window past the end": {"window": 200},
@@ -36,7 +36,7 @@ FORMS = {
     "learned sum": {"window": 40, "fusion": "learned"},
 }
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-# kernels multiply float32 in three tf32 parts, and sum gates in another order than the eager form
+# kernels split float32 operands into three tf32 parts, and sum gates in another order than the eager form
 FLOORS = {BFLOAT16: None, FLOAT32: 8 * torch.finfo(FLOAT32).eps}
 
 
@@ -48,7 +48,7 @@ def build(window, **options):
 
 
 def three(model, dtype):
-    """The model in float64 and `dtype` on the CPU, and in `dtype` on the GPU, of the same weights."""
+    """Return the model in float64 and `dtype` on the CPU and in `dtype` on the GPU, with the same weights."""
     narrow = model.to(dtype)
     return copy.deepcopy(narrow).double(), narrow, copy.deepcopy(narrow).cuda()
 
@@ -69,11 +69,11 @@ def ids():
 def test_a_training_step_errs_no_more_than_the_eager_one(form, ids):
     exact, eager, fast = three(build(**FORMS[form]), BFLOAT16)
     exact, fast = step(exact, ids), step(fast, ids.cuda())
-    # the eager operation multiplies in float32; with operands of the kernels' dtype it loses what they lose
+    # the eager operation multiplies in float32; rounding its operands to the kernels' dtype gives comparable errors
     with RoundedProducts(BFLOAT16):
         eager = step(eager, ids)
     assert set(fast) == set(exact)
-    # a short vector may be right by chance: all are judged as one
+    # a short vector may be right by chance, so all gradients are compared as one vector
     short = [name for name, x in fast.items() if x.dim() == 1]
     for grads in (exact, eager, fast):
         grads["vectors"] = torch.cat([grads.pop(name) for name in short])
@@ -84,13 +84,13 @@ def test_a_training_step_errs_no_more_than_the_eager_one(form, ids):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_decoding_errs_no_more_than_the_eager_whole(form, dtype, ids):
+def test_decoding_errs_no_more_than_one_eager_call(form, dtype, ids):
     exact, eager, fast = (model.eval() for model in three(build(**FORMS[form]), dtype))
     truth, baseline = exact(ids, use_cache=False).logits, eager(ids, use_cache=False).logits
     floor = FLOORS[dtype]
     assert_within("whole", fast(ids.cuda(), use_cache=False).logits, truth, baseline, floor=floor)
-    for pieces in ([TOKENS], [100] + [1] * 50, [63, 1, 64, 22]):
-        assert_within(str(pieces[:3]), logits_in_pieces(fast, ids.cuda(), pieces), truth, baseline, floor=floor)
+    for lengths in ([TOKENS], [100] + [1] * 50, [63, 1, 64, 22]):
+        assert_within(str(lengths[:3]), logits_in_pieces(fast, ids.cuda(), lengths), truth, baseline, floor=floor)
     mask = left_padded([TOKENS, 37], TOKENS)
     alone = exact(ids[1:, -37:], use_cache=False).logits
     baseline_alone = eager(ids[1:, -37:], use_cache=False).logits
@@ -99,7 +99,7 @@ def test_decoding_errs_no_more_than_the_eager_whole(form, dtype, ids):
 
 
 @torch.no_grad()
-def test_decoding_takes_no_memory_as_it_goes_on(ids):
+def test_decoding_takes_constant_memory(ids):
     model = build(window=[0, 32]).to(BFLOAT16).cuda().eval()
     cache = model.make_cache()
     model(ids.cuda(), past_key_values=cache)
@@ -113,7 +113,7 @@ def test_decoding_takes_no_memory_as_it_goes_on(ids):
 
 
 @torch.no_grad()
-def test_decoding_never_waits_for_the_device(ids):
+def test_decoding_does_not_synchronise(ids):
     model, ids = build(window=[32, "full"]).to(BFLOAT16).cuda().eval(), ids.cuda()
     cache = model.make_cache(max_length=TOKENS + 20)
     out = model(ids, past_key_values=cache)
@@ -127,7 +127,7 @@ def test_decoding_never_waits_for_the_device(ids):
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def test_training_never_waits_for_the_device(ids):
+def test_training_does_not_synchronise(ids):
     model, ids = build(window=[32, "full"]).to(BFLOAT16).cuda(), ids.cuda()
     num_items = torch.tensor(290, device="cuda")
     for waiting in ("default", "error"):
@@ -140,14 +140,14 @@ def test_training_never_waits_for_the_device(ids):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_share_of_the_slots_is_that_of_the_cpu(ids):
+def test_the_share_of_the_slots_equals_the_cpu_s(ids):
     model = build(window=[32, "full"]).eval()
     exact = slot_shares(copy.deepcopy(model).double(), ids)
     assert_within("share", slot_shares(model.cuda(), ids), exact, exact, floor=FLOORS[FLOAT32])
 
 
 @torch.no_grad()
-def test_a_converted_model_generates_what_it_does_on_the_cpu(ids):
+def test_a_converted_model_generates_the_same_tokens_as_on_the_cpu(ids):
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=64, initializer_range=0.05)
@@ -159,5 +159,5 @@ def test_a_converted_model_generates_what_it_does_on_the_cpu(ids):
     assert torch.equal(there.cpu(), here)
 
 
-def test_graphs_train_alike(tmp_path):
+def test_training_with_and_without_cuda_graphs_agrees(tmp_path):
     assert_graphs_train_alike(RECIPES["tiny"](), tmp_path)

@@ -1,4 +1,4 @@
-"""NHA, GLA and GSA layers stand in one model with each other and with core's."""
+"""NHA, GLA and GSA layers work in one model with each other and with core's."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""FLA's GLA and GSA models, read into ours: their layer's contract, the same logits, refusals."""
+"""Converting FLA's GLA and GSA models: contract of the GSA layer, equal logits, refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestGatedSlotAttention(MixerContract):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_gives_models_with_the_logits_of_flas(kind, tmp_path, capsys):
+def test_converted_models_have_the_logits_of_fla_s(kind, tmp_path, capsys):
     weights = fla_folder(tmp_path / "theirs", KINDS[kind])
     assert main(["convert", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
     assert "FLA's" in capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_the_command_gives_models_with_the_logits_of_flas(kind, tmp_path, capsys
         (GSA, {"model_type": "rwkv7"}, "model_type 'rwkv7' is of no layout"),
     ],
 )
-def test_models_that_ours_cannot_be_are_refused_with_the_reason(config, change, reason, tmp_path):
+def test_unsupported_models_are_refused_with_the_reason(config, change, reason, tmp_path):
     fla_folder(tmp_path, config)
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=reason):

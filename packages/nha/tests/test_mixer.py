@@ -1,4 +1,4 @@
-"""The layer against its equations, its contract in every form, and what each ablation changes."""
+"""The layer against its equations, its contract with all options, and the changes of each ablation."""
 
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ def make(**options) -> NhaMixer:
 
 
 def seeded(**options) -> NhaMixer:
-    """Weights that depend on their names alone, so that forms differ in nothing else."""
+    """Return a layer whose weights depend only on their names, so that options change nothing else."""
     mixer = make(**options)
     for module in mixer.modules():
         init_weights_(module, 0.2)
@@ -44,7 +44,7 @@ class _Contract(MixerContract):
         for name, p in [("x", x), *mixer.named_parameters()]:
             assert p.grad is not None, name
             assert p.grad.isfinite().all(), name
-            # distributed training waits for the gradient of a gate that nothing has gone through, too
+            # DDP also waits for the gradient of unused gates
             assert p.grad.any() == (mixer.window != "full" or not name.startswith("f_proj")), name
 
 
@@ -86,7 +86,7 @@ def rotate(y: Tensor, t: int) -> Tensor:
 
 
 def by_the_equations(mixer: NhaMixer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs `[T, D]` and ω_L `[T, HQ]` of one sequence, token by token and head by head from equations 1 to 5."""
+    """Return outputs `[T, D]` and ω_L `[T, HQ]` of a sequence by equations 1 to 5, token by token and head by head."""
     tokens, outputs, shares = len(x), [], []
     q = mixer.q_proj(x).view(tokens, HEADS, K)
     k, v = (proj(x).view(tokens, KV_HEADS, K) for proj in (mixer.k_proj, mixer.v_proj))
@@ -156,17 +156,17 @@ def test_the_layer_computes_the_paper_s_equations_and_its_share_of_slots(form, x
 
 
 @torch.no_grad()
-def test_learned_positions_are_added_for_the_window_alone(x):
+def test_learned_positions_affect_only_the_window(x):
     mixer = seeded(positions="learned")
     plain = seeded(positions="none")
     assert relative_error(run_mixer(mixer, x), run_mixer(plain, x)) > 1e-3
     for table in (mixer.q_positions, mixer.k_positions):
         table.weight.zero_()
     assert relative_error(run_mixer(mixer, x), run_mixer(plain, x)) < 1e-12
-    # the slots do not see them
+    # the slots use queries and keys without positions
     mixer = seeded(positions="learned", window=0)
     assert torch.equal(run_mixer(mixer, x), run_mixer(seeded(positions="none", window=0), x))
-    # a constant added to all positions is no position, but a table that differs is
+    # adding a constant to all positions changes nothing; positions that differ change the outputs
     mixer = seeded(positions="learned", slots=0)
     for table in (mixer.q_positions, mixer.k_positions):
         table.weight.copy_(table.weight[:1].expand_as(table.weight))
@@ -177,7 +177,7 @@ def test_learned_positions_are_added_for_the_window_alone(x):
     assert relative_error(run_mixer(mixer, swapped)[:, -1], run_mixer(mixer, x)[:, -1]) > 1e-3
 
 
-# what differs from the paper's layer, and the parameters that come or go with it
+# options that differ from the paper's layer, and the parameters that they add or remove
 ABLATIONS = {
     "without slots": ({"slots": 0}, {"f_proj.weight"}),
     "without window": ({"window": 0}, set()),
@@ -193,7 +193,7 @@ ABLATIONS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("ablation", list(ABLATIONS))
-def test_an_ablation_changes_what_it_says_and_no_other_weight(ablation, x):
+def test_an_ablation_changes_only_the_stated_parameters(ablation, x):
     fields, touched = ABLATIONS[ablation]
     paper, ablated = seeded(), seeded(**fields)
     own, theirs = dict(paper.named_parameters()), dict(ablated.named_parameters())
@@ -204,13 +204,13 @@ def test_an_ablation_changes_what_it_says_and_no_other_weight(ablation, x):
 
 
 @torch.no_grad()
-def test_more_slots_are_more_gates_and_nothing_else(x):
+def test_more_slots_only_enlarge_the_gates(x):
     few, many = (dict(seeded(slots=slots).named_parameters()) for slots in (M, 2 * M))
     assert {name for name in few if few[name].shape != many[name].shape} == {"f_proj.weight"}
 
 
 @torch.no_grad()
-def test_fusion_and_shift_leave_layers_alone_that_have_one_memory(x):
+def test_fusion_and_shift_do_not_affect_layers_with_one_memory(x):
     for window in (0, "full"):
         exact = run_mixer(seeded(window=window), x)
         for fields in ({"fusion": "fixed"}, {"fusion": "learned"}, {"token_shift": False}):
@@ -249,6 +249,6 @@ def test_bytes_do_not_depend_on_the_length_unless_the_layer_is_full():
         ({"num_heads": 5, "num_kv_heads": 5}, "num_heads must divide hidden_size"),
     ],
 )
-def test_bad_choices_are_refused_by_name_when_the_configuration_is_made(options, message):
+def test_invalid_options_are_refused_by_name_when_the_configuration_is_created(options, message):
     with pytest.raises(ValueError, match=message):
         NhaConfig(hidden_size=WIDTH, num_hidden_layers=1, mixer_options={"nha": SIZES | options})

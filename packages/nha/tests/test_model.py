@@ -1,4 +1,4 @@
-"""The model: every form decodes as it reads, is saved, and trains; its windows are set and drawn."""
+"""The model with all options: decoding, saving and training; setting and drawing windows."""
 
 import json
 from typing import ClassVar
@@ -53,7 +53,7 @@ class TestWithAFullLayer(_Contract):
     }
 
     def test_training_reaches_every_parameter_with_and_without_checkpointing(self, model, ids):
-        # a full layer's gates are open to nothing
+        # the gates of a full layer are unused
         model.model.layers[1].mixer.f_proj.requires_grad_(False)
         gates = model.model.layers[1].mixer.f_proj.weight
         model.train()
@@ -86,7 +86,7 @@ def ids():
 
 
 @torch.no_grad()
-def test_windows_set_at_inference_are_windows_of_the_configuration(model, ids):
+def test_set_windows_gives_the_same_logits_as_windows_of_the_configuration(model, ids):
     for windows in (0, "full", [3, 0], ["full", 6]):
         other = NhaForCausalLM(NhaConfig(**fields(windows))).eval()
         other.load_state_dict(model.state_dict())
@@ -101,14 +101,14 @@ def test_windows_set_at_inference_are_windows_of_the_configuration(model, ids):
         assert windows_of(model) == [4, "full"]
 
 
-def test_a_public_name_is_no_module_that_imports_put_in_its_place():
+def test_importing_a_module_does_not_replace_a_public_name():
     for name in tokenmix_nha.__all__:
         first = getattr(tokenmix_nha, name)
         assert callable(first), name
         assert getattr(tokenmix_nha, name) is first, name
 
 
-def test_wrong_windows_are_refused(model):
+def test_invalid_windows_are_refused(model):
     for windows, message in (
         ([1, 2, 3], "expected one for each of the 2"),
         (-1, "a window must"),
@@ -142,13 +142,13 @@ def test_drawn_windows_depend_on_the_step_and_the_seed_alone(model):
     assert windows_of(model) == [4, "full"]
 
 
-def test_no_length_changes_the_bytes_of_a_model_without_full_layers(model):
+def test_the_state_of_a_model_without_full_layers_has_constant_size(model):
     with using_windows(model, [4, 0]):
         assert model.state_bytes(100) == model.state_bytes(10**6)
     assert model.state_bytes(100) < model.state_bytes(200)
 
 
-def test_layers_of_other_windows_keep_everything_else():
+def test_layers_with_windows_changes_only_windows():
     config = NhaConfig(**fields([4, "full"]), random_windows=[4, "full"])
     assert NhaConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     for windows in ([4, "full"], ["full", 4], [0, 0], [7, 4]):
@@ -157,7 +157,7 @@ def test_layers_of_other_windows_keep_everything_else():
         assert {**changed.to_dict(), **{name: config.to_dict()[name] for name in ("mixers", "mixer_options")}} == {
             **config.to_dict()
         }
-    # labels that differ in more than the window stay apart, and other mixers as they are
+    # labels that differ in more than the window stay distinct, and other mixers stay unchanged
     options = {"a": {"type": "nha", "slots": 3, "window": 4}, "a-8": {"type": "nha", "window": 8}}
     config = NhaConfig(hidden_size=64, num_hidden_layers=3, mixers=["a", "attention", "a-8"], mixer_options=options)
     changed = NhaConfig.from_dict(config.to_dict() | layers_with_windows(config, [8, 9]))
@@ -178,7 +178,7 @@ OLD = {
 
 
 @pytest.mark.parametrize("form", list(OLD))
-def test_a_checkpoint_whose_configuration_holds_options_as_fields_is_read(form, ids, tmp_path):
+def test_an_older_checkpoint_with_options_as_fields_loads(form, ids, tmp_path):
     windows, old = OLD[form].get("window", 32), dict(OLD[form])
     options = {name: x for name, x in old.items() if name not in ("window", "mixers", "mixer_options")}
     options |= old.get("mixer_options", {}).get("nha", {})
@@ -193,7 +193,7 @@ def test_a_checkpoint_whose_configuration_holds_options_as_fields_is_read(form, 
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_what_is_no_field_any_more_is_refused_with_its_place():
+def test_a_former_field_is_refused_and_the_message_names_mixer_options():
     with pytest.raises(ValueError, match=r"unknown key 'slots'.*options of a layer belong in mixer_options"):
         NhaConfig(**FIELDS, slots=3)
 
@@ -221,7 +221,7 @@ def test_windows_that_cannot_be_drawn_are_refused(windows, options, message):
     ],
     ids=str,
 )
-def test_every_form_trains_under_autocast(form):
+def test_training_works_under_autocast_with_all_options(form):
     torch.manual_seed(0)
     model = NhaForCausalLM(NhaConfig(**fields(**{"windows": 4} | form), max_position_embeddings=64)).train()
     ids = torch.randint(3, 61, (1, 40))

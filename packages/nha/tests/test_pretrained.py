@@ -1,4 +1,4 @@
-"""The tasks of Tables 3, 4 and 9: lm-eval's own names and metrics, run here on local data of the same form."""
+"""The tasks of Tables 3, 4 and 9 with lm-eval's names and metrics, on local data of the same form."""
 
 from functools import partial
 
@@ -91,7 +91,7 @@ SUBJECTS = ("mmlu_anatomy", "mmlu_virology")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a suite on local tasks, of which `acc` is 1 and `acc_norm` 0, but for one subject of MMLU the reverse."""
+    """Run a suite on local tasks with `acc` 1 and `acc_norm` 0, and the reverse for one subject of MMLU."""
     torch.manual_seed(0)
     fields = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
     model = NhaForCausalLM(NhaConfig(**fields, **nha_layers(8, num_heads=2, slots=4))).eval()
@@ -127,7 +127,7 @@ def test_understanding_has_the_averages_of_tables_3_and_9(run):
     assert result["settings"]["MMLU's examples before a question"] == 5
 
 
-def test_mmlu_s_questions_follow_five_answered_ones_and_others_none(run, monkeypatch):
+def test_mmlu_has_five_shots_and_other_tasks_none(run, monkeypatch):
     from lm_eval.models.huggingface import HFLM
 
     asked = {}
@@ -152,7 +152,7 @@ def test_knowledge_counts_single_instructions_and_programs_that_pass(run, monkey
     assert found["average", "5 tasks of Table 4"] == pytest.approx((1 + 5 / 6 + 1 / 3 + 1 + 0.8) / 5)
 
 
-def test_programs_of_the_model_run_only_where_that_is_allowed(run, monkeypatch):
+def test_programs_of_the_model_run_only_if_allowed(run, monkeypatch):
     monkeypatch.delenv(pretrained.ALLOW_CODE, raising=False)
     with pytest.raises(ValueError, match=r"set HF_ALLOW_CODE_EVAL=1 .* --tasks gpqa_main_zeroshot,ifeval,mathqa,mmlu"):
         run("knowledge")

@@ -1,4 +1,4 @@
-"""Recipes: sizes as the paper compares them, runs that resume under the windows they would have had."""
+"""Recipes: sizes as in the paper's comparisons, and resumed runs with the windows of an uninterrupted run."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_every_recipe_is_complete(name):
 
 
 @pytest.mark.parametrize("size", ["340m", "1.3b"])
-def test_models_of_a_size_have_as_many_parameters(size):
+def test_models_of_a_size_have_equally_many_parameters(size):
     transformer = parameters(f"transformer-{size}")
     assert abs(transformer / (341e6 if size == "340m" else 1.3e9) - 1) < 0.06
     for kind in (f"nha-{size}", *(f"{kind}-{size}" for kind in (*BASELINES, "gsa", "gsa-hybrid"))):
@@ -47,12 +47,12 @@ def test_baselines_have_what_table_1_states(kind, size, stated):
 @pytest.mark.parametrize(("size", "number"), [("100m", 86.5e6), ("small", 279e3)])
 def test_recall_models_of_a_size_have_about_as_many_parameters(size, number):
     for name in RECIPES:
-        # a table of vectors is as large as there are positions
+        # the table of positions grows with `max_positions`
         if name.startswith("recall-") and f"-{size}" in name and "learned-positions" not in name:
             assert abs(parameters(name) / number - 1) < 0.075, name
 
 
-def test_slots_hold_as_many_numbers_as_gdn_s_state_and_the_window_more():
+def test_slots_have_as_many_elements_as_gdn_s_state_without_the_window():
     for size, names in (("100m", ("nha-pure", "gsa", "gdn")), ("small", ("nha", "nha-no-window", "gdn"))):
         held = set()
         for name in names:
@@ -73,7 +73,7 @@ def test_slots_hold_as_many_numbers_as_gdn_s_state_and_the_window_more():
 
 
 @pytest.mark.parametrize("size", ["340m", "100m", "small"])
-def test_a_description_says_how_far_a_model_s_parameters_are_from_nha_s(size):
+def test_a_description_states_the_difference_from_nha_s_parameter_count(size):
     own = "nha-340m" if size == "340m" else f"recall-nha-{size}"
     others = [f"nha-340m-{name}" if size == "340m" else f"recall-nha-{name}-{size}" for name in ABLATIONS]
     if size == "small":
@@ -91,7 +91,7 @@ def windows(config):
     return [config.options_of(i)["window"] for i in range(config.num_hidden_layers)]
 
 
-def test_full_layers_stand_where_the_paper_puts_them():
+def test_full_layers_have_the_paper_s_indices():
     assert [i for i, w in enumerate(windows(RECIPES["nha-340m"]().model_config())) if w == "full"] == [6, 14, 22]
     assert [i for i, w in enumerate(windows(RECIPES["nha-1.3b"]().model_config())) if w == "full"] == [0, 8, 16]
     assert set(windows(RECIPES["gsa-340m"]().model_config())) == {0}
@@ -101,7 +101,7 @@ def test_full_layers_stand_where_the_paper_puts_them():
         assert [i for i, layer in enumerate(layers) if layer in ("full", "attention")] == [0, 8, 16]
 
 
-def test_settings_are_the_paper_s():
+def test_training_settings_equal_the_paper_s():
     recipe = RECIPES["nha-340m"]()
     optimizer = recipe.optimizer
     assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (3e-4, 0.01, 1.0)
@@ -112,7 +112,7 @@ def test_settings_are_the_paper_s():
 
 
 @pytest.mark.parametrize("name", list(ABLATIONS))
-def test_an_ablation_s_recipe_changes_the_options_it_names_and_nothing_else(name):
+def test_an_ablation_s_recipe_changes_only_the_named_options(name):
     paper, ablated = RECIPES["nha-340m"]().model_config(), RECIPES[f"nha-340m-{name}"]().model_config()
     fields = {key for key, value in paper.to_dict().items() if ablated.to_dict()[key] != value}
     assert fields <= {"mixers", "mixer_options"}
@@ -125,7 +125,7 @@ def test_an_ablation_s_recipe_changes_the_options_it_names_and_nothing_else(name
 
 
 class StopAt(TrainerCallback):
-    """Ends a run after a step, with a checkpoint."""
+    """End a run after a step, with a checkpoint."""
 
     def __init__(self, step):
         self.step = step
@@ -158,7 +158,7 @@ def losses(folder):
     return [line["loss"] for line in read_metrics(folder / METRICS) if "loss" in line]
 
 
-def test_a_run_with_drawn_windows_goes_on_under_the_windows_it_would_have_had(tmp_path):
+def test_a_resumed_run_draws_the_windows_of_an_uninterrupted_run(tmp_path):
     recipe = drawn(nano(), [0, 4, "full"])
     train(recipe, tmp_path / "whole", progress=False)
     stopped = replace(recipe, callbacks=(*recipe.callbacks, lambda _: StopAt(3)))
@@ -166,7 +166,7 @@ def test_a_run_with_drawn_windows_goes_on_under_the_windows_it_would_have_had(tm
     train(recipe, tmp_path / "parts", resume=True, progress=False)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 6
-    # other windows give other losses, and what is saved has its own windows
+    # the loss depends on the windows, and the saved model has the configuration's
     train(replace(recipe, callbacks=()), tmp_path / "fixed", progress=False)
     assert losses(tmp_path / "fixed") != losses(tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts")

@@ -1,4 +1,4 @@
-"""The search tries what Table 5 lists, finds what is best, and leaves a configuration that loads."""
+"""The search tries the patterns of Table 5, finds the best candidate, and writes a configuration that loads."""
 
 import json
 
@@ -31,11 +31,11 @@ WORTH = {5: 3.0, 10: 2.0, 1: 1.0}
 
 
 def worth(model):
-    """As if some layers were worth more when full, and any other a little less than nothing."""
+    """Return a score to which some full layers add much and each other full layer a small negative amount."""
     return sum(WORTH.get(i, -0.01) for i, window in enumerate(windows_of(model)) if window == "full")
 
 
-def test_patterns_places_and_insertions_are_all_tried_and_the_best_is_found(model):
+def test_all_patterns_positions_and_insertions_are_tried_and_the_best_is_found(model):
     found, chosen = search_windows(model, worth, window=4, blocks=(6, 3, 2), insert=1, progress=False)
     patterns = [c.pattern for c in found]
     counts = {p: patterns.count(p) for p in dict.fromkeys(patterns)}
@@ -43,7 +43,7 @@ def test_patterns_places_and_insertions_are_all_tried_and_the_best_is_found(mode
     best = {c.pattern: c for c in best_of_each(found)}
     assert best["pure linear"].full == []
     assert (best["1:6"].position, best["1:6"].full) == (5, [5, 11])
-    # of all layers that could be added, the one worth most
+    # the insertion adds the layer with the highest score
     assert best["1:6 + 1"].full == [5, 10, 11]
     assert chosen == best["1:6 + 1"]
     assert best["1:2"].full == [1, 3, 5, 7, 9, 11]
@@ -53,7 +53,7 @@ def test_patterns_places_and_insertions_are_all_tried_and_the_best_is_found(mode
     assert windows_of(model) == [4, "full"] * 6
 
 
-def test_the_chosen_one_keeps_within_what_is_allowed(model):
+def test_the_selected_candidate_respects_max_full(model):
     options = {"window": 4, "blocks": (6, 3), "progress": False}
     assert search_windows(model, worth, max_full=2, **options)[1].full == [5, 11]
     assert search_windows(model, worth, max_full=0, **options)[1].full == []
@@ -76,12 +76,12 @@ def test_the_chosen_one_keeps_within_what_is_allowed(model):
         ({"window": -1}, "a window must be"),
     ],
 )
-def test_bad_options_are_refused(model, options, message):
+def test_invalid_options_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         search_windows(model, worth, **{"window": 4, "blocks": (6,), "progress": False, **options})
 
 
-def test_scores_come_from_the_rows_of_any_suite():
+def test_rows_of_any_suite_give_a_score():
     def score(rows):
         return score_of("task", {"suite": "s", "settings": {}, "rows": rows, "plots": []})
 
@@ -100,7 +100,7 @@ def test_scores_come_from_the_rows_of_any_suite():
         score([{"prompt": "a", "continuation": "b"}])
 
 
-def test_a_resumed_search_asks_for_nothing_that_was_tried(model, tmp_path):
+def test_a_resumed_search_does_not_repeat_saved_scores(model, tmp_path):
     log, asked = tmp_path / "out" / "tried.jsonl", []
 
     def stops(m):
@@ -112,7 +112,7 @@ def test_a_resumed_search_asks_for_nothing_that_was_tried(model, tmp_path):
     options, about = {"window": 4, "blocks": (6, 3), "progress": False}, {"task": "a", "lengths": (64,)}
     with pytest.raises(KeyboardInterrupt):
         search_windows(model, remembered(stops, log, about, resume=False), **options)
-    # a line that a killed process did not finish
+    # an unfinished line of a killed process
     with log.open("a") as file:
         file.write('{"windows": [4')
     before = asked[:3]
@@ -122,7 +122,7 @@ def test_a_resumed_search_asks_for_nothing_that_was_tried(model, tmp_path):
     count = len(asked)
     search_windows(model, remembered(stops, log, about, resume=True), **options)
     assert len(asked) == count
-    # scores of another task are none of this one, and a search begins anew unless it is to resume
+    # saved scores of another task are not used, and without `resume` none are
     for others, resume in (({"task": "b"}, True), (about, False)):
         asked.clear()
         search_windows(model, remembered(lambda m: asked.append(1) or 0.0, log, others, resume=resume), **options)

@@ -1,4 +1,4 @@
-"""Makes `machine_code`, a helper of the tests of kernels, importable."""
+"""Make `machine_code`, a helper of the kernel tests, importable."""
 
 import sys
 from pathlib import Path

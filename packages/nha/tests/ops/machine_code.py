@@ -1,8 +1,8 @@
-"""Search a kernel's machine code for reads of registers that nothing has written, which results need not show.
+"""Search a kernel's machine code for reads of unwritten registers, which may give correct results by chance.
 
-ptxas 12.8, which Triton 3.6 and 3.7 bring along, leaves out the first half of finding some descriptors of shared tiles:
-the kernel goes on from whatever a register holds, which may happen to be right. Where something else was written there
-before, this search does not see it.
+ptxas 12.8, part of Triton 3.6 and 3.7, omits the first instructions that compute some descriptors of smem tiles; the
+kernel uses the old content of a register, which may be right by chance. The search misses the fault if an earlier
+instruction has written another value to that register.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ _LABEL = re.compile(r"\.L_x_\d+")
 _REGISTER = re.compile(r"\b(U?R)(\d+)\b")
 _PREDICATES = r"\s*(?:U?P\w+,\s*)*"
 _NO_RESULT = ("ST", "RED.", "BAR", "ISETP", "FSETP", "LDGSTS", "MEMBAR", "HGMMA", "R2P", "EXIT", "BRA")
-# a part of a register kept for others that are not there yet, and registers put aside for what may need none
+# instructions that may read unwritten registers: masks before the other bits are set, and spills of unused registers
 _HARMLESS = r"(LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\.64)? \[[^]]*\], {r}$)"
 _BYTES = re.compile(r"\s*(\w+), (\w+), 0x([0-9a-f]+), (\w+)$")
 
 
 def disassembler() -> Path:
-    """The disassembler that Triton brings along; some installations leave it out."""
+    """Return the path of Triton's disassembler; some installations lack it."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 
 
 def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
-    """The names and compiled forms of all kernels under a package that this process has launched."""
+    """Yield names and compiled forms of all kernels of a package that this process has launched."""
     from triton import JITFunction
 
     from tokenmix_core.launch.private import kernels_of
 
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         for kernel in vars(sys.modules[name]).values():
-            # a kernel, or what launches it
+            # a kernel, or a launcher with the kernel in `fn`
             kernel = next((x for x in (kernel, getattr(kernel, "fn", None)) if isinstance(x, JITFunction)), None)
             if kernel is not None and kernel.fn.__module__ == name:
                 yield from ((kernel.fn.__name__, x) for x in kernels_of(kernel) if hasattr(x, "asm"))
 
 
 def unwritten_reads(kernel: Any) -> list[str]:
-    """Instructions of a compiled Triton kernel for CUDA that read what no instruction before them can have written."""
+    """Return the instructions of a compiled CUDA kernel that read a register that no earlier one can have written."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -56,7 +56,7 @@ def unwritten_reads(kernel: Any) -> list[str]:
 
 
 def unwritten_reads_of(text: str) -> list[str]:
-    """The same of disassembled machine code of Hopper or older: `address instruction`, along any path through it."""
+    """Return such instructions of disassembled code of Hopper or older, `address instruction`, along any path."""
     labels, code = {}, []
     for line in text.splitlines():
         if found := re.match(r"\s*(\.L_x_\d+):", line):
@@ -64,7 +64,7 @@ def unwritten_reads_of(text: str) -> list[str]:
         elif found := _INSTRUCTION.search(line):
             code.append(found.groups())
     reads, writes = zip(*(_registers(op, rest) for _, _, op, rest in code), strict=True)
-    # what some path to an instruction has written; the stack's address is there from the beginning
+    # registers that some path to an instruction has written; the stack pointer is set at entry
     before: list[set[str] | None] = [{"R1"}, *[None] * (len(code) - 1)]
     waiting = [0]
     while waiting:
@@ -78,17 +78,17 @@ def unwritten_reads_of(text: str) -> list[str]:
     found = []
     for (address, _, op, rest), known, read in zip(code, before, reads, strict=True):
         missing = set() if known is None else read - known
-        if any(not (re.search(_HARMLESS.format(r=r), op + rest) or _stays_in_place(op, rest, r)) for r in missing):
+        if any(not (re.search(_HARMLESS.format(r=r), op + rest) or _keeps_bytes(op, rest, r)) for r in missing):
             found.append(f"{address} {op}{rest}")
     return found
 
 
-def _stays_in_place(op: str, rest: str, register: str) -> bool:
-    """Whether an instruction puts bytes of others beside bytes of a register, which stay where they are in it."""
+def _keeps_bytes(op: str, rest: str, register: str) -> bool:
+    """True if an instruction adds other bytes to a register and leaves the register's own bytes where they are."""
     if op != "PRMT" or (operands := _BYTES.match(rest.replace(".reuse", ""))) is None:
         return False
     result, low, chosen, high = operands.groups()
-    # the k-th digit says which of the eight bytes of both sources becomes the result's k-th
+    # the k-th digit selects one of the eight bytes of both sources as the result's k-th byte
     sources = [divmod(int(chosen, 16) >> 4 * k & 7, 4) for k in range(4)]
     kept = all((low, high)[source] != register or byte == k for k, (source, byte) in enumerate(sources))
     return result == register and kept
@@ -102,7 +102,7 @@ def _found(pattern: str | re.Pattern, text: str) -> re.Match:
 
 
 def _next(i: int, code: list[tuple], labels: dict[str, int]) -> list[int]:
-    """The instructions that may follow."""
+    """Return the addresses of the instructions that may follow."""
     _, predicate, op, rest = code[i]
     then = [labels[_found(_LABEL, rest)[0]]] if op.startswith("BRA") else []
     conditional = predicate is not None or (op.startswith("BRA") and re.search(r"\bU?P\d", rest))
@@ -111,9 +111,9 @@ def _next(i: int, code: list[tuple], labels: dict[str, int]) -> list[int]:
 
 
 def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
-    """The registers that an instruction reads and writes; of wide sources only the first counts as read."""
+    """Return the registers that an instruction reads and writes; a wide source counts as its first register."""
     if op.startswith("HGMMA"):
-        return _of_product(op, rest)
+        return _wgmma_registers(op, rest)
     names = ["".join(x) for x in _REGISTER.findall(rest)]
     result = re.match(_PREDICATES + r"(U?R)(\d+)\b", rest)
     if op.startswith(_NO_RESULT) or result is None:
@@ -123,10 +123,10 @@ def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
     return set(names[1:]), {f"{result[1]}{int(result[2]) + k}" for k in range(width)}
 
 
-def _of_product(op: str, rest: str) -> tuple[set[str], set[str]]:
-    """Of an asynchronous product: its sums, a left operand in registers, and descriptors of shared tiles."""
+def _wgmma_registers(op: str, rest: str) -> tuple[set[str], set[str]]:
+    """Return the same for a WGMMA: its accumulator, a register operand, and descriptors of smem tiles."""
     if re.match(r"\s*RZ, gdesc\[URZ\], RZ", rest):
-        # a product of nothing: it ends a group
+        # without an operand it only commits a group
         return set(), set()
     columns = int(_found(r"64x(\d+)x", op)[1])
     result, left = _found(r"^\s*R(\d+), (?:R(\d+)|gdesc)", rest).groups()

@@ -1,4 +1,4 @@
-"""The contract of the forget gates, and what extremes add to it."""
+"""The contract of the forget gates, and extreme inputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestForgetGates(OpContract):
 
 @pytest.mark.operation
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_open_and_closed_gates_and_slices_err_at_most_twice_as_much_as_torch(dtype, device):
+def test_extreme_gates_and_slices_err_at_most_twice_as_much_as_torch(dtype, device):
     f = torch.tensor([-3e4, -300.0, -20.0, -1e-3, 0.0, 1e-3, 4.0, 6.0, 20.0, 80.0, 300.0, 3e4])
     # every second row of a wider tensor
     wide = torch.stack((f, f.flip(0), f, f)).to(device, dtype)[:, :10]
@@ -67,5 +67,5 @@ def test_open_and_closed_gates_and_slices_err_at_most_twice_as_much_as_torch(dty
         )
     for i, name in enumerate(("log alpha", "df")):
         assert_within(name, results["got"][i], results["exact"][i], results["eager"][i])
-    # of a gate that is all but open the logarithm is exact to a few roundings, too
+    # the logarithm of a gate close to 1 is accurate to a few roundings, too
     torch.testing.assert_close(results["got"][0].double(), results["exact"][0], rtol=2e-6, atol=1e-30)

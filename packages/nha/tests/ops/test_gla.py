@@ -41,7 +41,7 @@ class TestGatedLinearAttention(OpContract):
     }
     lengths = (1, 15, 16, 17, 37)
     pieces: ClassVar = {"of a sequence": dict(T=37)}
-    # more chunks than are taken one after the other, borders within and at their ends
+    # more chunks than `CHUNK`, so that the scan recurses; boundaries inside chunks and at their ends
     packed: ClassVar = {
         "with states": dict(N=5, borders=[0, 20, 20, 21, 37, 37]),
         "weak gates": dict(gate=0.1, borders=[0, 3, 3, 32, 33, 50, 500, 600, 600]),
@@ -81,7 +81,7 @@ class TestGatedLinearAttention(OpContract):
             outputs.append(torch.einsum("nhk,nhkv->nhv", q[:, t], state.repeat_interleave(2, 1)) * 5**-0.5)
         return ScanOutput(torch.stack(outputs, 1), state)
 
-    def test_float32_errs_as_the_recurrence_in_float32_does(self):
+    def test_float32_errs_no_more_than_the_recurrence_in_float32(self):
         x, _ = self.make(N=2)
         narrow = {name: t.float() for name, t in x.items()}
         assert_within("o", chunk_gla(**narrow).o, self.definition(**x).o, self.definition(**narrow).o)

@@ -1,4 +1,4 @@
-"""Slot-window attention's Gluon kernels compile for Hopper, by the installed Triton and without a GPU."""
+"""The installed Triton compiles slot-window attention's Gluon kernels for Hopper, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKED = dict(B=1, T=16384, H=4, borders=[0, 3000, 3000, 9000, 16384])
 
 
 def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=False, carried=False, borders=None):
-    """A forward and a backward pass over tensors of which nothing is read."""
+    """Run forward and backward on tensors without data."""
     from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 
     empty, long = partial(torch.empty, dtype=torch.bfloat16), partial(torch.empty, dtype=torch.float32)
@@ -29,7 +29,7 @@ def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=Fal
     torch.autograd.grad(o, list(x.values()), torch.empty_like(o))
 
 
-# the first ones have every kernel
+# the first calls launch every kernel
 CALLS = {"32 slots": attention, "64 slots": partial(attention, M=64)}
 for K in (64, 128):
     for V in (64, 128):
@@ -42,7 +42,7 @@ for K in (64, 128):
 
 
 @without_gpu
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+def test_every_kernel_compiles_and_fits_on_an_sm():
     kernels = compiled_by(__file__)
     assert len({x["kernel"] for x in kernels}) == 6
     assert_all_fit(kernels)

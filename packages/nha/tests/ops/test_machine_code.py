@@ -1,4 +1,4 @@
-"""The search of machine code for reads of registers that nothing wrote."""
+"""The search of machine code for reads of unwritten registers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from machine_code import unwritten_reads_of
 
 
 def listing(*instructions):
-    """As nvdisasm prints them; a line that ends with a colon is a label."""
+    """Return instructions in nvdisasm's format; a line that ends with a colon is a label."""
     lines = (
         x if x.endswith(":") else f"        /*{16 * i:04x}*/                   {x} ;"
         for i, x in enumerate(instructions)
@@ -15,7 +15,7 @@ def listing(*instructions):
     return "\n".join(lines)
 
 
-def test_a_register_that_nothing_wrote_is_found():
+def test_a_read_of_an_unwritten_register_is_found():
     text = listing("S2R R4, SR_TID.X", "IADD3 R175, P3, R175, 0x2, RZ", "IMAD.IADD R5, R175, 0x1, R4", "EXIT")
     assert unwritten_reads_of(text) == ["0010 IADD3 R175, P3, R175, 0x2, RZ"]
 
@@ -24,7 +24,7 @@ def test_a_register_that_nothing_wrote_is_found():
     "move",
     ["PRMT R9, R9, 0x7632, R1", "PRMT R9, R1, 0x5410, R9", "PRMT R8, R9, 0x7610, R1", "PRMT R9, R9, R1, R1"],
 )
-def test_bytes_of_such_a_register_that_move_are_found(move):
+def test_a_move_of_bytes_of_an_unwritten_register_is_found(move):
     assert unwritten_reads_of(listing(move, "EXIT")) == [f"0000 {move}"]
 
 
@@ -42,7 +42,7 @@ def test_bytes_of_such_a_register_that_move_are_found(move):
         ("PRMT R9, R9.reuse, 0x5410, R1",),
     ],
 )  # fmt: skip
-def test_what_any_instruction_wrote_is_there(instructions):
+def test_results_of_every_kind_of_instruction_count_as_written(instructions):
     given = (
         "CS2R R2, SRZ",
         "CS2R R40, SRZ",
@@ -56,7 +56,7 @@ def test_what_any_instruction_wrote_is_there(instructions):
 
 
 def test_every_path_counts():
-    """What is written on one of two paths is there after both; what is written after a loop is not there in it."""
+    """A register written on one of two paths counts as written after both; one written after a loop does not inside."""
     loop = listing(
         "MOV R2, RZ",
         ".L_x_0:",
@@ -71,9 +71,9 @@ def test_every_path_counts():
     assert not unwritten_reads_of(jump)
 
 
-def test_a_product_needs_its_sums_its_left_operand_and_its_descriptor():
-    product = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR8].tnspB, R24, gsb0"
+def test_a_wgmma_reads_its_accumulator_its_register_operand_and_its_descriptor():
+    wgmma = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR8].tnspB, R24, gsb0"
     given = ["UMOV UR10, URZ", "UMOV UR11, URZ", "CS2R R24, SRZ", "CS2R R26, SRZ", "CS2R R40, SRZ", "CS2R R42, SRZ"]
-    assert not unwritten_reads_of(listing(*given, product, "EXIT"))
+    assert not unwritten_reads_of(listing(*given, wgmma, "EXIT"))
     for i in range(len(given)):
-        assert len(unwritten_reads_of(listing(*given[:i], *given[i + 1 :], product, "EXIT"))) == 1
+        assert len(unwritten_reads_of(listing(*given[:i], *given[i + 1 :], wgmma, "EXIT"))) == 1

@@ -27,7 +27,7 @@ def slots_step():
 
 
 @without_gpu
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+def test_every_kernel_compiles_and_fits_on_an_sm():
     kernels = compiled_by(__file__)
     assert len(kernels) == 3
     assert_all_fit(kernels)

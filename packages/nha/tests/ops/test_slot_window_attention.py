@@ -63,13 +63,13 @@ def carried(N, H, K, V, M, W, own_keys=False, dtype=torch.float64, device="cpu")
 
 
 def gate_rounding(f):
-    """What rounding exponents costs: a chunk of 16 tokens in float32 cumulates its log2 gates, each at least −28."""
+    """Error of rounding exponents: a chunk of 16 tokens in float32 cumulates its log2 gates, each at least −28."""
     log2 = (f.double() / math.log(2)).clamp(min=-28)
     return 2**-24 * math.log(2) * log2.unfold(1, min(16, f.shape[1]), 1).sum(-1).abs().max().item()
 
 
 def attend(slots_k=None, slots_v=None, ring_k=None, ring_v=None, ring_f=None, ring_k_slots=None, length=None, **x):
-    """The operation as a function of tensors by name, the carried state's included."""
+    """Run the operation on tensors by name, including those of the carried state."""
     if slots_k is not None:
         x["initial_state"] = SlotWindowState(slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length)
     return slot_window_attention(**x)
@@ -107,14 +107,14 @@ KERNELS = dict(B=1, HQ=1, H=1, K=64, V=64, M=16)
 class TestSlotWindowAttention(OpContract):
     covers = (slot_window_attention, slot_window_attention_step)
     absent: ClassVar = {
-        "step": "its state is a ring, whose places the tests below follow",
+        "step": "its state is a ring, which the tests below follow",
         "malformed_steps": "they are refused for the ring's sake: a test of its own",
     }
     forms: ClassVar = {"attention": attend}
     tokens = ("q", "k", "v", "f", "q_slots", "k_slots")
     state = ("initial_state", "final_state")
     final = ("slots_k", "slots_v")
-    # products of 16 bits are measured on a GPU
+    # 16-bit MMAs are tested on a GPU
     dtypes = ("float32",)
     cases: ClassVar = {
         f"{own or 'shared'} keys, a window of {window}": dict(T=25, HQ=4, H=2, window=window, own_keys=bool(own))
@@ -150,7 +150,7 @@ class TestSlotWindowAttention(OpContract):
     laid: ClassVar = {"carried": KERNELS | dict(T=3, own_keys=True, window=3, ring=3)}
     on_gpu: ClassVar = {f"{M} slots": dict(T=150, HQ=4, H=2, K=64, V=64, M=M, window=40) for M in (32, 64)}
     traced: ClassVar = KERNELS | dict(window=3)
-    # a window that holds all is attention, and another graph
+    # a window of all tokens runs core's attention, another graph
     traced_lengths = (5, 9)
     replayed: ClassVar = KERNELS | dict(T=7, window=3)
     valid: ClassVar = dict(T=8, window=3)
@@ -218,14 +218,14 @@ class TestSlotWindowAttention(OpContract):
                 slots_k = alpha * slots_k + (1 - alpha) * k_slots[:, t - window].unsqueeze(2)
                 slots_v = alpha * slots_v + (1 - alpha) * v[:, t - window].unsqueeze(2)
             near = slice(max(t - window + 1, 0), t + 1)
-            keys, values, far_keys, far_values = (
+            keys, values, long_k, long_v = (
                 x.repeat_interleave(HQ // H, 1)
                 for x in (k[:, near].transpose(1, 2), v[:, near].transpose(1, 2), slots_k, slots_v)
             )
-            far = (far_keys @ q_slots[:, t].unsqueeze(3)).squeeze(3)
-            logits = torch.cat((far, (keys @ q[:, t].unsqueeze(3)).squeeze(3)), 2)
+            slot_logits = (long_k @ q_slots[:, t].unsqueeze(3)).squeeze(3)
+            logits = torch.cat((slot_logits, (keys @ q[:, t].unsqueeze(3)).squeeze(3)), 2)
             weights = (scale * logits).softmax(2).unsqueeze(2)
-            outputs.append((weights @ torch.cat((far_values, values), 2)).squeeze(2))
+            outputs.append((weights @ torch.cat((long_v, values), 2)).squeeze(2))
         state = SlotWindowState(slots_k, slots_v, k, v, f, None, torch.tensor(T))
         return ScanOutput(torch.stack(outputs, 1), state)
 
@@ -254,7 +254,7 @@ class TestSlotWindowAttention(OpContract):
 @pytest.mark.parametrize("own_keys", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 7, 16, 33, 60])
 @pytest.mark.parametrize("before", [0, 7])
-def test_chunkwise_form_equals_the_loop(window, before, own_keys):
+def test_the_chunkwise_reference_equals_the_loop(window, before, own_keys):
     x = inputs(T=45 + before, HQ=4, H=2, own_keys=own_keys)
     q, q_slots = (x[name][:, before:] for name in ("q", "q_slots" if own_keys else "q"))
     k_slots = x["k_slots" if own_keys else "k"]
@@ -270,7 +270,7 @@ def test_chunkwise_form_equals_the_loop(window, before, own_keys):
 # ---- properties ----
 
 
-def test_a_full_window_is_attention_behind_zero_slots():
+def test_a_full_window_equals_attention_with_zero_keys_before_it():
     """Values and gradients; a window one shorter differs, so the test can fail."""
     x = inputs(T=20, K=8, V=8)
 
@@ -288,7 +288,7 @@ def test_a_full_window_is_attention_behind_zero_slots():
     assert relative_error(slot_window_attention(**x, window=19)[0], exact["o"]) > 1e-6
 
 
-def test_open_gates_let_nothing_in_and_closed_ones_replace():
+def test_gates_of_one_keep_the_slots_and_gates_of_zero_replace_them():
     x = inputs(T=30, gates="weak")
     _, state = slot_window_attention(**x | {"f": torch.zeros_like(x["f"])}, window=4)
     assert (state.slots_k == 0).all()
@@ -307,7 +307,7 @@ def test_no_output_depends_on_later_tokens(window):
 
 @pytest.mark.parametrize("own_keys", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 8, 33, 100])
-def test_pieces_and_steps_equal_the_whole(window, own_keys):
+def test_calls_on_parts_of_a_sequence_and_steps_equal_one_call(window, own_keys):
     x = inputs(T=50, own_keys=own_keys)
     whole, last = slot_window_attention(**x, window=window)
     outputs, state = [], None
@@ -328,7 +328,7 @@ def test_pieces_and_steps_equal_the_whole(window, own_keys):
 
 @pytest.mark.operation
 @pytest.mark.parametrize("window", [0, 3])
-def test_steps_make_gates_of_what_they_are_made_of(window, device):
+def test_steps_compute_gates_from_logits(window, device):
     x = inputs(T=6, **KERNELS, dtype=torch.float32, device=device)
     f = 40 * torch.randn(x["f"].shape, generator=torch.Generator().manual_seed(1)).to(device)
     gates = log_forget_gates(f, normalizer=4.0)
@@ -345,7 +345,7 @@ def test_steps_make_gates_of_what_they_are_made_of(window, device):
                 torch.testing.assert_close(a, b)
 
 
-def test_a_normalizer_that_is_no_temperature_is_refused():
+def test_a_normalizer_that_is_not_positive_and_finite_is_refused():
     x = inputs(T=1)
     state = SlotWindowState.zeros(2, 1, 5, 8, 6, 3, dtype=torch.float64)
     for bad in (0.0, -1.0, float("nan")):
@@ -353,8 +353,8 @@ def test_a_normalizer_that_is_no_temperature_is_refused():
             slot_window_attention_step(**token(x, 0), state=state, normalizer=bad)
 
 
-def test_a_state_continues_under_another_window():
-    """A narrower window takes the surplus into the slots; what is in the slots stays there under a wider one."""
+def test_a_state_continues_with_another_window():
+    """With a smaller window the surplus tokens enter the slots; with a larger one tokens in the slots stay there."""
     x = inputs(T=40)
     _, state = slot_window_attention(**tokens(x, 0, 30), window=20)
     narrow, _ = slot_window_attention(**tokens(x, 30, 40), window=3, initial_state=state)
@@ -393,7 +393,7 @@ def test_extreme_gates_give_finite_gradients():
 
 @pytest.mark.parametrize("own_keys", [False, True])
 @pytest.mark.parametrize("inside", [512, 2])
-def test_step_kernel_equals_the_whole(monkeypatch, inside, own_keys):
+def test_the_step_kernel_equals_one_call(monkeypatch, inside, own_keys):
     monkeypatch.setattr(step, "_RING_INSIDE", inside)
     x = inputs(T=24, HQ=2, K=64, V=64, M=16, own_keys=own_keys, dtype=torch.float32, device=DEVICE)
     for window in (0, 5, 40):
@@ -405,7 +405,7 @@ def test_step_kernel_equals_the_whole(monkeypatch, inside, own_keys):
             assert relative_error(o, whole[:, t]) < 2e-6
 
 
-def test_a_backward_pass_shows_itself_to_a_mode_that_watches():
+def test_a_dispatch_mode_sees_the_backward_op():
     x = inputs(B=1, T=9, HQ=1, K=64, V=64, M=16, dtype=torch.float32, device=DEVICE)
     leaves = [value.requires_grad_() for value in x.values() if value is not None]
     o = slot_window_attention(**x, window=4, output_final_state=False, impl="triton").o

@@ -1,4 +1,4 @@
-"""Slot-window attention on a GPU: every tile in value and gradient, long sequences, graphs, no waiting."""
+"""Slot-window attention on a GPU: values and gradients of all tiles, long sequences, graphs, no synchronisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window
 
 pytestmark = pytest.mark.gpu
 
-# name: tokens, query heads a head, window, own slot keys, gates
+# name: tokens, query heads per key head, window, separate slot keys, gates
 CASES = {
     "slots alone": (300, 1, 0, False, "mixed"),
     "window 32": (300, 1, 32, False, "weak"),
@@ -57,7 +57,7 @@ class Results(dict):
 
 
 def run(window, impl, cu_seqlens=None, length=None, **x):
-    """All results by name, from tensors by name, those of a carried state included."""
+    """Return all results by name, from tensors by name, including those of a carried state."""
     ring_k_slots = x.pop("ring_k_slots", None)
     old = [x.pop(name) for name in ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f") if name in x]
     state = SlotWindowState(*old, ring_k_slots, length) if old else None
@@ -69,7 +69,7 @@ def run(window, impl, cu_seqlens=None, length=None, **x):
 
 
 def check(x, window, dtype, **options):
-    """Errors at most twice those of the eager form whose matrix products round their operands to the kernels' dtype."""
+    """Errors are at most twice those of the eager form with GEMM operands rounded to the kernels' dtype."""
     got, upstream = values_and_gradients(partial(run, window, None, **options), x)
     eager = partial(run, window, "reference", **options)
     exact, _ = values_and_gradients(eager, x, upstream, dtype=torch.float64)
@@ -118,8 +118,8 @@ def test_a_full_window_agrees_with_float64():
 
 
 @pytest.mark.skipif(not disassembler().exists(), reason="Triton came without its disassembler")
-def test_no_kernel_reads_a_register_that_nothing_wrote():
-    """As ptxas 12.8 lets kernels do, whose results need not show it: those of these calls, and of all made before."""
+def test_no_kernel_reads_an_unwritten_register():
+    """Check the kernels of these calls and of all earlier ones: ptxas 12.8 can omit writes without wrong results."""
     for M in (32, 64, 128):
         for own_keys, group, window in ((False, 1, 32), (False, 2, 32), (True, 1, 100), (True, 2, 0)):
             x = inputs(1, 300, group, 1, 128, 128, M, own_keys, "mixed", torch.bfloat16)
@@ -138,7 +138,7 @@ def test_the_same_call_gives_the_same_bits(M, group):
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-def test_131072_tokens_continue_what_their_first_half_left():
+def test_the_second_half_of_131072_tokens_continues_the_first():
     x = inputs(1, 131072, 2, 1, 128, 128, 32, False, "weak", torch.bfloat16)
     whole, _ = slot_window_attention(**x, window=32)
     half = {name: value[:, 65536:] for name, value in x.items()}
@@ -148,7 +148,7 @@ def test_131072_tokens_continue_what_their_first_half_left():
 
 
 def test_tensors_past_two_to_the_31_elements():
-    """The last head of the last row, far past 32-bit offsets, equals the same head alone."""
+    """The last head of the last row, beyond 32-bit offsets, equals the same head alone."""
     B, T, H = 5, 131072, 32
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(B, T, H, 128, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -159,7 +159,7 @@ def test_tensors_past_two_to_the_31_elements():
     assert relative_error(o[-1:, :, -1:], alone) < 4e-3
 
 
-def test_training_waits_for_nothing():
+def test_training_does_not_synchronise():
     x = inputs(1, 500, 2, 2, 64, 64, 64, False, "weak", torch.bfloat16)
     borders = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
     train = lambda: values_and_gradients(partial(run, 32, None, cu_seqlens=borders), x)  # noqa: E731
@@ -174,7 +174,7 @@ def test_training_waits_for_nothing():
 @pytest.mark.parametrize("own_keys", [False, True])
 @pytest.mark.parametrize("M", [16, 32, 64, 128])
 @pytest.mark.parametrize("window", [0, 32, 600])
-def test_steps_in_a_graph_equal_the_whole(M, window, own_keys):
+def test_steps_in_a_cuda_graph_equal_one_call(M, window, own_keys):
     x = inputs(3, 64, 4, 2, 128, 128, M, own_keys, "mixed", torch.bfloat16)
     whole, _ = slot_window_attention(**{n: v.double() for n, v in x.items()}, window=window, impl="reference")
     state = SlotWindowState.zeros(
@@ -204,14 +204,14 @@ def test_steps_run_on_the_device_of_their_tensors():
     for device in ("cuda:0", "cuda:1"):
         state = SlotWindowState.zeros(3, 2, 32, 128, 128, 4, dtype=torch.bfloat16, device=device)
         tokens = [{name: value[:, t].to(device) for name, value in x.items()} for t in range(8)]
-        # a kernel of the first device would come too late for the second
+        # a kernel on the first device would not be ordered before the second device's
         torch.cuda._sleep(500_000_000)
         o = [slot_window_attention_step(**token, state=state) for token in tokens]
         outputs[device] = torch.stack(o).cpu()
     assert torch.equal(*outputs.values())
 
 
-def test_training_is_captured_in_a_graph():
+def test_training_can_be_captured_in_a_cuda_graph():
     x = inputs(1, 200, 2, 2, 64, 64, 64, False, "weak", torch.bfloat16)
     leaves = [value.requires_grad_() for value in x.values()]
     upstream = torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16)

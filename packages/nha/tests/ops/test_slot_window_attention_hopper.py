@@ -1,4 +1,4 @@
-"""Slot-window attention's kernels for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+"""Slot-window attention's Hopper kernels on a CPU, in the Gluon emulator, against float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kernels():
 
 @pytest.fixture
 def on_hopper(kernels, monkeypatch):
-    """Let these kernels run where Gluon is asked for, with the tiles of 16 bits; return the names of those that ran."""
+    """Run these kernels for `impl="gluon"`, with the tile sizes of 16-bit inputs; return the names of kernels run."""
     ran = set()
 
     class Counted:
@@ -69,7 +69,7 @@ def inputs(T, K, V, M, strong=False, own_keys=False, group=1):
 
 
 def check(x, on_hopper, length=None, **options):
-    """They err at most twice as much as Triton's own kernels with the same tiles, against the eager form in float64."""
+    """Check that errors against the eager form in float64 are at most twice those of the Triton kernels."""
 
     def run(impl):
         def o(**x):
@@ -108,7 +108,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_answer_to_the_reference(case, on_hopper):
+def test_gradients_agree_with_the_reference(case, on_hopper):
     sizes, window = CASES[case]
     check(inputs(**sizes), on_hopper, window=window)
 
@@ -126,8 +126,8 @@ def test_packed_sequences_with_carried_windows(carried, own_keys, on_hopper):
     check(x, on_hopper, length, window=40, cu_seqlens=borders)
 
 
-def test_portable_gradients_follow_outputs_by_gluon_where_gluons_do_not_compile(on_hopper, monkeypatch):
-    """What the forward pass keeps is the same to both."""
+def test_triton_gradients_follow_gluon_outputs_if_the_gluon_backward_fails_to_compile(on_hopper, monkeypatch):
+    """The saved activations are the same for both backward passes."""
 
     class Fails:
         def __getitem__(self, grid):

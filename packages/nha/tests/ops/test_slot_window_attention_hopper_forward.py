@@ -1,4 +1,4 @@
-"""The forward kernels for Hopper on a CPU, run by the stand-in for Gluon, against the reference."""
+"""The Hopper forward kernels on a CPU, in the Gluon emulator, against the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = {
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Let the kernels for Hopper run in place of Triton's, in float32; returns the names of those that have run."""
+    """Run the Hopper kernels instead of Triton's, in float32; return the names of those that ran."""
     hopper = gluon.load("tokenmix_core", "tile.hopper")[0]
     monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
     ran = []
@@ -50,7 +50,7 @@ def on_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_slots_answer_to_the_reference(on_hopper, case):
+def test_outputs_and_slots_agree_with_the_reference(on_hopper, case):
     sizes = dict(B=1, HQ=1, K=64, V=64, M=64, gates=0.1, own_keys=False, carried=False, cu_seqlens=None) | CASES[case]
     B, T, HQ, K, V, M, window = (sizes[name] for name in ("B", "T", "HQ", "K", "V", "M", "window"))
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
