@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
@@ -317,3 +319,69 @@ def test_padding_of_a_converted_model_compiles_into_one_graph(ids):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     exact = model(ids, attention_mask=mask, use_cache=False).logits
     assert relative_error(compiled(ids, attention_mask=mask).logits[mask.bool()], exact[mask.bool()]) < 1e-5
+
+
+class TestRowsOfConvertedModels:
+    inputs: ClassVar[dict] = {}
+    test_hooks = ModulesContract.test_a_hook_sees_the_rows_of_a_padded_batch
+    test_adapters = ModulesContract.test_each_row_of_a_padded_batch_has_its_own_adapter
+
+    @pytest.fixture
+    def model(self, original):
+        return convert(original, [4, "full", 0], slots=4)
+
+    @torch.no_grad()
+    def test_hooks_see_rows_in_pieces_of_a_prompt_and_in_steps(self, model, ids):
+        mask = left_padded([TOKENS - 3, TOKENS - 7, 2], TOKENS)
+        pieces, seen = [7, 6, 1, 1, 4], []
+        exact = logits_in_pieces(model, ids, pieces, mask)
+        for layer in model.model.layers:
+            for module in (layer, layer.self_attn, layer.mlp):
+                module.register_forward_pre_hook(
+                    lambda m, args, given: seen.append((args[0] if args else given["hidden_states"]).shape[:2]),
+                    with_kwargs=True,
+                )
+        got = logits_in_pieces(model, ids, pieces, mask)
+        assert seen == [torch.Size([3, piece]) for piece in pieces for _ in range(9)]
+        assert relative_error(got[mask.bool()], exact[mask.bool()]) < 1e-5
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_recomputed_layers_show_rows_again(self, model, ids, reentrant):
+        mask, seen = left_padded([TOKENS, TOKENS - 7, 2], TOKENS), []
+
+        def gradients():
+            model.zero_grad()
+            model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+            return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+        def steer(module, args, output):
+            seen.append(output.shape[:2])
+            return output + torch.arange(3).view(3, 1, 1)
+
+        model.train()
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(steer)
+        exact, once = gradients(), len(seen)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        recomputed = gradients()
+        assert len(seen) == 3 * once
+        assert set(seen) == {(3, TOKENS)}
+        for name, gradient in exact.items():
+            assert relative_error(recomputed[name], gradient) < 1e-5, name
+
+    @torch.no_grad()
+    def test_a_hook_on_a_router_sees_all_places_of_all_rows(self, model, ids):
+        routers = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+        if not routers:
+            pytest.skip("no experts")
+        mask, seen = left_padded([TOKENS, TOKENS - 7, 2], TOKENS), []
+        options = {"output_router_logits": True, "attention_mask": mask, "labels": ids}
+        exact = model(ids, **options)
+        routers[0].register_forward_hook(lambda m, args, output: seen.append(args[0].shape[0]))
+        got = model(ids, **options)
+        assert seen == [ids.numel()]
+        assert abs(got.aux_loss - exact.aux_loss) < 1e-5
+        for a, b in zip(got.router_logits, exact.router_logits, strict=True):
+            assert a.shape == b.shape
+            assert relative_error(a, b) < 1e-5

@@ -36,6 +36,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState
 from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
@@ -45,6 +46,7 @@ from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import check_depth
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.packing import begin_call
+from tokenmix_core.modeling.rows import PacksRows, keeps_rows
 from tokenmix_core.nn.loss import IGNORE, at_least_one
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm, add_and_norm
@@ -159,14 +161,16 @@ class AddsBeforeNorm:
         return self.mlp(y, hidden_states) if is_plain(SwiGLU, self.mlp) else hidden_states + self.mlp(y)
 
 
-def _adding_before_norm(layer: type) -> type:
+def _derived(prefix: str, layer: type, *before: type) -> type:
     # FSDP wraps layers by the name of their class, and pickle finds a class by its qualified name
-    names = {"__module__": __name__, "__qualname__": f"Adding{layer.__name__}"}
-    return type(layer.__name__, (AddsBeforeNorm, layer), names)
+    names = {"__module__": __name__, "__qualname__": f"{prefix}{layer.__name__}"}
+    return type(layer.__name__, (PacksRows, *before, layer), names)
 
 
-_ADDING = {x: _adding_before_norm(x) for x in (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)}
-globals().update({x.__qualname__: x for x in _ADDING.values()})
+_DENSE = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+_ADDING = {x: _derived("Adding", x, AddsBeforeNorm) for x in _DENSE}
+_PACKING = {x: _derived("Packing", x) for x in (*_DENSE, Qwen3MoeDecoderLayer)}
+globals().update({x.__qualname__: x for x in (*_ADDING.values(), *_PACKING.values())})
 
 
 def _take_core_layers(model: Any) -> None:
@@ -175,11 +179,11 @@ def _take_core_layers(model: Any) -> None:
     for layer in model.layers:
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, RMSNorm(config.hidden_size, config.rms_norm_eps))
-        names = [name for name, _ in layer.mlp.named_parameters()]
+        names, classes = [name for name, _ in layer.mlp.named_parameters()], _PACKING
         if config.hidden_act == "silu" and names == [f"{x}_proj.weight" for x in ("gate", "up", "down")]:
             layer.mlp = SwiGLU(*layer.mlp.down_proj.weight.shape)
-            if type(layer) in _ADDING:
-                layer.__class__ = _ADDING[type(layer)]
+            classes = _PACKING | _ADDING
+        layer.__class__ = classes[type(layer)]
     model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -235,11 +239,12 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         )
         span, cache = call.span, call.cache
         packed = span.pack(hidden)
+        rows = span if keeps_rows(self, span) else None  # type: ignore[arg-type]
         # core's layers take float32 angles of half a head; transformers' are in the model's dtype, for both halves
         cos, sin = self.rotary_emb(packed, call.position_ids)  # type: ignore[operator]
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
-            inputs_embeds=packed,
+            inputs_embeds=packed if rows is None else hidden,
             # transformers passes a 4D mask through unchanged; the NHA layers ignore it
             attention_mask=packed.new_empty(1, 1, 1, 1),
             position_ids=call.position_ids,
@@ -247,19 +252,26 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             **{CACHE: cache},
             cu_seqlens=call.cu_seqlens,
             rotary=rotary,
+            **({} if rows is None else {"rows": rows}),
             **kwargs,
         )
         if cache is not None:
             cache.end()
-        out.last_hidden_state = span.unpack(out.last_hidden_state)
+
+        def unpack(x: Tensor) -> Tensor:
+            # zero at padding also where hooks saw rows
+            return span.unpack(x if rows is None else span.pack(x))
+
+        out.last_hidden_state = unpack(out.last_hidden_state)
         setattr(out, CACHE, cache)
         if getattr(out, "hidden_states", None) is not None:
-            out.hidden_states = tuple(span.unpack(x) for x in out.hidden_states)
-        if getattr(out, "router_logits", None) is not None:
-            out.router_logits = (
-                tuple(span.unpack(x.unflatten(0, span.layout)).flatten(0, 1) for x in out.router_logits)
-                if (span.mask is not None)
-                else out.router_logits
+            out.hidden_states = tuple(unpack(x) for x in out.hidden_states)
+        if getattr(out, "router_logits", None) is not None and span.mask is not None:
+            every = 0 if rows is None else span.batch * span.tokens
+            out.router_logits = tuple(
+                # watched experts have computed rows
+                x if len(x) == every else span.unpack(x.unflatten(0, span.layout)).flatten(0, 1)
+                for x in out.router_logits
             )
         return out
 

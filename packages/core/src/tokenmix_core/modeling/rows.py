@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.launch import private
-from tokenmix_core.nn.plain import has_hooks
+from tokenmix_core.nn.plain import has_hooks, is_foreign
 from tokenmix_core.nn.state import Span
 
 
@@ -24,17 +24,35 @@ def keeps_rows(model: nn.Module, span: Span) -> bool:
     return private.watches_all_modules() or any(map(_is_watched, model.modules()))
 
 
+class PacksRows:
+    """Before a layer of another library, of one stream: it takes and returns rows while it computes packed tokens.
+
+    `rows_for_hooks` is inside of `forward`, so that a layer that is recomputed for gradients shows rows again.
+    """
+
+    modules: Callable[[], Iterator[nn.Module]]
+
+    def forward(self, hidden_states: Tensor, *args: Any, rows: Span | None = None, **given: Any) -> Tensor:
+        """Compute the layer; with `rows`, padding is dropped inside of it."""
+        compute: Any = super().forward  # type: ignore[misc]
+        if rows is None:
+            return compute(hidden_states, *args, **given)
+        with rows_for_hooks(self.modules(), rows):
+            return rows.unpack(compute(rows.pack(hidden_states), *args, **given))
+
+
 @contextmanager
 def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
     """Within it, watched modules that are given packed tokens `[1, total, ...]` see `[B, T, ...]`, zero at padding.
 
     Hooks get rows, and so does the module itself, where per-row adapters compute. A module that mixes along time, which
-    is one that is given `cu_seqlens`, computes packed tokens inside of its hooks.
+    is one that is given `cu_seqlens`, computes packed tokens inside of its hooks. A module of another library whose
+    submodules are watched may flatten tokens before it calls them: it computes rows, too.
     """
     everything = private.watches_all_modules()
     with ExitStack() as stack:
         for module in modules:
-            if everything or _is_watched(module):
+            if everything or _is_watched(module) or (is_foreign(module) and any(map(_is_watched, module.modules()))):
                 stack.enter_context(private.call_replaced(module, lambda call, m=module: _in_rows(m, call, span)))
         yield
 

@@ -51,8 +51,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 def foreign_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of other libraries than torch and ours, such as adapters."""
-    known = ("torch", "tokenmix_")
-    return [module for module in model.modules() if not type(module).__module__.startswith(known)]
+    return [module for module in model.modules() if is_foreign(module)]
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """True if a module is of another library than torch and ours."""
+    return not type(module).__module__.startswith(("torch", "tokenmix_"))
 
 
 def settings_of(modules: Iterable[nn.Module]) -> Hashable:
