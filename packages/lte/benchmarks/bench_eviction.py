@@ -1,4 +1,4 @@
-"""One step of eviction beside its eager form, and beside the attention that follows it: the 1.4B model's layer."""
+"""Time one step of eviction, its eager form, and the attention that follows it, in the 1.4B model's layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOW, CAP, REACH = 768, 512, 76
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements on `device`, of a state that is full; as a CUDA graph where there is a GPU."""
+    """Return measurements on `device` with a full state; on a GPU steps are replayed as CUDA graphs."""
     return [row for shape in (CPU_SHAPES if device == "cpu" else SHAPES) for row in _rows(shape, device)]
 
 

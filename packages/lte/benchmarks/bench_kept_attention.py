@@ -1,4 +1,4 @@
-"""Attention to a window and kept keys at LTE's shapes, beside wider windows and everything, by length (Figure 4a)."""
+"""Time attention to a window and retained keys at LTE's shapes, wider windows and full attention (Figure 4a)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_lte.cap import eviction_times
 
 
 class Case(NamedTuple):
-    """A call; `kept` keys of each head, spread at random, of which evaluation holds `cap`."""
+    """Sizes of a call: `kept` random keys per head have positive scores; evaluation retains `cap` of them."""
 
     B: int
     T: int
@@ -29,14 +29,14 @@ class Case(NamedTuple):
     wide: int = 1024
 
 
-# training at both sizes; then prompts as in Figure 4a, with a far segment of 256
+# training at both sizes; then prompts as in Figure 4a, with a cap of 256
 CASES = [Case(8, 4096), Case(1, 32768), Case(8, 4096, 16, 16), Case(1, 131072)]
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 CPU_CASES = [Case(1, 128, 4, 2, 16, 32, 16, 8, 48)]
 
 
 def rows(device: str) -> Iterator[dict]:
-    """Training at the paper's shapes, then prefill by length."""
+    """Measure training at the paper's shapes, then prefill by length."""
     for case in CASES if device != "cpu" else CPU_CASES:
         yield from _training(case, device)
     for case in [Case(1, T, kept=min(T, 2048), cap=256) for T in LENGTHS] if device != "cpu" else CPU_CASES:
@@ -49,12 +49,12 @@ def _training(case: Case, device: str) -> Iterator[dict]:
         "tokenmix": lambda: kept_attention(q, k, v, keep, window=case.window).o,
         "everything kept, tokenmix": lambda: kept_attention(q, k, v, torch.ones_like(keep), window=case.window).o,
     }
-    yield from measure("kept_attention, LTE", _name(case), device, forwards | _peers(case, q, k, v), (q, k, v),
+    yield from measure("kept_attention, LTE", _name(case), device, forwards | _baselines(case, q, k, v), (q, k, v),
                        repeats=_repeats(device))  # fmt: skip
 
 
 def _prefill(case: Case, device: str) -> Iterator[dict]:
-    """As in evaluation, where far keys are evicted."""
+    """Measure prefill as in evaluation, with eviction."""
     q, k, v, keep, ranks = _inputs(case, device)
     until = eviction_times(ranks, case.cap, case.window)
 
@@ -68,12 +68,12 @@ def _prefill(case: Case, device: str) -> Iterator[dict]:
         "with eviction times by the matrix, tokenmix": lambda: timed("reference"),
     }
     shape = f"{_name(case)}, {case.cap} held"
-    yield from measure("kept_attention, LTE prefill", shape, device, forwards | _peers(case, q, k, v), (q, k, v),
+    yield from measure("kept_attention, LTE prefill", shape, device, forwards | _baselines(case, q, k, v), (q, k, v),
                        repeats=_repeats(device))  # fmt: skip
 
 
 def _inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, which keys are kept, and their ranks."""
+    """Return q, k, v, the mask of retained keys, and their ranks."""
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (
@@ -85,20 +85,20 @@ def _inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     return q, k, v, keep, ranks.masked_fill(~keep, -torch.inf)
 
 
-def _peers(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """A window alone and everything, by our kernels and, where it is installed, by FlashAttention-2."""
-    peers: dict[str, Callable[[], Tensor]] = {
+def _baselines(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Return baselines: a window alone and full attention, by our kernels and, if installed, FlashAttention-2."""
+    baselines: dict[str, Callable[[], Tensor]] = {
         f"window {case.wide}, tokenmix": lambda: attention(q, k, v, window=case.wide).o,
         "all keys, tokenmix": lambda: attention(q, k, v).o,
     }
     try:
         flash = importlib.import_module("flash_attn").flash_attn_func
     except (ImportError, AttributeError):
-        return peers
+        return baselines
     sides = (case.wide - 1, 0)
-    peers[f"window {case.wide}, flash-attn"] = lambda: flash(q, k, v, causal=True, window_size=sides)
-    peers["all keys, flash-attn"] = lambda: flash(q, k, v, causal=True)
-    return peers
+    baselines[f"window {case.wide}, flash-attn"] = lambda: flash(q, k, v, causal=True, window_size=sides)
+    baselines["all keys, flash-attn"] = lambda: flash(q, k, v, causal=True)
+    return baselines
 
 
 def _name(case: Case) -> str:

@@ -1,7 +1,7 @@
-"""NSA's branches beside FLA's, causal attention and the window alone; the selected branch beside FlexAttention.
+"""Time NSA's branches, FLA's, causal attention and the window alone; and the selected branch and FlexAttention.
 
-Lists are random where they are not chosen: neighbours have little in common then, the worst case for whoever shares
-reads among queries.
+With random inputs the lists of neighbouring queries have little in common, the worst case for implementations that
+share reads among queries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 CASES = [Case(8, 4096), Case(1, 32768)]
 CPU_CASES = [Case(1, 128, 4, 2, 16, 16, 4, 32)]
-# longer, other groups, wider heads
+# longer sequences, other groups, wider heads
 SWEEP = [
     Case(1, 131072),
     Case(4, 8192),
@@ -61,13 +61,13 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> Iterator[dict]:
-    """All branches with their gates, and the selected branch alone, at the paper's shapes."""
+    """Measure all branches with their gates, and each step alone, at the paper's shapes."""
     for case in CASES if device != "cpu" else CPU_CASES:
         yield from _rows(case, device)
 
 
 def sweep(device: str) -> Iterator[dict]:
-    """The same for `SWEEP`."""
+    """Measure the shapes of `SWEEP`."""
     for case in SWEEP if device != "cpu" else CPU_CASES:
         yield from _rows(case, device)
 
@@ -82,7 +82,7 @@ def _rows(case: Case, device: str) -> Iterator[dict]:
     gates = torch.rand(case.B, case.T, case.HQ, 3, device=device, dtype=dtype).requires_grad_()
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: _branches(case, q, k, v, gates),
-        # gates have no part in attention alone
+        # attention alone does not use the gates
         "causal attention, tokenmix": _through(gates, lambda: attention(q, k, v).o),
         "the window alone, tokenmix": _through(gates, lambda: attention(q, k, v, window=case.window).o),
     }
@@ -100,7 +100,7 @@ def _rows(case: Case, device: str) -> Iterator[dict]:
 
 
 def _steps(case: Case, shape: str, device: str, q: Tensor, k: Tensor, v: Tensor) -> Iterator[dict]:
-    """What the branches are made of, each alone."""
+    """Measure each step of the branches alone."""
     with torch.no_grad():
         pooled = pool_blocks(k, case.block), pool_blocks(v, case.block)
         lse = compressed_attention(q, *pooled, case.block).lse
@@ -116,15 +116,15 @@ def _steps(case: Case, shape: str, device: str, q: Tensor, k: Tensor, v: Tensor)
     yield from measure("nsa, compressed branch", shape, device, {"tokenmix": compressed}, (q, k, v), repeats=repeats)
     yield from measure("nsa, selected branch", shape, device, selected, (q, k, v), repeats=repeats)
 
-    def choose() -> Tensor:
+    def select() -> Tensor:
         return select_blocks(q, pooled[0], lse, case.blocks, block_size=size)
 
-    # it has no gradient
-    yield from measure_step("nsa, choice of blocks", shape, device, {"tokenmix": choose})
+    # the selection has no gradient
+    yield from measure_step("nsa, choice of blocks", shape, device, {"tokenmix": select})
 
 
 def _sums(shape: str, device: str, gates: Tensor, branches: list[Tensor]) -> Iterator[dict]:
-    """The branches' sum by gates, beside torch's operations one by one and fused."""
+    """Measure the gated sum of branches, and torch's operations eager and compiled."""
     forwards = {
         "tokenmix": lambda: gated_sum(*branches, gates),
         "torch, eager": lambda: gated_sum_reference(*branches, gates),
@@ -137,7 +137,7 @@ def _sums(shape: str, device: str, gates: Tensor, branches: list[Tensor]) -> Ite
 
 
 def _branches(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    """The layer between its projections."""
+    """Compute the layer between its projections."""
     size = case.block
     pooled = pool_blocks(k, size), pool_blocks(v, size)
     compressed, lse = compressed_attention(q, *pooled, size)
@@ -148,12 +148,12 @@ def _branches(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Ten
 
 
 def _through(gates: Tensor, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same output, on which the gates have a gradient, of 0."""
+    """Add 0 · gates to an output, so that the gates get a gradient of 0."""
     return lambda: run() + 0 * gates[0, 0, 0, 0]
 
 
 def _fla(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Callable[[], Tensor] | None:
-    """FLA's NSA with the same gates; None where it is not installed."""
+    """Return FLA's NSA with the same gates; None if FLA is not installed."""
     try:
         parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
     except ImportError:
@@ -170,7 +170,7 @@ def _fla(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Callable
 
 
 def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Callable[[], Tensor]:
-    """FlexAttention with the lists as a mask, whose blocks are found beforehand."""
+    """Return FlexAttention with the lists as a block mask, made before the measurement."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     group, size = case.HQ // case.H, case.block

@@ -1,4 +1,4 @@
-"""The scorer beside torch's grouped convolutions, in the layer's float32 and in the dtype of k and v, and compiled."""
+"""Time the scorer and torch's grouped convolutions: in float32, in the dtype of k and v, and compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmix_lte.scorers import ConvScorer
 
 # batch, tokens, key heads, head size, packed: the paper's 1.4B and 0.4B layers
 SHAPES = [(8, 4096, 8, 64, False), (8, 4096, 16, 64, False), (1, 32768, 8, 64, False), (1, 32768, 8, 64, True)]
-# decoding's lazy pass: 64 tokens and the 12 they are scored by
+# scoring in decoding: 64 tokens and the 12 tokens of their context
 LAZY = [(32, 76, 8, 64, False), (1, 76, 8, 64, False)]
 CPU_SHAPES = [(1, 64, 2, 16, False)]
 DROPOUTS = (0.0, 0.1)
@@ -37,7 +37,7 @@ torch.cuda.synchronize()
 
 
 def grouped_convolutions(scorer: ConvScorer, k: Tensor, v: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-    """The same without borders inside a row: torch's convolutions, a group for each head."""
+    """Compute the scorer by torch's convolutions, with a group for each head, without sequence boundaries."""
     x = torch.cat((k, v), -1).flatten(2).transpose(1, 2).to(dtype)
     for kernel, bias in zip(scorer.kernels, scorer.biases, strict=True):
         x = F.dropout(x, dropout)
@@ -48,7 +48,7 @@ def grouped_convolutions(scorer: ConvScorer, k: Tensor, v: Tensor, dropout: floa
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements on `device`, one row an implementation and shape."""
+    """Return measurements on `device`, one row for each implementation and shape."""
     cpu, out = device == "cpu", []
     for shape in CPU_SHAPES if cpu else SHAPES + LAZY:
         for dropout in DROPOUTS[:1] if shape in LAZY else DROPOUTS:

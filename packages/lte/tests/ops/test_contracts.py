@@ -1,4 +1,4 @@
-"""Every operation of this package is held to a contract, and every operator to torch's own checks."""
+"""Every operation of this package has a contract test, and every operator passes torch's own checks."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tokenmix_core.testing.operation_coverage import described, operations_of, u
 from tokenmix_lte import ops
 
 
-def test_no_operation_is_without_a_contract():
+def test_every_operation_has_a_contract():
     assert described(Path(__file__).parent) == operations_of(ops)
 
 

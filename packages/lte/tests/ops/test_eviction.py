@@ -1,4 +1,4 @@
-"""One step of eviction: the kernel leaves every state as the eager form does, in the interpreter without a GPU."""
+"""One step of eviction: the kernel agrees with the eager form for every state."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def tokens(rng):
 
 
 def any_state(seed: int, full: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Memory with scores of few values, so that many are equal, for rows of different lengths."""
+    """Draw memory for rows of different lengths, with few distinct scores, so that many are equal."""
     rng = torch.Generator().manual_seed(seed)
     before = torch.randint(0, 3 * W, (N,), generator=rng) if not full else torch.full((N,), 5 * W + seed)
     most = (before - W).clamp(0, CAP).view(N, 1)
-    far = most if full else (torch.rand(N, H, generator=rng) * (most + 1)).long().clamp(max=CAP)
+    retained = most if full else (torch.rand(N, H, generator=rng) * (most + 1)).long().clamp(max=CAP)
     order = torch.rand(N, H, 4 * W, generator=rng).argsort(-1)[..., :CAP]
     state = {
         "keys": torch.randn(N, H, W + CAP, K, generator=rng),
         "values": torch.randn(N, H, W + CAP, K, generator=rng),
-        "lengths": (before.clamp(max=W).view(N, 1) + far).expand(N, H).int().contiguous(),
+        "lengths": (before.clamp(max=W).view(N, 1) + retained).expand(N, H).int().contiguous(),
         "scores": torch.randint(-1, 3, (N, H, W + CAP), generator=rng).float(),
         "ages": order.int(),
         "raws": torch.randn(N, REACH, H, K, generator=rng),
@@ -38,40 +38,40 @@ def any_state(seed: int, full: bool) -> tuple[dict[str, torch.Tensor], torch.Ten
 
 
 def after_a_step(k, v, raw, before, *, window, sinks, uniform, impl=None, **state):
-    """The memory after a step."""
+    """Return the memory after a step."""
     state = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in state.items()}
     evict_step(k, v, raw, **state, before=before, window=window, sinks=sinks, uniform=uniform, impl=impl)
     return Results(state)
 
 
 def one_head(scores, ages, lengths, before, window, sinks, uniform):
-    """Where a head's token that leaves the window goes, or None, with its score, and the length then."""
-    age, far = before - window, lengths - min(before, window)
+    """Return the slot of the token that leaves the window, or None, its score, and the length after the step."""
+    age, retained = before - window, lengths - min(before, window)
     if age < 0:
         return None, None, lengths + 1
     score = float(scores[before % window])
     if uniform:
-        # how often a position can be halved
+        # the exponent of the largest power of two that divides the position
         score = float("inf") if age == 0 else 1 + (age & -age).bit_length() - 1
     score = float("inf") if age < sinks else score
     if score <= 0:
         return None, None, lengths
-    if far < len(ages):
-        return far, score, lengths + 1
-    # the worst goes, of equal ones the youngest
-    worst = min(range(far), key=lambda i: (float(scores[window + i]), -int(ages[i])))
+    if retained < len(ages):
+        return retained, score, lengths + 1
+    # the worst is replaced, among equal ones the youngest
+    worst = min(range(retained), key=lambda i: (float(scores[window + i]), -int(ages[i])))
     return (worst, score, lengths) if score > float(scores[window + worst]) else (None, None, lengths)
 
 
 class TestEviction(OpContract):
     covers = (evict_step,)
     absent: ClassVar = {
-        "lengths": "a step is of one token",
-        "pieces": "a step is of one token: the test of far places follows a sequence",
-        "packed": "rows of memory hold a sequence each",
-        "step": "it is the step itself",
-        "malformed_steps": "no other step",
-        "replayed": "one launch of a decoding step, which is recorded as a whole",
+        "lengths": "a step has one token",
+        "pieces": "a step has one token; the test of retained slots follows a sequence",
+        "packed": "each row of memory holds one sequence",
+        "step": "the operation is a step itself",
+        "malformed_steps": "the operation has no other step",
+        "replayed": "the launch is part of a decoding step, which is captured as one CUDA graph",
     }
     forms: ClassVar = {"step": after_a_step}
     differentiable = False
@@ -94,16 +94,16 @@ class TestEviction(OpContract):
             {"scores": torch.zeros(N, H, W + CAP).double(), "impl": "triton"},
             "scores must be float32",
         ),
-        "scores that lie apart": ({"scores": torch.zeros(N, W + CAP, H).mT}, "scores must be contiguous"),
+        "scores that are not contiguous": ({"scores": torch.zeros(N, W + CAP, H).mT}, "scores must be contiguous"),
         "lengths of int64": ({"lengths": torch.zeros(N, H, dtype=torch.int64)}, "lengths must be int32"),
-        "places of other number": ({"ages": torch.zeros(N, H, CAP - 1, dtype=torch.int32)}, "far places"),
-        "more sinks than places": ({"sinks": CAP + 1}, "sinks from 0 to the far places"),
+        "ages of another cap": ({"ages": torch.zeros(N, H, CAP - 1, dtype=torch.int32)}, r"S = window \+ cap slots"),
+        "more sinks than cap": ({"sinks": CAP + 1}, "sinks from 0 to cap"),
         "a list": ({"k": [1.0]}, "k must be a tensor of shape .*, got list"),
     }  # fmt: skip
 
     @staticmethod
     def results(output):
-        """Finite: a sink has a score of +∞."""
+        """Replace the +∞ of sinks by a finite score."""
         return output | {"scores": output["scores"].nan_to_num(nan=torch.nan, posinf=1e6)}
 
     def make(
@@ -112,7 +112,7 @@ class TestEviction(OpContract):
         state, before = any_state(seed, full)
         named = dict(zip(("k", "v", "raw"), tokens(torch.Generator().manual_seed(seed)), strict=True)) | state
         options = {"before": before.to(device), "window": W, "sinks": sinks, "uniform": uniform}
-        # of float32 as the memory is
+        # memory is float32 whatever the dtype
         return Call({name: x.to(device) for name, x in named.items()}, options)
 
     def definition(self, k, v, raw, before, *, window, sinks, uniform, **state):
@@ -120,7 +120,7 @@ class TestEviction(OpContract):
         for n, position in enumerate(before.tolist()):
             state["raws"][n, position % REACH] = raw[n]
             for h in range(H):
-                scores, ages, place = state["scores"][n, h], state["ages"][n, h], position % window
+                scores, ages, slot = state["scores"][n, h], state["ages"][n, h], position % window
                 at, score, length = one_head(
                     scores, ages, int(state["lengths"][n, h]), position, window, sinks, uniform
                 )  # fmt: skip
@@ -130,8 +130,8 @@ class TestEviction(OpContract):
                 for name, token in (("keys", k), ("values", v)):
                     held = state[name][n, h]
                     if at is not None:
-                        held[window + at] = held[place]
-                    held[place] = token[n, h]
+                        held[window + at] = held[slot]
+                    held[slot] = token[n, h]
         return Results(state)
 
     def operators(self, device):
@@ -143,7 +143,7 @@ class TestEviction(OpContract):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_far_places_hold_the_best_of_all_that_left_with_the_older_of_equal_ones(impl, device):
+def test_retained_slots_hold_the_best_tokens_beyond_the_window_and_the_older_of_equal_ones(impl, device):
     rng, rows = torch.Generator().manual_seed(0), 4 * W
     logits = torch.randint(-1, 4, (N, H, rows), generator=rng).float()
     state, _ = any_state(0, full=False)

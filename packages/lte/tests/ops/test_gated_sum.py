@@ -1,4 +1,4 @@
-"""The sum of branches by gates: its plain form against the definition, kernels against float64."""
+"""The gated sum of branches: the reference against the definition, kernels against float64."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def inputs(B=2, T=9, HQ=3, V=24, dtype=torch.float64, device="cpu", seed=0):
 class TestGatedSum(OpContract):
     covers = (gated_sum,)
     absent: ClassVar = {
-        "pieces": "a token stands alone, without a state",
-        "packed": "a token stands alone, in any document",
-        "step": "a token stands alone, without a state",
+        "pieces": "tokens are independent",
+        "packed": "tokens are independent",
+        "step": "tokens are independent",
         "malformed_steps": "no steps",
-        "operators": "no custom ops: compilers are given the plain form",
+        "operators": "no custom ops: torch.compile traces the reference",
     }
     forms: ClassVar = {"rows": gated_sum}
     tokens = NAMES
     cases: ClassVar = {"heads": {}}
     lengths = (1, 2, 3)
     kernels: ClassVar = {
-        "several programs, channels that fill none": KernelCase(dict(T=31)),
+        "several programs, padded channels": KernelCase(dict(T=31)),
         "heads of 64": KernelCase(dict(T=5, V=64)),
         "one head of a token": KernelCase(dict(B=1, T=1, HQ=1, V=1)),
         "wide heads": KernelCase(dict(B=1, T=2, HQ=1, V=3000)),
@@ -44,10 +44,10 @@ class TestGatedSum(OpContract):
     replayed: ClassVar = dict(V=8)
     malformed: ClassVar = {
         "gates of two branches": ({"gates": torch.zeros(2, 9, 3, 2)}, "gates must have shape"),
-        "gates by head first": ({"gates": torch.zeros(2, 3, 9, 3)}, "gates must have shape"),
+        "gates with heads first": ({"gates": torch.zeros(2, 3, 9, 3)}, "gates must have shape"),
         "a branch of other channels": ({"window": torch.zeros(2, 9, 3, 20)}, "window must have shape"),
         "mixed dtypes": ({"selected": torch.zeros(2, 9, 3, 24).half()}, "share one dtype"),
-        "whole numbers": (lambda x: {n: t.int() for n, t in x.items()}, "compressed must be bfloat16"),
+        "integers": (lambda x: {n: t.int() for n, t in x.items()}, "compressed must be bfloat16"),
         "a list": ({"compressed": [1.0]}, "compressed must be a tensor of shape .*, got list"),
         "no kernels in Gluon": ({"impl": "gluon"}, "no kernels in Gluon"),
     }
@@ -59,14 +59,14 @@ class TestGatedSum(OpContract):
         return torch.einsum("nbthv,bthn->bthv", torch.stack((compressed, selected, window)), gates)
 
 
-def test_branches_are_read_where_they_lie(device):
+def test_branches_with_any_strides_give_the_same_sum(device):
     x = inputs(B=1, dtype=torch.float32, device=device)
-    apart = {n: t.mT.contiguous().mT if n == "window" else t for n, t in x.items()}
-    # channels of a wider row, and heads before tokens
-    apart["compressed"] = torch.cat((x["compressed"], x["selected"]), -1)[..., :24]
-    apart["selected"] = x["selected"].transpose(1, 2).contiguous().transpose(1, 2)
-    assert_agrees(partial(_summed, impl="triton"), partial(_summed, impl="reference"), apart)
-    assert torch.equal(gated_sum(**apart, impl="triton"), gated_sum(**x, impl="triton"))
+    strided = {n: t.mT.contiguous().mT if n == "window" else t for n, t in x.items()}
+    # a slice of wider rows, and a layout with heads before tokens
+    strided["compressed"] = torch.cat((x["compressed"], x["selected"]), -1)[..., :24]
+    strided["selected"] = x["selected"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert_agrees(partial(_summed, impl="triton"), partial(_summed, impl="reference"), strided)
+    assert torch.equal(gated_sum(**strided, impl="triton"), gated_sum(**x, impl="triton"))
 
 
 @pytest.mark.gpu

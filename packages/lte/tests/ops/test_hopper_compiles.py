@@ -1,4 +1,4 @@
-"""This package's Gluon kernels compile for Hopper, by the installed Triton and without a GPU."""
+"""This package's Gluon kernels compile for Hopper with the installed Triton, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, com
 
 
 def scorer(B=8, T=4096, H=8, channels=(64, 64, 32, 16), offsets=(-2, 0, 2), dtype=torch.bfloat16, **options):
-    """Logits and their gradients."""
+    """Compute logits and their gradients."""
     from tokenmix_lte.ops import retention_logits
 
     K, *outs = channels
@@ -37,8 +37,8 @@ CALLS = {
 
 
 @without_gpu
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
-    # channels decide how much shared memory a kernel takes
+def test_every_kernel_compiles_and_fits_on_an_sm():
+    # a kernel's shared memory depends on the channels
     kernels = compiled_by(__file__, every=True)
     assert {x["call"] for x in kernels} == CALLS.keys()
     assert_all_fit(kernels)

@@ -1,4 +1,4 @@
-"""Means of blocks, and attention to those that are complete: the definition, in pieces and packed."""
+"""Means of blocks, and attention to complete blocks: the definition, later queries, and packed sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def inputs(B=2, T=23, HQ=4, H=2, K=6) -> list[torch.Tensor]:
 
 
 def literal(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence, query by query."""
+    """Compute one sequence query by query."""
     (T, HQ, K), H = q.shape[1:], k.shape[2]
     o, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
     for b, i, a in itertools.product(range(len(q)), range(T), range(HQ)):
@@ -39,7 +39,7 @@ def gradients(o, lse, tensors):
 
 
 @pytest.mark.parametrize("T", [1, 3, 4, 23, 24])
-def test_queries_see_the_means_of_blocks_that_are_complete(T):
+def test_queries_attend_to_the_means_of_complete_blocks(T):
     tensors = inputs(T=T)
     q, k, v = tensors
     wanted = literal(q, k, v)
@@ -50,19 +50,19 @@ def test_queries_see_the_means_of_blocks_that_are_complete(T):
 
 
 @pytest.mark.parametrize("shift", [0, 2])
-def test_kernels_read_queries_where_they_lie(shift, device):
+def test_kernels_agree_with_the_reference_for_queries_at_any_offset(shift, device):
     exact, (q, k, v) = inputs(T=15), (x.detach().float().to(device).requires_grad_() for x in inputs(T=15))
     found = {}
     for impl, (a, b, c) in {"reference": exact, "triton": (q, k, v)}.items():
         pooled = pool_blocks(b, BLOCK), pool_blocks(c, BLOCK)
         out = compressed_attention(a[:, shift:], *pooled, BLOCK, shift=shift, impl=impl)
-        # kernels carry the gradient of o alone, as the layer has it
+        # the layer uses the gradient of o alone
         found[impl] = [*out, *torch.autograd.grad(out.o.square().sum(), (a, b, c))]
     for got, want in zip(found["triton"], found["reference"], strict=True):
         torch.testing.assert_close(got.cpu(), want.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_queries_that_begin_later_see_the_same():
+def test_the_last_queries_alone_give_the_same_outputs():
     q, k, v = inputs()
     pooled = pool_blocks(k, BLOCK), pool_blocks(v, BLOCK)
     whole = compressed_attention(q, *pooled, BLOCK)
@@ -74,7 +74,7 @@ def test_queries_that_begin_later_see_the_same():
 @pytest.mark.parametrize(
     "lengths", [(3, 0, 13, 1, 13), (2, 3, 1), (4,), (0, 8, 0), (1,) * 30, (5, 4, 3, 2, 12, 4, 7)], ids=str
 )
-def test_packed_sequences_have_blocks_of_their_own(lengths):
+def test_packed_sequences_do_not_share_blocks(lengths):
     tensors = inputs(B=1, T=sum(lengths))
     q, k, v = tensors
     borders = cu_seqlens_from_lengths(torch.tensor(lengths))
@@ -88,7 +88,7 @@ def test_packed_sequences_have_blocks_of_their_own(lengths):
         torch.testing.assert_close(gradients(*got, tensors), gradients(*wanted, tensors))
 
 
-def test_short_packed_sequences_are_not_filled_up(monkeypatch):
+def test_short_packed_sequences_need_no_padding_to_blocks(monkeypatch):
     seen = []
 
     def attends(q, k, v, **options):
@@ -101,12 +101,12 @@ def test_short_packed_sequences_are_not_filled_up(monkeypatch):
         borders = cu_seqlens_from_lengths(torch.tensor(lengths))
         means = (pool_blocks(x, BLOCK, borders) for x in (k, v))
         compressed_attention(q, *means, BLOCK, cu_seqlens=borders)
-    # as many queries as tokens at the most, and hardly more sequences than there are
+    # at most as many queries as tokens, and few sequences more than there are rows
     rows = 90 // BLOCK
     assert seen == [(rows * BLOCK * q.shape[2], rows, n) for n in (rows + 1, 4)]
 
 
-def test_the_last_block_is_pooled_over_the_tokens_there_are():
+def test_an_incomplete_last_block_averages_its_own_tokens():
     x = torch.arange(10.0).view(1, 10, 1, 1)
     assert pool_blocks(x, BLOCK).flatten().tolist() == [1.5, 5.5, 8.5]
     assert pool_blocks(x, BLOCK, torch.tensor([0, 5, 10])).flatten().tolist() == [1.5, 4, 6.5, 9]

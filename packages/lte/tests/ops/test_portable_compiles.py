@@ -11,7 +11,7 @@ from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, com
 B, T, H, K = 8, 4096, 8, 64
 DTYPES = (torch.float16, torch.float32)
 
-# who is told to interpret refuses bfloat16
+# Triton's interpreter refuses bfloat16
 half = partial(torch.empty, dtype=torch.float16)
 whole = partial(torch.zeros, dtype=torch.int32)
 
@@ -25,14 +25,14 @@ def scorer(dtype=torch.float16):
     torch.autograd.grad(logits, [k, v, *made.parameters()], torch.empty_like(logits))
 
 
-def eviction(window=768, far=512):
+def eviction(window=768, cap=512):
     from tokenmix_lte.ops import evict_step
 
-    token, memory = (half(B, H, K) for _ in range(3)), (half(B, H, window + far, K) for _ in range(2))
-    scores, raws = torch.zeros(B, H, window + far), half(B, 70, H, K)
+    token, memory = (half(B, H, K) for _ in range(3)), (half(B, H, window + cap, K) for _ in range(2))
+    scores, raws = torch.zeros(B, H, window + cap), half(B, 70, H, K)
     before = torch.zeros(B, dtype=torch.int64)
     evict_step(
-        *token, *memory, whole(B, H), scores, whole(B, H, far), raws, before, window=window, sinks=4, impl="triton"
+        *token, *memory, whole(B, H), scores, whole(B, H, cap), raws, before, window=window, sinks=4, impl="triton"
     )
 
 
@@ -70,7 +70,7 @@ CALLS = {
 
 
 @without_gpu
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+def test_every_kernel_compiles_and_fits_on_an_sm():
     # a scorer's tiles, and so its shared memory, depend on its dtype
     kernels = compiled_by(__file__, every=True)
     assert {x["call"] for x in kernels} == CALLS.keys()

@@ -1,4 +1,4 @@
-"""The scorer: the definition, what a logit depends on, and borders that no layer reads across."""
+"""The scorer: the definition, the tokens that a logit depends on, and sequence boundaries in every layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inputs(B: int = 2, T: int = 30) -> tuple[Tensor, Tensor]:
 
 
 def literal(scorer: ConvScorer, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's own convolutions, a group for each head; zeros are padded to every layer's input."""
+    """Compute logits by PyTorch's grouped convolutions, with every layer's input padded with zeros."""
     x = torch.cat((k, v), -1).flatten(2).transpose(1, 2)
     left, right = -scorer.offsets[0], scorer.offsets[-1]
     for kernel, bias in zip(scorer.kernels, scorer.biases, strict=True):
@@ -43,7 +43,7 @@ def literal(scorer: ConvScorer, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_logits_are_those_of_grouped_convolutions_in_value_and_gradient(causal):
+def test_logits_and_gradients_agree_with_grouped_convolutions(causal):
     scorer, found = build(causal=causal), []
     for score in (scorer, lambda k, v: literal(scorer, k, v)):
         k, v = (x.requires_grad_() for x in inputs())
@@ -65,14 +65,14 @@ def test_a_logit_depends_on_seven_tokens_at_even_distances(causal, reads):
     assert (-scorer.behind, scorer.ahead) == (min(reads), max(reads))
 
 
-def test_what_lies_before_the_beginning_counts_as_nothing():
+def test_tokens_before_begin_are_zeros_in_every_layer():
     scorer, (k, v) = build(), inputs(B=2)
     logits = scorer(k, v, begin=torch.tensor([0, 7]))
     assert relative_error(logits[0], scorer(k[:1], v[:1])[0]) < 1e-12
     assert relative_error(logits[1, 7:], scorer(k[1:, 7:], v[1:, 7:])[0]) < 1e-12
 
 
-def test_heads_have_weights_of_their_own():
+def test_heads_have_separate_weights():
     scorer, (k, v) = build(), inputs()
     before = scorer(k, v)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_heads_have_weights_of_their_own():
     assert not torch.equal(after[..., 2], before[..., 2])
 
 
-def test_logits_are_float32_and_exact_to_its_rounding_under_autocast():
+def test_logits_are_computed_in_float32_under_autocast():
     scorer, (k, v) = build(), inputs()
     exact = scorer(k.bfloat16().double(), v.bfloat16().double())
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_dropout_acts_in_training_alone(kind):
     assert not torch.equal(scorer(k, v), scorer(k, v))
 
 
-def test_nearly_every_key_is_kept_at_the_start():
+def test_nearly_every_key_is_retained_before_training():
     torch.manual_seed(0)
     scorer = ConvScorer(8, 128, dropout=0.1, causal=False).eval()
     k, v = (0.1 * torch.randn(1, 200, 8, 64) for _ in range(2))
@@ -109,7 +109,7 @@ def test_nearly_every_key_is_kept_at_the_start():
 
 
 def kernel_case(B=1, T=40, heads=2, size=16, device="cpu", seed=0, **options):
-    """Tensors by name, and the call's options."""
+    """Return tensors by name, and the call's options."""
     rng = torch.Generator().manual_seed(seed)
     channels = [2 * size >> i for i in range(4)]
     shapes = {"k": (B, T, heads, size), "v": (B, T, heads, size)}
@@ -119,20 +119,20 @@ def kernel_case(B=1, T=40, heads=2, size=16, device="cpu", seed=0, **options):
     drawn = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
     for i in range(3):
         drawn[f"w{i}"] *= (2 / (3 * channels[i])) ** 0.5
-    # numbers that both dtypes hold
+    # values that both dtypes represent
     return {name: (x.half().float() if name in "kv" else x).to(device) for name, x in drawn.items()}, options
 
 
 def scored(tensors, options, dtype, wide, impl):
-    """Logits and gradients by name, with k and v in `dtype` and weights in `wide`."""
+    """Return logits and gradients by name, with k and v in `dtype` and weights in `wide`."""
     leaves = {n: x.to(dtype if n in "kv" else wide).requires_grad_() for n, x in tensors.items()}
     convs = [(leaves[f"w{i}"], leaves[f"b{i}"]) for i in range(3)]
     torch.manual_seed(0)
     logits = retention_logits(leaves["k"], leaves["v"], convs, leaves["weight"], leaves["bias"], impl=impl, **options)
     upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
     if "begin" in options:
-        there = (torch.arange(logits.shape[1]) >= options["begin"].cpu()[:, None]).unsqueeze(-1).to(logits)
-        logits, upstream = torch.where(there > 0, logits, 0.0), upstream * there
+        exists = (torch.arange(logits.shape[1]) >= options["begin"].cpu()[:, None]).unsqueeze(-1).to(logits)
+        logits, upstream = torch.where(exists > 0, logits, 0.0), upstream * exists
     grads = torch.autograd.grad(logits, list(leaves.values()), upstream)
     return {"logits": logits} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
@@ -148,22 +148,22 @@ KERNEL_CASES = {
 
 
 def by_tensors(k, v, weight, bias, w0, b0, w1, b1, w2, b2, convs=None, impl=None, **options):
-    """The operation as a function of tensors; logits of what does not exist are 0, and draws alike."""
+    """Call the operation with named tensors and a fixed seed; set logits of tokens that do not exist to 0."""
     convs = [(w0, b0), (w1, b1), (w2, b2)] if convs is None else convs
     if "dropout" in options:
         torch.manual_seed(0)
     logits = retention_logits(k, v, convs, weight, bias, impl=impl, **options)
     if "begin" not in options:
         return logits
-    there = torch.arange(logits.shape[1], device=logits.device) >= options["begin"][:, None]
-    return torch.where(there.unsqueeze(-1), logits, 0.0)
+    exists = torch.arange(logits.shape[1], device=logits.device) >= options["begin"][:, None]
+    return torch.where(exists.unsqueeze(-1), logits, 0.0)
 
 
 def rounding(dtype):
-    """The least error that counts: what is summed over many tokens is rounded for each of them.
+    """Return the tolerance floor: sums over many tokens are rounded for each of them.
 
-    On a GPU float32's products are of three tf32 parts, which leave out that of both rests, in each of three layers: on
-    an H200 logits and gradients erred by up to 8.2e-7, eager ones by up to 4e-7.
+    On a GPU, float32 matmuls are sums of three tf32 matmuls without the smallest term, in each of three layers: on an
+    H200 the error of logits and gradients was up to 8.2e-7, that of eager ones up to 4e-7.
     """
     return (8 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
 
@@ -171,8 +171,8 @@ def rounding(dtype):
 class TestRetentionLogits(OpContract):
     covers = (retention_logits,)
     absent: ClassVar = {
-        "pieces": "a logit reads tokens on both sides: the test of any piece says which",
-        "step": "tokens are scored as they come by a call of those that are read",
+        "pieces": "a logit reads tokens on both sides; another test covers parts of a sequence",
+        "step": "decoding calls the operation with the tokens that it reads",
         "malformed_steps": "no steps",
     }
     forms: ClassVar = {"scores": by_tensors}
@@ -207,7 +207,7 @@ class TestRetentionLogits(OpContract):
         return Call(tensors, {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()})
 
     def definition(self, k, v, weight, bias, w0, b0, w1, b1, w2, b2, *, offsets=(-2, 0, 2)):
-        """Token by token, from the last layer's needs to what every layer reads."""
+        """Compute each layer token by token."""
         x = torch.cat((k, v), -1)
         for w, b in ((w0, b0), (w1, b1), (w2, b2)):
             found = []
@@ -219,7 +219,7 @@ class TestRetentionLogits(OpContract):
         return (x * weight).sum(-1) + bias
 
     def assert_kernels_agree(self, kernels, reference, call):
-        """As the reference whose products are of the same dtype."""
+        """Compare errors with those of the reference with matmuls in the same dtype."""
         dtype = call.tensors["k"].dtype
         got, upstream = values_and_gradients(kernels, call.tensors)
         exact, _ = values_and_gradients(reference, call.tensors, upstream, dtype=torch.float64)
@@ -241,7 +241,7 @@ class TestRetentionLogits(OpContract):
 
 
 def unless_on_hopper(impl, device):
-    """Skip a test of kernels in Gluon where they do not run."""
+    """Skip a test of Gluon kernels on a device that does not run them."""
     if impl == "gluon" and (why := device_limit(torch.device(device))) is not None:
         pytest.skip(why)
 
@@ -271,32 +271,32 @@ def test_every_tile_agrees_with_the_reference_on_a_gpu(case, impl, size, dtype, 
 
 
 @pytest.mark.parametrize("impl", ["triton", pytest.param("gluon", marks=pytest.mark.gpu)])
-def test_a_logit_is_the_same_number_in_any_piece(impl, device):
+def test_a_logit_is_bit_identical_in_any_part_of_a_sequence(impl, device):
     unless_on_hopper(impl, device)
     tensors, _ = kernel_case(T=60, size=16 if impl == "triton" else 64, device=device)
     k, v = tensors["k"].half(), tensors["v"].half()
     weights = [(tensors[f"w{i}"], tensors[f"b{i}"]) for i in range(3)], tensors["weight"], tensors["bias"]
     whole = retention_logits(k, v, *weights, impl=impl)
     for start, stop in ((0, 27), (11, 52), (30, 60)):
-        piece = retention_logits(k[:, start:stop], v[:, start:stop], *weights, impl=impl)
+        part = retention_logits(k[:, start:stop], v[:, start:stop], *weights, impl=impl)
         known = slice(6 if start else 0, stop - start - (6 if stop < 60 else 0))
-        assert torch.equal(piece[:, known], whole[:, start:stop][:, known])
+        assert torch.equal(part[:, known], whole[:, start:stop][:, known])
 
 
-def test_dropout_drops_as_often_as_it_says_and_enlarges_the_rest():
+def test_dropout_masks_have_the_given_probability_and_are_independent():
     x = torch.zeros(4, 2, 300, 16)
     masks = [dropout_mask(torch.tensor([seed]), round(0.3 * LEVELS), layer, x) for seed in (1, 2) for layer in (0, 1)]
     for mask in masks:
         assert abs(mask.float().mean() - 0.7) < 0.01
         for dim in (0, 2, 3):
-            near = mask.float().flatten().var(correction=0) * 0.1
+            tolerance = mask.float().flatten().var(correction=0) * 0.1
             pairs = mask.unfold(dim, 2, 1).float() - 0.7
-            assert pairs.prod(-1).mean().abs() < near
+            assert pairs.prod(-1).mean().abs() < tolerance
     for i, mask in enumerate(masks):
         assert all(abs((mask & other).float().mean() - 0.49) < 0.01 for other in masks[:i])
 
 
-def test_what_the_kernels_do_not_take_is_refused_and_left_to_the_reference(device):
+def test_unsupported_calls_are_refused_by_kernels_and_run_by_the_reference(device):
     tensors, _ = kernel_case(device=device)
     convs = [(tensors[f"w{i}"][..., :2], tensors[f"b{i}"]) for i in range(3)]
     call = {"offsets": (-1, 0)}

@@ -1,4 +1,4 @@
-"""The scorer's kernels for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+"""The scorer's kernels for Hopper against float64, run on a CPU by the Gluon emulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenmix_lte.ops.scorer.plan import hopper_limit
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
 OP = "tokenmix_lte.ops.scorer"
-# of keys, and of each layer
+# channels of keys, and of each layer
 CHANNELS = (32, 32, 16, 16)
 CASES = {
     "more than one block": dict(T=1100),
@@ -41,7 +41,7 @@ class Scored(NamedTuple):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Let the kernels for Hopper run in place of Triton's; returns the names of those that have run."""
+    """Run the Hopper kernels on the emulator; return the set of names of launched kernels."""
     ran = set()
 
     def note(name, run, *args, **options):
@@ -55,14 +55,14 @@ def on_hopper(monkeypatch):
             if name.startswith("hopper_") and not isinstance(run, gluon.Jit):
                 monkeypatch.setattr(module, name, partial(note, name, run))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # of four programs
+    # four SMs
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran
 
 
 def scored(k, v, w0, b0, w1, b1, w2, b2, weight, bias, *, begin=None, impl, **options):
-    """Logits as a function of tensors; 0 before the beginning, and with the same tokens dropped."""
+    """Compute logits with a fixed seed; set those before `begin` to 0."""
     torch.manual_seed(0)
     convs = (w0, b0), (w1, b1), (w2, b2)
     logits = retention_logits(k, v, convs, weight, bias, begin=begin, impl=impl, **options)
@@ -86,11 +86,11 @@ def test_logits_and_gradients_agree_with_the_reference(case, on_hopper):
     options = {name: x for name, x in CASES[case].items() if name not in sizes}
     kernels, reference = (partial(scored, impl=impl, **options) for impl in ("gluon", "reference"))
     assert_agrees(kernels, reference, inputs(**sizes))
-    assert on_hopper == {"hopper_scorer_forward", "hopper_scorer_beginnings", "hopper_layer_backward"}
+    assert on_hopper == {"hopper_scorer_forward", "hopper_scorer_recompute", "hopper_layer_backward"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_errs_at_most_twice_as_much_as_the_reference_with_products_of_the_dtype(dtype, on_hopper):
+def test_rounding_errors_are_at_most_twice_the_reference_s_with_matmuls_in_the_dtype(dtype, on_hopper):
     x = inputs(B=2, T=90)
     x = {name: y.to(dtype if name in "kv" else y.dtype) for name, y in x.items()}
     kernels, reference = (partial(scored, impl=impl, dropout=0.1) for impl in ("gluon", "reference"))
@@ -102,7 +102,7 @@ def test_rounding_errs_at_most_twice_as_much_as_the_reference_with_products_of_t
         assert_within(name, y, exact[name], eager[name], floor=4 * torch.finfo(dtype).eps)
 
 
-def test_default_scorers_are_taken_and_those_too_large_are_not():
+def test_default_scorers_are_supported_and_too_large_ones_are_not():
     assert hopper_limit(64, [64, 32, 16]) is None
     assert "fit" in hopper_limit(64, [64, 64, 64])
     assert "16, 32 or 64" in hopper_limit(64, [48, 32, 16])

@@ -1,4 +1,4 @@
-"""Attention to listed blocks and their choice: the definition, the references, and the kernels in the interpreter."""
+"""Attention to listed blocks and their selection: definitions, references, and kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tokenmix_lte.ops.selected_blocks.autograd import (
     select_blocks_op,
 )
 
-# of 17 tokens with 4 heads, 3 blocks, and 64 channels, as kernels hold fewer, of 4 bytes
-_ROOM = 17 * 4 * 3 * 64 * 4
+# bytes for 17 tokens with 4 heads, 3 blocks and 64 channels (8, padded) of 4 bytes
+_WORKSPACE = 17 * 4 * 3 * 64 * 4
 
 
 def inputs(
     B=1, TQ=20, TK=None, HQ=4, H=2, S=3, K=8, V=None, size=4, cu=None, dtype=torch.float64, device="cpu", seed=0
 ):
-    """q, k, v, and the options of a call; lists name blocks behind the query, none, and some twice."""
+    """Return q, k, v, and a call's options; lists have blocks after the query, negative entries, and duplicates."""
     rng, TK = torch.Generator().manual_seed(seed), TQ if TK is None else TK
     shapes = (B, TQ, HQ, K), (B, TK, H, K), (B, TK, H, V or K)
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64).to(device, dtype).requires_grad_() for s in shapes]
@@ -39,7 +39,7 @@ def inputs(
 
 
 def by_definition(q, k, v, *, blocks, block_size, scale=None, cu_seqlens=None):
-    """The docstring's equations, one query at a time."""
+    """Compute the docstring's equations, one query at a time."""
     (B, TQ, HQ, K), (TK, H) = q.shape, k.shape[1:3]
     scale = K**-0.5 if scale is None else scale
     borders = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
@@ -58,7 +58,7 @@ def by_definition(q, k, v, *, blocks, block_size, scale=None, cu_seqlens=None):
 
 
 def run(forward, tensors, options) -> list[torch.Tensor]:
-    """Outputs and gradients; rows that see nothing are left out of the log-sum-exp."""
+    """Return outputs and gradients; the log-sum-exp of rows that see no key is set to 0."""
     out = forward(*tensors, **options)
     rng = torch.Generator().manual_seed(1)
     do, dlse = (torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x) for x in out)
@@ -74,7 +74,7 @@ class TestBlockAttention(OpContract):
     past = ("k", "v")
     cases: ClassVar = {
         "two rows, fewer queries": dict(B=2, TQ=9, TK=23),
-        "unequal heads, a head of keys each": dict(TQ=14, HQ=2, H=2, K=4, V=6, size=5),
+        "K ≠ V, one key head for each query head": dict(TQ=14, HQ=2, H=2, K=4, V=6, size=5),
     }
     lengths = (1, 3, 4, 5, 17)
     kernels: ClassVar = {
@@ -93,7 +93,7 @@ class TestBlockAttention(OpContract):
     replayed: ClassVar = dict(TQ=17, HQ=1, H=1, S=2, size=16)
     valid: ClassVar = dict(TQ=20)
     malformed: ClassVar = {
-        "blocks of nothing": ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        "blocks of 0 keys": ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
         "blocks of 4 keys for kernels": ({"impl": "triton"}, "blocks of 16"),
         "float blocks": ({"blocks": torch.zeros(1, 20, 2, 3)}, "blocks must be int32"),
         "blocks of other heads": ({"blocks": torch.zeros(1, 20, 4, 3, dtype=torch.int32)}, "H=2"),
@@ -128,20 +128,20 @@ class TestBlockAttention(OpContract):
         yield block_attention_backward_op, (*given, o, lse, o, None), "test_schema", "test_faketensor"
 
 
-def choice(B=1, TQ=9, HQ=4, H=1, U=6, K=16, dtype=torch.float64, device="cpu", seed=0):
+def selection(B=1, TQ=9, HQ=4, H=1, U=6, K=16, dtype=torch.float64, device="cpu", seed=0):
     rng = torch.Generator().manual_seed(seed)
     tensors = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((B, TQ, HQ, K), (B, U, H, K), (B, TQ, HQ)))
     return [x.to(device, dtype) for x in tensors]
 
 
-class TestChoice(OpContract):
+class TestSelection(OpContract):
     covers = (select_blocks,)
     absent: ClassVar = {
-        "packed": "blocks of packed sequences are pooled apart: core's and NSA's mixers are held to it",
-        "step": "a token is decoded by a call of one query",
+        "packed": "blocks of packed sequences are pooled separately; the contract of NSA's mixer covers them",
+        "step": "a token is decoded by a call with one query",
         "malformed_steps": "no steps",
     }
-    forms: ClassVar = {"choice": select_blocks}
+    forms: ClassVar = {"selection": select_blocks}
     differentiable = False
     tokens = ("q", "lse")
     grows = ("pooled",)
@@ -150,7 +150,7 @@ class TestChoice(OpContract):
     dtypes = ("float32",)
     kernels: ClassVar = {
         "many blocks": KernelCase(dict(B=2, T=9, HQ=32, U=70, count=5, shift=250)),
-        "more blocks than are looked through at a time": KernelCase(dict(T=9, HQ=6, H=2, U=300, count=7, shift=1190)),
+        "more blocks than a warp holds": KernelCase(dict(T=9, HQ=6, H=2, U=300, count=7, shift=1190)),
         "long lists": KernelCase(dict(T=3, HQ=2, U=300, count=70, shift=1190)),
         "packed": KernelCase(dict(T=14, HQ=3, H=1, U=6, count=3, cu_seqlens=[0, 1, 1, 14])),
         "a long sequence among packed ones": KernelCase(dict(T=90, HQ=1, U=26, count=6, cu_seqlens=[0, 3, 3, 86, 90])),
@@ -179,16 +179,16 @@ class TestChoice(OpContract):
         options = {"count": count, "block_size": 4} | {name: sizes.pop(name) for name in names if name in sizes}
         if "cu_seqlens" in options:
             options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
-        q, pooled, lse = choice(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
-        # attention keeps it in float32
+        q, pooled, lse = selection(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
+        # attention returns it in float32
         return Call({"q": q, "pooled": pooled, "lse": lse.to(torch.promote_types(dtype, torch.float32))}, options)
 
     def operators(self, device):
-        q, pooled, lse = choice(TQ=5, HQ=16, U=2, dtype=torch.float32, device=device)
+        q, pooled, lse = selection(TQ=5, HQ=16, U=2, dtype=torch.float32, device=device)
         yield select_blocks_op, (q, pooled, lse, None, 3, 4, 0, 0.5), "test_schema", "test_faketensor"
 
     def definition(self, q, pooled, lse, *, count, block_size):
-        """Those that are forced, and of the others those with most attention, the lower of equal ones."""
+        """Select the forced blocks, and of the others those with most attention, the lower of equal ones."""
         (B, T, HQ, K), H = q.shape, pooled.shape[2]
         found = torch.full((B, T, H, count), -1, dtype=torch.int32)
         for b, i, h in itertools.product(range(B), range(T), range(H)):
@@ -217,14 +217,14 @@ def test_all_blocks_listed_are_causal_attention():
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-def test_queries_taken_in_runs_give_the_same(monkeypatch, device):
+def test_runs_of_queries_give_the_same_outputs(monkeypatch, device):
     tensors, options = inputs(TQ=40, size=16, dtype=torch.float32, device=device)
     options["impl"] = "triton"
     whole = run(block_attention, tensors, options)
-    monkeypatch.setattr(plan, "_ROOM", _ROOM)
+    monkeypatch.setattr(plan, "_MAX_WORKSPACE", _WORKSPACE)
     wide = torch.empty(1, 40, 4, 64)
-    assert [(x.start, x.stop) for x in plan.slices(wide, 64, 3)] == [(0, 14), (14, 28), (28, 40)]
-    monkeypatch.setattr(plan, "_ROWS", 8)
+    assert [(x.start, x.stop) for x in plan.query_runs(wide, 64, 3)] == [(0, 14), (14, 28), (28, 40)]
+    monkeypatch.setattr(plan, "_SPLIT_ROWS", 8)
     torch.testing.assert_close(run(block_attention, tensors, options), whole)
 
 
@@ -232,25 +232,25 @@ def test_queries_taken_in_runs_give_the_same(monkeypatch, device):
 def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
     from tokenmix_lte.ops.selected_blocks.lists import make_lists
 
-    B, T, H, S, size, piece = 1 if cu else 2, 90, 2, 4, 16, 8
+    B, T, H, S, size, split = 1 if cu else 2, 90, 2, 4, 16, 8
     _, options = inputs(B=B, TQ=T, H=H, S=S, size=size, cu=cu, device=device)
     U = -(-T // size) if cu is None else T // size + len(cu) - 1
     lists = make_lists(
-        options["blocks"], options.get("cu_seqlens"), first=0, TQ=T, TK=T, U=U, block_size=size, piece=piece
+        options["blocks"], options.get("cu_seqlens"), first=0, TQ=T, TK=T, U=U, block_size=size, split=split
     )  # fmt: skip
-    # several runs, in which none of the others' pairs count
-    assert 2 * plan.ranked(U) < T * S
+    # there are several runs of pairs
+    assert 2 * plan.pairs_per_run(U) < T * S
     borders, begin = [0, T] if cu is None else cu, 0
     for r, slots in enumerate(lists.slots.flatten(0, 1).repeat_interleave(U, 0)):
         pairs = (slots == r % U).nonzero().flatten().tolist()
         end = begin + len(pairs)
         assert lists.ends[r] == end
         assert lists.listed[begin:end].tolist() == pairs
-        # those that need no mask
+        # the other pairs need no mask
         for t, s in (divmod(p, S) for p in pairs[lists.masked[r] :]):
             last = (options["blocks"][r // U // H, t, r // U % H, s] + 1) * size - 1
             assert t - max(x for x in borders if x <= t) >= last
-        owned = range(begin // piece + r, end // piece + r + 1)
+        owned = range(begin // split + r, end // split + r + 1)
         assert lists.owners[owned.start : owned.stop].tolist() == [r] * len(owned)
         begin = end
 
@@ -261,39 +261,39 @@ def test_lists_are_made_once_for_a_call_and_its_gradient(monkeypatch, device):
     make, made = forward.make_lists, []
     monkeypatch.setattr(forward, "make_lists", lambda *x, **named: made.append(named) or make(*x, **named))
     tensors, options = inputs(TQ=40, size=16, dtype=torch.float32, device=device)
-    monkeypatch.setattr(plan, "_ROOM", _ROOM)
+    monkeypatch.setattr(plan, "_MAX_WORKSPACE", _WORKSPACE)
     Replayed.forget()
     run(block_attention, tensors, options | {"impl": "triton"})
     assert [x["first"] for x in made] == [0, 14, 28]
 
 
-def test_the_list_of_a_block_that_all_queries_name_is_cut_into_pieces(monkeypatch, device):
+def test_the_list_of_a_block_that_all_queries_list_is_split(monkeypatch, device):
     tensors, options = inputs(TQ=50, HQ=2, H=1, S=2, size=16, dtype=torch.float32, device=device)
     options["blocks"][..., 0] = 0
-    monkeypatch.setattr(plan, "_ROWS", 16)
+    monkeypatch.setattr(plan, "_SPLIT_ROWS", 16)
     exact = run(block_attention, tensors, options | {"impl": "reference"})
     torch.testing.assert_close(run(block_attention, tensors, options | {"impl": "triton"}), exact)
 
 
 @pytest.mark.parametrize("own", [11, 299], ids=["few blocks", "many blocks"])
-def test_of_equal_blocks_the_lower_are_chosen(own, device):
-    q, pooled, lse = choice(TQ=4, U=own + 1, dtype=torch.float32, device=device)
+def test_among_equal_blocks_the_lower_are_selected(own, device):
+    q, pooled, lse = selection(TQ=4, U=own + 1, dtype=torch.float32, device=device)
     pooled.zero_()
     for impl in ("reference", "triton"):
         got = select_blocks(q, pooled, lse, 6, block_size=4, shift=4 * own, impl=impl)
         assert got.flatten(0, 2).unique(dim=0).tolist() == [[0, 1, 2, 3, own - 1, own]]
 
 
-def test_queries_choose_the_same_in_runs(monkeypatch, device):
-    q, pooled, lse = choice(TQ=40, U=10, dtype=torch.float32, device=device)
+def test_runs_of_queries_select_the_same_blocks(monkeypatch, device):
+    q, pooled, lse = selection(TQ=40, U=10, dtype=torch.float32, device=device)
     whole = select_blocks(q, pooled, lse, 5, block_size=4, impl="triton")
-    # of 17 queries with 64 blocks, and 2 that are chosen and their numbers, of 4 bytes
-    monkeypatch.setattr(plan, "_ROOM", 17 * (64 + 4) * 4)
+    # bytes for 17 queries with 64 blocks, 2 selected ones and their probabilities, of 4 bytes
+    monkeypatch.setattr(plan, "_MAX_WORKSPACE", 17 * (64 + 4) * 4)
     assert [(x.start, x.stop) for x in plan.runs(40, (64 + 4) * 4)] == [(0, 14), (14, 28), (28, 40)]
     torch.testing.assert_close(select_blocks(q, pooled, lse, 5, block_size=4, impl="triton"), whole)
 
 
-def test_what_the_interpreter_cannot_do_is_refused():
+def test_bfloat16_in_the_interpreter_is_refused():
     tensors, options = inputs(TQ=20, size=16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="interpreter, got bfloat16"):
         block_attention(*tensors, **options, impl="triton")

@@ -1,4 +1,4 @@
-"""Attention to listed blocks on a CUDA device: all tiles there are, determinism, compilation, large offsets."""
+"""Attention to listed blocks on a CUDA device: all tile sizes, determinism, compilation, large offsets."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def test_every_tile_errs_no_more_than_the_eager_reference(sizes):
         assert_within(name, *values)
 
 
-def test_every_run_gives_the_same_bits_and_taken_in_pieces_too(monkeypatch):
+def test_results_are_bit_identical_in_every_run_and_agree_for_split_queries(monkeypatch):
     tensors, options = inputs(T=2000, S=8, H=2, HQ=32)
     first = run(tensors, options)
     for again in (run(tensors, options), run(tensors, options)):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    monkeypatch.setattr(plan, "_ROOM", 1 << 24)
-    assert len(list(plan.slices(tensors[0], 64, 8))) > 3
+    monkeypatch.setattr(plan, "_MAX_WORKSPACE", 1 << 24)
+    assert len(list(plan.query_runs(tensors[0], 64, 8))) > 3
     Replayed.forget()
     for a, b in zip(first, run(tensors, options), strict=True):
         assert relative_error(a, b) < 1e-2
 
 
-CHOICES = [
+SELECTIONS = [
     # up to 80 blocks, 688 and 64
     dict(shift=380),
     dict(T=1000, U=688, shift=10_000),
@@ -82,8 +82,8 @@ CHOICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", CHOICES, ids=str)
-def test_choices_have_as_much_attention_as_the_reference_s(sizes):
+@pytest.mark.parametrize("sizes", SELECTIONS, ids=str)
+def test_selected_blocks_have_as_much_attention_as_the_reference_s(sizes):
     sizes = dict(B=2, T=900, U=80, HQ=32, H=2, K=64, size=16, shift=0, count=16, dtype=HALF, cu=None) | sizes
     B, T, U, HQ, H, K, size, shift, count, dtype, cu = sizes.values()
     rng = torch.Generator("cuda").manual_seed(0)
@@ -93,11 +93,11 @@ def test_choices_have_as_much_attention_as_the_reference_s(sizes):
     options = {"block_size": size, "shift": shift, "cu_seqlens": borders}
     kernel, exact = (select_blocks(q, pooled, lse, count, impl=impl, **options) for impl in ("triton", "reference"))
     assert torch.equal(kernel < 0, exact < 0)
-    # rising, and −1 behind
+    # in ascending order, padded with −1
     assert (kernel.where(kernel >= 0, 1 << 30).diff(dim=-1) >= (kernel[..., 1:] >= 0)).all()
     assert (kernel != exact).float().mean() < 0.01
     if cu is None:
-        # equal up to choices between blocks that rounding does not tell apart
+        # selections differ only between blocks whose attention is equal up to rounding
         scores = torch.einsum("bthgk,buhk->bthgu", q.double().unflatten(2, (H, -1)), pooled.double()) * K**-0.5
         attention = (scores - lse.double().unflatten(2, (H, -1)).unsqueeze(-1)).exp().sum(3)
         sums = [(attention.gather(-1, x.clamp(min=0).long()) * (x >= 0)).sum(-1) for x in (kernel, exact)]

@@ -1,6 +1,6 @@
-"""Operations of learned token eviction and of native sparse attention."""
+"""Operations of learned token eviction and native sparse attention."""
 
-# what explain knows
+# registers the operations with `explain`
 import tokenmix_lte.ops.operations  # noqa: F401
 from tokenmix_lte.ops.branches.api import gated_sum
 from tokenmix_lte.ops.eviction.api import evict_step

@@ -1,4 +1,4 @@
-"""This package's operations as core's `explain` knows them."""
+"""Registration of this package's operations with core's `explain`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tokenmix_lte.ops.scorer.sizes import channels_of_layers
 from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
 
 
-def _scorer(tensors: Tensors) -> tuple[int, list[int]]:
-    """Channels of keys, and of each layer as a model has it."""
+def _channels(tensors: Tensors) -> tuple[int, list[int]]:
+    """Return the channels of keys, and of each layer of a model's scorer."""
     K = tensors["k"].shape[3]
     return K, channels_of_layers(2 * K)[1:]
 
 
-def _scores(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+def _scorer_impl(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     found, k = whole("retention_logits", tensors, impl, GLUON), tensors["k"]
     if found[WHOLE] == "reference":
         return found
-    return {WHOLE: "gluon" if takes_gluon(impl, k.device, k.dtype, *_scorer(tensors)) else "triton"}
+    return {WHOLE: "gluon" if takes_gluon(impl, k.device, k.dtype, *_channels(tensors)) else "triton"}
 
 
 register_operation(
@@ -32,9 +32,9 @@ register_operation(
         retention_logits,
         {"k": "B T H K", "v": "B T H K"},
         {"B": 8, "T": 4096, "H": 8, "K": 64},
-        _scores,
+        _scorer_impl,
         GLUON,
-        lambda x: hopper_limit(*_scorer(x)),
+        lambda x: hopper_limit(*_channels(x)),
     )
 )
 register_operation(

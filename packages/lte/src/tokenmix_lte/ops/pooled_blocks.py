@@ -1,9 +1,10 @@
-"""Blocks of tokens as their means, and attention to those that are complete: NSA's compressed branch.
+"""NSA's compressed branch: means of blocks of tokens, and attention to the complete blocks.
 
-Query i sees the m = ⌊(i + 1) / block⌋ complete blocks of its sequence. The `block` queries with one m, a group, are
-taken for as many heads of one query, which stands at block m − 1: that is causal attention among blocks, which core's
-kernels do. Every query of a group has its own copy of the pooled keys, all of which take no more than k does: queries
-are read where they lie, and no key head's gradient waits for all heads of a group.
+Query i sees the m = ⌊(i + 1) / block⌋ complete blocks of its sequence. The `block` queries with the same m form a
+group, which is treated as one query at block m − 1 with `block` times as many heads. The branch is then causal
+attention among blocks, which core's kernels compute. Every query of a group has its own copy of the pooled keys, so
+that queries need no permutation and the gradient of a key head is a sum over few query heads; all copies together are
+as large as k.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.rows import moved
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl
-from tokenmix_lte.ops.selected_blocks.reference import first_slots, places
+from tokenmix_lte.ops.selected_blocks.reference import first_slots, sequence_positions
 
 
 def pool_blocks(
     x: Float[Tensor, "B T H K"], block: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
 ) -> Float[Tensor, "B U H K"]:
-    """The mean of each block of tokens, made in float32, of a sequence's last one over the tokens there are.
+    """Return the mean of each block of tokens, computed in float32; an incomplete last block averages its own tokens.
 
-    Blocks of packed sequences stand as in `select_blocks`; those that belong to none are 0. Differentiable.
+    Blocks of packed sequences are numbered as in `select_blocks`; blocks that belong to no sequence are 0.
+    Differentiable.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if cu_seqlens is None:
         T, U = x.shape[1], cdiv(x.shape[1], block)
         parts = F.pad(x, (0, 0, 0, 0, 0, U * block - T)).unflatten(1, (U, block))
         sizes = (T - torch.arange(U, device=x.device) * block).clamp(max=block)
-        return (parts.sum(2, dtype=wide) / sizes.view(-1, 1, 1)).to(x.dtype)
+        return (parts.sum(2, dtype=dtype) / sizes.view(-1, 1, 1)).to(x.dtype)
     tokens, back = chunk_places(cu_seqlens, x.shape[1], block)
     parts = moved(x[0], tokens, back, holes=True)
-    means = parts.sum(1, dtype=wide) / (tokens >= 0).sum(1).clamp(min=1).view(-1, 1, 1)
+    means = parts.sum(1, dtype=dtype) / (tokens >= 0).sum(1).clamp(min=1).view(-1, 1, 1)
     return means.to(x.dtype).unsqueeze(0)
 
 
@@ -50,26 +52,27 @@ def compressed_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Attention of each query to the means of its sequence's blocks that end with it or before it; 0 and −∞ for none.
+    """Attend from each query to the means of its sequence's complete blocks; o = 0 and lse = −∞ if there are none.
 
     Args:
-        q: queries, of which the first stands at position `shift`.
-        pooled_k, pooled_v: as `pool_blocks` gives them, of at least all complete blocks.
+        q: queries; the first has position `shift`.
+        pooled_k, pooled_v: results of `pool_blocks`, for at least all complete blocks.
         block: tokens of a block.
-        shift: tokens before the first query, without `cu_seqlens`.
+        shift: number of tokens before the first query; 0 with `cu_seqlens`.
         cu_seqlens: borders of packed sequences, for B = 1.
         impl: implementation of attention.
     """
     if cu_seqlens is not None:
         return _packed(q, pooled_k, pooled_v, block, cu_seqlens, impl)
-    # queries that see nothing, the rest of a group that began before, whole groups, and the beginning of one
+    # split queries into those that see no block, the rest of a group that began before, whole groups, and the first
+    # part of a group
     T = q.shape[1]
-    blind = min(T, max(0, block - 1 - shift))
-    first = min(T - blind, -(shift + blind + 1) % block)
-    groups = (T - blind - first) // block
-    unseeing, *parts = q.split([blind, first, groups * block, T - blind - first - groups * block], 1)
-    none = torch.full_like(at_least_float32(unseeing[..., 0]), -torch.inf)
-    outputs, end = [(pooled_v.new_zeros(*unseeing.shape[:3], pooled_v.shape[3]), none)], shift + blind
+    num_blind = min(T, max(0, block - 1 - shift))
+    first = min(T - num_blind, -(shift + num_blind + 1) % block)
+    groups = (T - num_blind - first) // block
+    blind, *parts = q.split([num_blind, first, groups * block, T - num_blind - first - groups * block], 1)
+    none = torch.full_like(at_least_float32(blind[..., 0]), -torch.inf)
+    outputs, end = [(pooled_v.new_zeros(*blind.shape[:3], pooled_v.shape[3]), none)], shift + num_blind
     for part, rows in zip(parts, (1, groups, 1), strict=True):
         if not part.shape[1]:
             continue
@@ -83,38 +86,38 @@ def compressed_attention(
 
 
 def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | None) -> AttentionOutput:
-    """The same for packed sequences, whose groups stand side by side: of T tokens ⌊T / block⌋ at the most."""
+    """Do the same for packed sequences: concatenate their groups, at most ⌊T / block⌋ of T tokens."""
     T, rows = q.shape[1], q.shape[1] // block
     if not rows:
         o = pooled_v.new_zeros(*q.shape[:3], pooled_v.shape[3])
         return AttentionOutput(o, torch.full_like(at_least_float32(q[..., 0]), -torch.inf))
-    at, slots = places(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
+    at, slots = sequence_positions(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
     complete = cu_seqlens.diff() // block
     begins = F.pad(complete.cumsum(0), (1, 0))
-    # of each row its sequence, and the slot of its block
+    # sequence of each row, and slot of its block
     row = torch.arange(rows, device=q.device)
     used = row < begins[-1]
     sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)
     slot = torch.where(used, slots[sequence] + row - begins[sequence], -1)
     group = (at.position + 1) // block
-    place = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
-    tokens = inverse(place, rows * block).view(rows, block)
-    # borders of sequences that have a row, and then of rows that are left over, alone as long as there are borders
+    target = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
+    tokens = inverse(target, rows * block).view(rows, block)
+    # boundaries of sequences with at least one row; then each unused row alone, as long as there are boundaries
     first = ~used | (row == begins[sequence])
     firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
     borders = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
     of_slot = inverse(slot, pooled_k.shape[1])
     k, v = (moved(x[0], slot, of_slot, holes=True).unsqueeze(0) for x in (pooled_k, pooled_v))
-    grouped = moved(q[0], tokens, place, holes=True).unsqueeze(0)
+    grouped = moved(q[0], tokens, target, holes=True).unsqueeze(0)
     out = _among_blocks(grouped, k, v, borders, impl)
-    o, lse = (moved(x[0].flatten(0, 1), place, tokens.flatten(), holes=True).unsqueeze(0) for x in out)
+    o, lse = (moved(x[0].flatten(0, 1), target, tokens.flatten(), holes=True).unsqueeze(0) for x in out)
     return AttentionOutput(o, lse.masked_fill((group == 0)[:, None], -torch.inf))
 
 
 def _among_blocks(
     grouped: Float[Tensor, "B rows block HQ K"], pooled_k: Tensor, pooled_v: Tensor, slots: Tensor | None, impl
 ) -> tuple[Float[Tensor, "B rows block HQ V"], Float[Tensor, "B rows block HQ"]]:
-    """Causal attention of groups of queries to blocks, the last group standing at the last block."""
+    """Compute causal attention of groups of queries to blocks, with the last group at the last block."""
     block = grouped.shape[2]
     k, v = (x.unsqueeze(2).expand(-1, -1, block, -1, -1).flatten(2, 3) for x in (pooled_k, pooled_v))
     o, lse = attention(grouped.flatten(2, 3), k, v, cu_seqlens=slots, impl=impl)

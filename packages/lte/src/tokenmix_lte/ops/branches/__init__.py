@@ -1,1 +1,1 @@
-"""The sum of three branches' outputs, each head's weighed by gates."""
+"""The sum of three branches' outputs, weighted by gates of each head."""

@@ -1,4 +1,4 @@
-"""The public function: shapes, checks and the choice of an implementation."""
+"""The public function: checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def gated_sum(
     *,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
-    """a · compressed + b · selected + c · window, with gates (a, b, c) for each token and head.
+    """Return a · compressed + b · selected + c · window, with gates (a, b, c) for each token and head.
 
-    Differentiable in all four; the gradient keeps them. Kernels compute in float32 and round once.
+    Differentiable in all four inputs, which are saved for the backward pass. Kernels compute in float32 and round once.
 
     Args:
         compressed, selected, window: outputs of NSA's branches, bfloat16, float16, float32 or float64, of one dtype.
-        gates: in their dtype, in the branches' order.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors. Where torch.compile traces
-            it is the reference, which is fused with its neighbours.
+        gates: in the branches' dtype and order.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors. torch.compile traces the reference,
+            which it fuses with adjacent operations.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or an `impl` that cannot do what is asked.
+        ValueError: shapes, dtypes or devices that do not match, or an `impl` that does not support the call.
     """
     _check(compressed, selected, window, gates)
     if row_impl("gated_sum", impl, compressed) == "reference" or not compressed.numel():

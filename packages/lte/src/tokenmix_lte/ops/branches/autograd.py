@@ -1,4 +1,4 @@
-"""The kernels as a differentiable function of eager mode; branches and gates are kept."""
+"""The kernels as a differentiable function for eager mode, which saves branches and gates."""
 
 from __future__ import annotations
 

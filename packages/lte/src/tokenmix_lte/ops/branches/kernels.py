@@ -1,4 +1,4 @@
-"""The sum and its gradients: a head of a token is a row, and a program has some rows."""
+"""Kernels of the sum and its gradients. A row is one head of one token; a program computes a tile of rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.early import gdc_launch_and_wait
 
-# numbers of a tensor that a program holds at once
-_NUMBERS = 2048
+# elements of a tile
+_TILE_ELEMENTS = 2048
 
 
 @triton.jit
-def rows_of(R, V, BR: tl.constexpr, BV: tl.constexpr):
-    """Rows (int64), channels and masks of this program's tile."""
+def tile_rows(R, V, BR: tl.constexpr, BV: tl.constexpr):
+    """Return rows (int64), channels and masks of this program's tile."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_v = tl.arange(0, BV)
     return o_r, o_v, o_r < R, (o_r < R)[:, None] & (o_v < V)[None, :]
@@ -24,13 +24,13 @@ def rows_of(R, V, BR: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_rows(x, stride, o_r, o_v, m_x):
-    """A tile, in float32, and 0 where there is nothing."""
+    """Load a tile in float32; masked elements are 0."""
     return tl.load(x + o_r[:, None] * stride + o_v[None, :], mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def gate_of(gates, stride, i: tl.constexpr, o_r, m_r):
-    """The i-th branch's gates `[BR, 1]`, in float32."""
+def load_gate(gates, stride, i: tl.constexpr, o_r, m_r):
+    """Load the i-th branch's gates `[BR, 1]` in float32."""
     return tl.load(gates + o_r * stride + i, mask=m_r, other=0.0).to(tl.float32)[:, None]
 
 
@@ -40,12 +40,12 @@ def gated_sum_kernel(
     compressed, selected, window, gates, o, s_c, s_s, s_w, s_g, R, V, BR: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """o of BR rows."""
+    """Compute BR rows of o."""
     gdc_launch_and_wait(PDL)
-    o_r, o_v, m_r, m_x = rows_of(R, V, BR, BV)
-    b_o = gate_of(gates, s_g, 0, o_r, m_r) * load_rows(compressed, s_c, o_r, o_v, m_x)
-    b_o += gate_of(gates, s_g, 1, o_r, m_r) * load_rows(selected, s_s, o_r, o_v, m_x)
-    b_o += gate_of(gates, s_g, 2, o_r, m_r) * load_rows(window, s_w, o_r, o_v, m_x)
+    o_r, o_v, m_r, m_x = tile_rows(R, V, BR, BV)
+    b_o = load_gate(gates, s_g, 0, o_r, m_r) * load_rows(compressed, s_c, o_r, o_v, m_x)
+    b_o += load_gate(gates, s_g, 1, o_r, m_r) * load_rows(selected, s_s, o_r, o_v, m_x)
+    b_o += load_gate(gates, s_g, 2, o_r, m_r) * load_rows(window, s_w, o_r, o_v, m_x)
     tl.store(o + o_r[:, None] * V + o_v[None, :], b_o.to(o.dtype.element_ty), mask=m_x)
 
 
@@ -53,7 +53,7 @@ def gated_sum_kernel(
 def branch_gradients(x, dx, gates, dgates, b_do, s_x, s_g, V, i: tl.constexpr, o_r, o_v, m_r, m_x):
     """Write the gradients of the i-th branch and of its gates."""
     b_da = tl.sum(b_do * load_rows(x, s_x, o_r, o_v, m_x), 1)
-    b_dx = gate_of(gates, s_g, i, o_r, m_r) * b_do
+    b_dx = load_gate(gates, s_g, i, o_r, m_r) * b_do
     tl.store(dx + o_r[:, None] * V + o_v[None, :], b_dx.to(dx.dtype.element_ty), mask=m_x)
     tl.store(dgates + o_r * 3 + i, b_da.to(dgates.dtype.element_ty), mask=m_r)
 
@@ -64,8 +64,8 @@ def gated_sum_backward_kernel(
     compressed, selected, window, gates, do, dcompressed, dselected, dwindow, dgates, s_c, s_s, s_w, s_g, s_d, R, V,
     BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of BR rows."""
-    o_r, o_v, m_r, m_x = rows_of(R, V, BR, BV)
+    """Compute all gradients of BR rows."""
+    o_r, o_v, m_r, m_x = tile_rows(R, V, BR, BV)
     b_do = load_rows(do, s_d, o_r, o_v, m_x)
     branch_gradients(compressed, dcompressed, gates, dgates, b_do, s_c, s_g, V, 0, o_r, o_v, m_r, m_x)
     branch_gradients(selected, dselected, gates, dgates, b_do, s_s, s_g, V, 1, o_r, o_v, m_r, m_x)
@@ -73,7 +73,7 @@ def gated_sum_backward_kernel(
 
 
 def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-    """o of branches `[R, V]` and gates `[R, 3]`, rows of one stride each."""
+    """Return o for branches `[R, V]` and gates `[R, 3]`, each with one row stride."""
     o = compressed.new_empty(compressed.shape)
     _launch(gated_sum_kernel, compressed, selected, window, gates, o=o)
     return o
@@ -82,7 +82,7 @@ def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gate
 def gated_sum_backward(
     compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor, do: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the four."""
+    """Return the gradients of branches and gates."""
     dcompressed, dselected, dwindow, dgates = (x.new_empty(x.shape) for x in (compressed, selected, window, gates))
     _launch(
         gated_sum_backward_kernel, compressed, selected, window, gates, do=do, dcompressed=dcompressed,
@@ -93,7 +93,7 @@ def gated_sum_backward(
 
 def _launch(kernel, compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor, **others) -> None:
     (R, V), BV = compressed.shape, next_power_of_2(compressed.shape[1])
-    BR = max(1, _NUMBERS // BV)
+    BR = max(1, _TILE_ELEMENTS // BV)
     kernel[(cdiv(R, BR),)](
         compressed=compressed, selected=selected, window=window, gates=gates, s_c=compressed.stride(0),
         s_s=selected.stride(0), s_w=window.stride(0), s_g=gates.stride(0), R=R, V=V, **others, BR=BR, BV=BV,

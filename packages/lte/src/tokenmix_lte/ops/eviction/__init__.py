@@ -1,1 +1,1 @@
-"""A token comes, one leaves the window, and of the far ones the worst makes room."""
+"""One eviction step of decoding, and eviction times of whole sequences."""

@@ -1,4 +1,4 @@
-"""The step's public function: shapes, validation and the choice of an implementation."""
+"""The step's public function: validation, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def evict_step(
     uniform: bool = False,
     impl: Impl | None = None,
 ) -> None:
-    """Take one token into the memory of each row and head: one leaves the window, and of the far ones the worst goes.
+    """Add one token to the memory of each row and head; the token that leaves the window is retained or evicted.
 
-    Memory, S = `window` + cap places a head, is written in place. Not differentiable; nothing waits for the device.
+    Memory has S = `window` + cap slots per head and is written in place, without synchronisation. Not differentiable.
 
     Args:
-        k, v: the new token's key, as attention reads it, and value.
+        k, v: the new token's rotated key, and its value.
         raw: its key before rotation.
-        keys, values: the ring of the window, where the token at position p is at p mod `window`, then the far tokens.
-        lengths: places filled, int32.
-        scores: the tokens' scores, float32 (the reference also float64): of the ring those known so far.
-        ages: positions of far tokens, int32.
-        raws: keys before rotation, that of position p at p mod P; P may be 0.
-        before: tokens that each row held before, int32 or int64.
+        keys, values: the window's ring buffer, with the token at position p at p mod `window`, then retained tokens.
+        lengths: filled slots, int32.
+        scores: the tokens' scores, float32 (the reference also float64); in the ring, those known so far.
+        ages: positions of retained tokens, int32.
+        raws: keys before rotation, with that of position p at p mod P; P may be 0.
+        before: tokens of each row before this one, int32 or int64.
         window: W.
-        sinks: first tokens that stay whatever their score.
-        uniform: tokens are ranked by position (Unif.+SWA) and not by `scores`.
+        sinks: first tokens that are retained whatever their score.
+        uniform: rank tokens by position (Unif.+SWA) instead of by `scores`.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or what is written is not contiguous.
+        ValueError: shapes, dtypes or devices that do not match, or memory that is not contiguous.
     """
     x = _Inputs(
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
@@ -73,7 +73,7 @@ def evict_step(
 
 
 class _Inputs(NamedTuple):
-    """What the step is given."""
+    """Inputs of the step."""
 
     k: Tensor
     v: Tensor
@@ -102,8 +102,8 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
     impl = resolve_impl(op, impl, k)
     if window < 1 or dims["cap"] < 1 or window + dims["cap"] != dims["S"] or not 0 <= sinks <= dims["cap"]:
         raise ValueError(
-            f"{op}: expected at least one place of the window and one far one, S in all, and sinks from 0 to the far "
-            f"places, got window={window}, {dims['cap']} far places, S={dims['S']} and sinks={sinks}"
+            f"{op}: expected window and cap of at least 1 with S = window + cap slots, and sinks from 0 to cap, got "
+            f"window={window}, cap={dims['cap']}, S={dims['S']} and sinks={sinks}"
         )
     eager = impl == "reference"
     check_dtype(op, (*FLOATS, torch.float64) if eager else FLOATS, k=k)
@@ -118,7 +118,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
 
 
 def _step(x: _Inputs) -> None:
-    """The kernel: directly in eager mode, as a custom op where torch traces."""
+    """Run the kernel: directly in eager mode, as a custom op if torch traces."""
     if is_plain(x.k):
         _run(*x)
     else:

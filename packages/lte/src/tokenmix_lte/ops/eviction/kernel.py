@@ -9,8 +9,8 @@ from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.early import gdc_launch_and_wait
 
-# far places that a warp holds in registers
-_OF_A_WARP = 512
+# most retained slots that one warp holds in registers
+_SLOTS_PER_WARP = 512
 
 
 @cached_launch
@@ -19,7 +19,11 @@ def evict_step_kernel(
     k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, reach, H, K,
     BC: tl.constexpr, BK: tl.constexpr, UNIFORM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Pop the token that leaves the ring, put it among the far ones if it is good enough, and write the new one."""
+    """Read the token that leaves the ring, retain it if its score is high enough, and write the new token.
+
+    slots of a head:  [ ring: W slots, position p at p mod W | retained: cap slots, `n_retained` filled ]
+                        new token → slot p mod W               leaving token → `target`, if `enters`
+    """
     gdc_launch_and_wait(PDL)
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
@@ -27,28 +31,28 @@ def evict_step_kernel(
     m_c, m_k = o_c < cap, o_k < K
     position = tl.load(before + i_n).to(tl.int64)
     length = tl.load(lengths + i_nh)
-    place, age = position % window, position - window
+    slot, age = position % window, position - window
     p_scores = scores + i_nh * (window + cap)
-    p_ring, p_far = (i_nh * (window + cap) + place) * K + o_k, (i_nh * (window + cap) + window) * K + o_k
+    p_ring, p_retained = (i_nh * (window + cap) + slot) * K + o_k, (i_nh * (window + cap) + window) * K + o_k
     b_key = tl.load(keys + p_ring, mask=m_k)
     b_value = tl.load(values + p_ring, mask=m_k)
     if UNIFORM:
-        # the exponent of a power of two
+        # the exponent of the largest power of two that divides the position
         exponent = (age & (0 - age)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
         score = tl.where(age == 0, float("inf"), (exponent - 126).to(tl.float32))
     else:
-        score = tl.load(p_scores + place)
+        score = tl.load(p_scores + slot)
     score = tl.where(age < sinks, float("inf"), score)
-    far = length - tl.minimum(position, window).to(tl.int32)
-    b_scores = tl.load(p_scores + window + o_c, mask=m_c & (o_c < far), other=float("inf"))
+    n_retained = length - tl.minimum(position, window).to(tl.int32)
+    b_scores = tl.load(p_scores + window + o_c, mask=m_c & (o_c < n_retained), other=float("inf"))
     lowest = tl.min(b_scores, 0)
-    b_ages = tl.load(ages + i_nh * cap + o_c, mask=m_c & (o_c < far) & (b_scores == lowest), other=-1)
-    free = far < cap
+    b_ages = tl.load(ages + i_nh * cap + o_c, mask=m_c & (o_c < n_retained) & (b_scores == lowest), other=-1)
+    free = n_retained < cap
     enters = (age >= 0) & (score > 0) & (free | (score > lowest))
-    target = tl.where(free, far, tl.argmax(b_ages, 0)).to(tl.int64)
+    target = tl.where(free, n_retained, tl.argmax(b_ages, 0)).to(tl.int64)
     b_enters = m_k & (tl.zeros([BK], tl.int32) + enters.to(tl.int32) > 0)
-    tl.store(keys + p_far + target * K, b_key, mask=b_enters)
-    tl.store(values + p_far + target * K, b_value, mask=b_enters)
+    tl.store(keys + p_retained + target * K, b_key, mask=b_enters)
+    tl.store(values + p_retained + target * K, b_value, mask=b_enters)
     tl.store(p_scores + window + target, score, mask=enters)
     tl.store(ages + i_nh * cap + target, age.to(tl.int32), mask=enters)
     tl.store(keys + p_ring, tl.load(k + i_nh * K + o_k, mask=m_k), mask=m_k)
@@ -60,13 +64,14 @@ def evict_step_kernel(
 
 
 def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
-    """`evict_step` by Triton; all tensors are contiguous."""
+    """Launch the kernel of `evict_step`; all tensors are contiguous."""
     N, H, K = k.shape
     cap = scores.shape[2] - window
     BC = next_power_of_2(cap)
-    # a token's numbers are loaded and stored by the same threads, and all loads of far scores end in their reduction
+    # no barrier is needed: the same threads load and store a token's elements, and the reduction of retained scores
+    # comes after all of their loads
     evict_step_kernel[(N * H,)](
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
         before=before, window=window, sinks=sinks, cap=cap, reach=raws.shape[1], H=H, K=K,
-        BC=BC, BK=next_power_of_2(K), UNIFORM=uniform, num_warps=1 if BC <= _OF_A_WARP else 4,
+        BC=BC, BK=next_power_of_2(K), UNIFORM=uniform, num_warps=1 if BC <= _SLOTS_PER_WARP else 4,
     )  # fmt: skip

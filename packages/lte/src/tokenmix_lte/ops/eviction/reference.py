@@ -1,4 +1,4 @@
-"""The step, eager: the specification, on any device and in any float dtype."""
+"""The step in eager PyTorch: the specification, on any device and in any float dtype."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from torch import Tensor
 
 
 def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
-    """`evict_step`, in place; nothing waits for the device."""
+    """Compute `evict_step` in place, without synchronisation."""
     (N, H, S), W = scores.shape, window
     cap, K = S - W, k.shape[-1]
-    # the token whose place is needed
-    place = (before % W).view(N, 1).expand(N, H)
-    index = place[..., None, None].expand(N, H, 1, K)
+    # the token that leaves the ring
+    slot = (before % W).view(N, 1).expand(N, H)
+    index = slot[..., None, None].expand(N, H, 1, K)
     key, value = (x.gather(2, index).squeeze(2) for x in (keys, values))
     age = (before - W).view(N, 1).expand(N, H)
-    score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _of(scores, place)
+    score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _gather(scores, slot)
     score = score.masked_fill((age >= 0) & (age < sinks), torch.inf)
-    # where it goes
-    far = lengths - before.clamp(max=W).unsqueeze(1)
-    filled = torch.arange(cap, device=k.device) < far.unsqueeze(-1)
+    # its retained slot
+    n_retained = lengths - before.clamp(max=W).unsqueeze(1)
+    filled = torch.arange(cap, device=k.device) < n_retained.unsqueeze(-1)
     lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
     youngest = torch.where(filled & (scores[:, :, W:] == lowest.unsqueeze(-1)), ages, -1).argmax(-1)
-    free = far < cap
+    free = n_retained < cap
     enters = (age >= 0) & (score > 0) & (free | (score > lowest))
-    target = torch.where(free, far, youngest).long()
+    target = torch.where(free, n_retained, youngest).long()
     everywhere = torch.ones_like(enters)
     for held, old, new in ((keys, key, k), (values, value, v)):
         _put(held, W + target, old, enters)
-        _put(held, place, new, everywhere)
+        _put(held, slot, new, everywhere)
     _put(scores, W + target, score, enters)
     _put(ages, target, age.to(ages.dtype), enters)
     if raws.shape[1]:
@@ -38,26 +38,27 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
     lengths.add_((enters & free).int() + (age < 0).int())
 
 
-def uniform_ranks(position: Int[Tensor, "*places"]) -> Float[Tensor, "*places"]:
-    """1 and how often a position can be halved: what every n-th token is for an n that doubles; +∞ for the first.
+def uniform_ranks(position: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return 1 + the exponent of the largest power of two that divides a position; +∞ for position 0.
 
-    With the older one staying of two that are equal, 2ⁿ-th tokens make way for 2ⁿ⁺¹-th ones, the newest first.
+    With these ranks, and the older of equal tokens retained, a head holds every 2ⁿ-th token; as slots run out, they are
+    replaced one by one, the newest first, by every 2ⁿ⁺¹-th token.
     """
     lowest = (position & -position).double()
     return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()
 
 
-def _of(x: Float[Tensor, "N H places"], at: Int[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+def _gather(x: Float[Tensor, "N H slots"], at: Int[Tensor, "N H"]) -> Float[Tensor, "N H"]:
     return x.gather(2, at.unsqueeze(-1)).squeeze(-1)
 
 
 def _put(
-    x: Shaped[Tensor, "N H places *K"],
+    x: Shaped[Tensor, "N H slots *K"],
     at: Int[Tensor, "N H"],
     new: Shaped[Tensor, "N H *K"],
     where: Bool[Tensor, "N H"],
 ) -> None:
-    """Write one place of each head, in place, where `where` says so."""
+    """Write slot `at` of each head in place if `where` is True."""
     one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
     index = at[one].expand(*at.shape, 1, *x.shape[3:])
     x.scatter_(2, index, torch.where(where[one], new.unsqueeze(2).to(x.dtype), x.gather(2, index)))

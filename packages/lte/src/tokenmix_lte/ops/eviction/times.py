@@ -1,4 +1,4 @@
-"""When keys of whole sequences leave, in one launch: each key looks for the position of its room-th better one."""
+"""Eviction times of whole sequences in one launch: find the position of each key's cap-th better key."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 
-# keys of a program, and those that they are compared with at one time
-_KEYS, _OTHERS = 64, 64
+# keys of a program, and keys of the tile that they are compared with
+_BT, _BN = 64, 64
 
 
 @cached_launch
 @triton.jit
-def eviction_times_kernel(scores, until, room, window, T, H, BT: tl.constexpr, BN: tl.constexpr):
-    """Count better keys tile by tile until there are `room`, then find the one among the last tile's."""
+def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN: tl.constexpr):
+    """Count better keys tile by tile until there are `cap`, then find the cap-th one in the last tile.
+
+    scores of a head:  | tile 0 | tile 1 | … | tile `tile` | …       `count` better keys before tile `tile`,
+                                              ↑ cap-th better key     fewer than `cap`
+    """
     i_bh = tl.program_id(0).to(tl.int64)
     p_row = (i_bh // H) * T * H + i_bh % H
     o_t, o_n = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, BN)
     m_t = o_t < T
     tiles = tl.cdiv(T, BN)
     b_s = tl.load(scores + p_row + o_t * H, mask=m_t, other=0.0)
-    # better ones in the tiles before `tile`, of those keys that have not found as many as there is room for
-    looks = (m_t & (b_s > float("-inf"))).to(tl.int32)
+    # `count`: better keys in the tiles before `tile`; `active`: keys with fewer than `cap` better ones so far
+    active = (m_t & (b_s > float("-inf"))).to(tl.int32)
     count, tile = tl.zeros([BT], tl.int32), tl.zeros([BT], tl.int32)
-    i, looking = 0, tl.max(looks, 0)
-    while (i < tiles) & (looking > 0):
+    i, any_active = 0, tl.max(active, 0)
+    while (i < tiles) & (any_active > 0):
         o_j = i * BN + o_n
         b_j = tl.load(scores + p_row + o_j * H, mask=o_j < T, other=float("-inf"))
         better = _better(b_j[None, :], o_j[None, :], b_s[:, None], o_t[:, None])
         more = count + tl.sum(better, 1)
-        looks = tl.where(more < room, looks, 0)
-        count = tl.where(looks > 0, more, count)
-        tile += looks
-        looking = tl.max(looks, 0)
+        active = tl.where(more < cap, active, 0)
+        count = tl.where(active > 0, more, count)
+        tile += active
+        any_active = tl.max(active, 0)
         i += 1
     o_j = tile[:, None] * BN + o_n[None, :]
     b_j = tl.load(scores + p_row + o_j * H, mask=o_j < T, other=float("-inf"))
     better = _better(b_j, o_j, b_s[:, None], o_t[:, None])
-    before = tl.sum((count[:, None] + tl.cumsum(better, 1) < room).to(tl.int32), 1)
+    before = tl.sum((count[:, None] + tl.cumsum(better, 1) < cap).to(tl.int32), 1)
     last = tl.where(tile < tiles, tile * BN + before, T)
-    tl.store(until + p_row + o_t * H, last + window, mask=m_t)
+    tl.store(times + p_row + o_t * H, last + window, mask=m_t)
 
 
 @triton.jit
 def _better(b_j, o_j, b_s, o_s):
-    """1 where a key of score b_j at o_j ranks before one of b_s at o_s."""
+    """Return 1 if a key of score b_j at o_j ranks before one of score b_s at o_s, else 0."""
     return ((b_j > b_s) | ((b_j == b_s) & (o_j < o_s))).to(tl.int32)
 
 
-def eviction_times_triton(scores: Tensor, room: int, window: int) -> Tensor:
-    """`cap.eviction_times` of rows `[B, T, H]`, float32, of T ≥ 1 tokens."""
+def eviction_times_triton(scores: Tensor, cap: int, window: int) -> Tensor:
+    """Compute `eviction_times` of unpacked rows `[B, T, H]`, float32, of T ≥ 1 tokens."""
     B, T, H = scores.shape
     scores = scores.contiguous()
-    until = torch.empty_like(scores, dtype=torch.int32)
-    eviction_times_kernel[(B * H, cdiv(T, _KEYS))](
-        scores=scores, until=until, room=room, window=window, T=T, H=H, BT=_KEYS, BN=_OTHERS, num_warps=4
+    times = torch.empty_like(scores, dtype=torch.int32)
+    eviction_times_kernel[(B * H, cdiv(T, _BT))](
+        scores=scores, times=times, cap=cap, window=window, T=T, H=H, BT=_BT, BN=_BN, num_warps=4
     )
-    return until
+    return times

@@ -1,1 +1,1 @@
-"""The scores by which keys are kept: what tokens within a few places of a key say about it."""
+"""The scorer: retention logits of keys, computed from the tokens around each key."""

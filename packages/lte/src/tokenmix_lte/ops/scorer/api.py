@@ -1,4 +1,4 @@
-"""The scorer's public function: shapes and checks."""
+"""The scorer's public function: checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def retention_logits(
     dropout: float = 0.0,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T H"]:
-    """How much each key is worth keeping: convolutions over time on [k; v], each followed by SiLU, and a linear map.
+    """Return a retention logit for each key: convolutions over time on [k; v], each followed by SiLU, and a linear map.
 
-    Heads have weights of their own. A convolution reads its input at t + o for every offset o; tokens that do not exist
-    or are of another sequence count as zeros in the input of every layer, not only of the first. Differentiable in k,
-    v and all weights. Computed in float32 (float64 for float64), whatever autocast says: the sign decides.
+    Each head has separate weights. A convolution reads its input at t + o for every offset o; tokens that do not exist
+    or belong to another sequence are zeros in the input of every layer, not only of the first. Differentiable in k, v
+    and all weights. Computed in float32 (float64 for float64) even under autocast, because the sign decides.
 
     Args:
         k, v: bfloat16, float16, float32 or float64, of one dtype: keys before any rotation, and values.
         convs: weights and biases of each convolution; the first one's inputs are K + V channels.
         weight, bias: of the linear map.
-        offsets: where a convolution reads, one for each tap.
-        begin: the first token of each row that exists; None for 0. Logits before it mean nothing.
-        cu_seqlens: borders of packed sequences, for B = 1 and without `begin`.
-        dropout: probability with which elements of a convolution's input are dropped, others enlarged. Which ones is a
-            hash of a number drawn by torch and of their places, alike in all implementations.
-        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", our kernels for Hopper
-            (the same in bfloat16 or float16, and 16, 32 or 64 channels; at most 32 of the second layer where keys and
-            the first one have 64), "reference" (any device), or None: for CUDA tensors the kernels that take the
-            scorer, those in Gluon first, else the reference. With k in bfloat16 or float16, products of kernels are of
-            that dtype, with sums in float32; all else is float32.
+        offsets: offset of the token that each tap reads.
+        begin: first existing token of each row; None for 0. Logits before it have no meaning.
+        cu_seqlens: boundaries of packed sequences, for B = 1 and without `begin`.
+        dropout: probability that an element of a convolution's input is dropped; others are scaled by 1 / (1 −
+            dropout). The mask is a hash of a random seed and the element's index, the same in all implementations.
+        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", kernels for Hopper (the
+            same in bfloat16 or float16, with 16, 32 or 64 channels, and at most 32 in the second layer if keys and the
+            first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels, else the Triton
+            kernels, if they support the scorer; otherwise the reference. With k in bfloat16 or float16 the kernels'
+            matmuls take operands of that dtype and sum in float32; all else is float32.
 
     Returns:
         Logits `[B, T, H]`, float32 (float64).
@@ -68,7 +68,7 @@ def retention_logits(
     check_tensors("retention_logits", k=k)
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
-        # drawn on the device, which nobody waits for
+        # drawn on the device, so that the CPU need not wait for it
         seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
         options = dict(
             offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=round(dropout * LEVELS)

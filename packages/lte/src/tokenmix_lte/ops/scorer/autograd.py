@@ -1,4 +1,4 @@
-"""The scorer's kernels as a differentiable function: direct in eager mode, custom ops where torch traces."""
+"""The scorer's kernels as a differentiable function: direct in eager mode, custom ops if torch traces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
 
-# k, v, weights and biases of three convolutions, weight and bias of the linear map; all tensors, which come first
+# number of differentiable fields of `Inputs` (k, v, three convolutions, the linear map), and of all its tensors
 _DIFFERENTIABLE, _TENSORS = 10, 13
 
 
 @retried
 @of_fields
 def _forward(x: Inputs) -> Tensor:
-    """The logits."""
+    """Compute the logits."""
     if x.takes_gluon():
         from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_forward as scorer_forward
     else:
@@ -29,22 +29,22 @@ def _forward(x: Inputs) -> Tensor:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Gradients of the first ten tensors, layer by layer from the last."""
+    """Compute the gradients of the differentiable inputs, from the last layer to the first."""
     if given.inputs.takes_gluon():
         from tokenmix_lte.ops.scorer.hopper.backward import hopper_layer_backward as layer_backward
-        from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_beginnings as scorer_beginnings
+        from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_recompute as scorer_recompute
     else:
         from tokenmix_lte.ops.scorer.backward import scorer_layer_backward as layer_backward
-        from tokenmix_lte.ops.scorer.forward import scorer_beginnings
+        from tokenmix_lte.ops.scorer.forward import scorer_recompute
 
-    cut, x = given.inputs.sizes(), given.inputs.readable()
-    z1, z2, dz3, dweight, dbias = scorer_beginnings(x, given.dlogits.contiguous(), cut)
-    (dz2,), dw3, dbias3 = layer_backward(x, cut, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
-    (dz1,), dw2, dbias2 = layer_backward(x, cut, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
-    (dk, dv), dw1, dbias1 = layer_backward(x, cut, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
-    # parts of one tensor, which outputs of an operator may not be
-    of_map = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
-    grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *of_map
+    sizes, x = given.inputs.sizes(), given.inputs.readable()
+    z1, z2, dz3, dweight, dbias = scorer_recompute(x, given.dlogits.contiguous(), sizes)
+    (dz2,), dw3, dbias3 = layer_backward(x, sizes, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
+    (dz1,), dw2, dbias2 = layer_backward(x, sizes, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
+    (dk, dv), dw1, dbias1 = layer_backward(x, sizes, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
+    # both are views of one tensor, which outputs of an operator must not be
+    linear_grads = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
+    grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *linear_grads
     return [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]
 
 
@@ -88,7 +88,7 @@ scorer = differentiable(scorer_forward_op, _forward, _save, _gradients)
 def retention_logits_kernels(
     k, v, convs, weight, bias, *, offsets: Sequence[int], begin, cu_seqlens, seed, threshold, impl
 ):
-    """`retention_logits` by kernels, portable ones or in Gluon."""
+    """Compute `retention_logits` by the portable kernels or those in Gluon."""
     (w1, bias1), (w2, bias2), (w3, bias3) = convs
     first, middle, last = offsets
     x = Inputs(

@@ -1,6 +1,6 @@
-"""Gradients of one layer: of its inputs, and sums for its weights that each program leaves."""
+"""Gradients of one layer: of its inputs, and of its weights as partial sums of each program."""
 
-# Triton knows no stars in tuples
+# Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_lte.ops.scorer.forward import load_tap
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
-from tokenmix_lte.ops.scorer.tokens import dropped, load_channels, locate_tokens, store_channels
+from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
 
-# programs a multiprocessor
-_PROGRAMS = 2
+_PROGRAMS_PER_SM = 2
 
 
 @cached_launch
@@ -29,13 +28,13 @@ def scorer_layer_backward_kernel(
     BT: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr, LAYER: tl.constexpr, TAPS: tl.constexpr,
     FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of C input channels of a layer for `tiles` tiles of BT tokens, from that of its sums before SiLU.
+    """Compute the gradient of C input channels of a layer for `tiles` tiles of BT tokens, from that of its z.
 
-    Layer 0 reads keys, x, or values, `other`, by the program; others have no `other`, read the SiLU of x and give the
-    gradient before it. The sums of biases come from the programs of x.
+    In layer 0, programs of part 0 read keys, x, and programs of part 1 read values, `other`. Other layers have no
+    `other`; they read z of the layer before as x and return its gradient. Programs of part 0 sum the bias gradients.
     """
-    i_run, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # its channels among the layer's
+    i_program, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # first input channel of this program
     i_in = i_part * C
     CI = tl.num_programs(2) * C
     if other is not None:  # noqa: SIM102
@@ -49,30 +48,30 @@ def scorer_layer_backward_kernel(
         b_dw = b_dw + (tl.zeros([BC, BO], tl.float32),)
     b_dbias = tl.zeros([BO], tl.float32)
     for i_tile in range(tiles):
-        i_c = i_run * tiles + i_tile
-        i_row, there, end, first = locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED)
+        i_c = i_program * tiles + i_tile
+        i_row, start, end, first = locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED)
         o_t = first + tl.arange(0, BT)
-        m_t = (o_t >= there) & (o_t < end)
+        m_t = (o_t >= start) & (o_t < end)
         o_row = (i_row + o_t) * H + i_h
         b_x = load_channels(x, o_row, m_t, C, BC)
         b_z = b_x.to(tl.float32)
         b_sigmoid = tl.sigmoid(b_z)
         if LAYER > 0:
             b_x = (b_z * b_sigmoid).to(b_x.dtype)
-        b_x = dropped(b_x, seed, threshold, o_row, i_in, LAYER, DROPOUT)
+        b_x = apply_dropout(b_x, seed, threshold, o_row, i_in, LAYER, DROPOUT)
         b_dx = tl.zeros([BT, BC], tl.float32)
         b_sums = ()
         for i in tl.static_range(TAPS):
-            # the token that reads this one by the tap
+            # the token whose sum reads token o_t through this tap
             o_s = o_t - (FIRST + i * STEP)
-            m_s = m_t & (o_s >= there) & (o_s < end)
+            m_s = m_t & (o_s >= start) & (o_s < end)
             b_dz = load_channels(dz, (i_row + o_s) * H + i_h, m_s, CO, BO)
             b_dx = tl.dot(b_dz, tl.trans(b_w[i]), b_dx, input_precision="tf32x3")
             b_sums = b_sums + (tl.dot(tl.trans(b_x), b_dz, b_dw[i], input_precision="tf32x3"),)
             if FIRST + i * STEP == 0:
                 b_dbias += tl.sum(b_dz.to(tl.float32), 0)
         b_dw = b_sums
-        b_dx = dropped(b_dx, seed, threshold, o_row, i_in, LAYER, DROPOUT)
+        b_dx = apply_dropout(b_dx, seed, threshold, o_row, i_in, LAYER, DROPOUT)
         if LAYER > 0:
             b_dx *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
         m_t = (o_t >= 0) & (o_t < tl.minimum(first + BT, end))
@@ -80,18 +79,18 @@ def scorer_layer_backward_kernel(
     o_i, o_o = tl.arange(0, BC), tl.arange(0, BO)
     m_w = (o_i < C)[:, None] & (o_o < CO)[None, :]
     for i in tl.static_range(TAPS):
-        p_w = dw + (((i_run.to(tl.int64) * TAPS + i) * H + i_h) * CI + i_in) * CO
+        p_w = dw + (((i_program.to(tl.int64) * TAPS + i) * H + i_h) * CI + i_in) * CO
         tl.store(p_w + o_i[:, None] * CO + o_o[None, :], b_dw[i], mask=m_w)
     if i_part == 0:
-        tl.store(dbias + (i_run.to(tl.int64) * H + i_h) * CO + o_o, b_dbias, mask=o_o < CO)
+        tl.store(dbias + (i_program.to(tl.int64) * H + i_h) * CO + o_o, b_dbias, mask=o_o < CO)
 
 
 def scorer_layer_backward(
     x: Inputs, sizes: Sizes, *, layer: int, inputs: tuple[Tensor, ...], dz: Tensor, w: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Gradients of a layer's inputs, and in float32 of its weights `[H, out, in, taps]` and biases `[H, out]`.
+    """Return gradients of a layer's inputs, and in float32 of its weights `[H, out, in, taps]` and biases `[H, out]`.
 
-    `inputs` are k and v, or the layer before without its SiLU; `dz` is the gradient of the layer before its own.
+    `inputs` are k and v, or z of the layer before; `dz` is the gradient of this layer's z, the input of its SiLU.
     """
     B, T, H, C = inputs[0].shape
     CO, tile = dz.shape[-1], sizes.layer
@@ -99,11 +98,11 @@ def scorer_layer_backward(
     # only the first layer has two inputs
     (of, other), (dx, dother) = ((*tensors, None)[:2] for tensors in (inputs, grads))
     slots = chunk_slots(B, T, tile.BT, x.cu_seqlens)
-    tiles = cdiv(slots * H * len(inputs), _PROGRAMS * tuning.multiprocessors(dz.device))
-    runs, (TAPS, FIRST, STEP) = cdiv(slots, tiles), sizes.taps
-    dw = dz.new_empty(runs, TAPS, H, len(inputs) * C, CO, dtype=torch.float32)
-    dbias = dz.new_empty(runs, H, CO, dtype=torch.float32)
-    scorer_layer_backward_kernel[(runs, H, len(inputs))](
+    tiles = cdiv(slots * H * len(inputs), _PROGRAMS_PER_SM * tuning.multiprocessors(dz.device))
+    programs, (TAPS, FIRST, STEP) = cdiv(slots, tiles), sizes.taps
+    dw = dz.new_empty(programs, TAPS, H, len(inputs) * C, CO, dtype=torch.float32)
+    dbias = dz.new_empty(programs, H, CO, dtype=torch.float32)
+    scorer_layer_backward_kernel[(programs, H, len(inputs))](
         x=of, other=other, dz=dz, w=w, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, dx=dx, dother=dother, dw=dw,
         dbias=dbias, T=T, N=num_sequences(dz, x.cu_seqlens), slots=slots, tiles=tiles, H=H, threshold=x.threshold, C=C,
         CO=CO, BT=tile.BT, BC=sizes.blocks[layer], BO=sizes.blocks[layer + 1], LAYER=layer, TAPS=TAPS, FIRST=FIRST,

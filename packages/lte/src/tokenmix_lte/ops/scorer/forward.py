@@ -1,4 +1,4 @@
-"""Logits in one kernel: all layers of a tile of tokens, whose neighbours are computed with it."""
+"""Logits in one kernel: all layers of a tile of tokens and of the neighbours that they depend on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
-from tokenmix_lte.ops.scorer.tokens import dropped, load_channels, locate_tokens, store_channels
+from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
 
 
 @triton.jit
 def load_tap(w, i_tap, i_h, H, CI, CO, i_in, C, BI: tl.constexpr, BO: tl.constexpr):
-    """Weights `[BI, BO]` of a tap for the C input channels from `i_in` on; w is `[taps, H, CI, CO]`."""
+    """Load the weights `[BI, BO]` of a tap for the C input channels from `i_in` on; w is `[taps, H, CI, CO]`."""
     o_i, o_o = tl.arange(0, BI), tl.arange(0, BO)
     p_w = w + ((i_tap * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
     return tl.load(p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :], other=0.0)
@@ -24,15 +24,15 @@ def load_tap(w, i_tap, i_h, H, CI, CO, i_in, C, BI: tl.constexpr, BO: tl.constex
 
 @triton.jit
 def load_bias(bias, i_h, C, BT: tl.constexpr, BC: tl.constexpr):
-    """A head's C biases for each of BT tokens, float32."""
+    """Load a head's C biases for each of BT tokens, in float32."""
     o_c = tl.arange(0, BC)
     b_bias = tl.load(bias + i_h * C + o_c, mask=o_c < C, other=0.0).to(tl.float32)
     return tl.zeros([BT, BC], tl.float32) + b_bias[None, :]
 
 
 @triton.jit
-def moved(b_x, OFFSET: tl.constexpr):
-    """Row t + OFFSET in place of row t; rows that this tile lacks are those at its ends."""
+def shift_rows(b_x, OFFSET: tl.constexpr):
+    """Replace row t by row t + OFFSET; indices beyond the tile are clamped to its first and last row."""
     if OFFSET != 0:
         o_t = tl.minimum(tl.maximum(tl.arange(0, b_x.shape[0]) + OFFSET, 0), b_x.shape[0] - 1)
         b_x = tl.gather(b_x, tl.broadcast_to(o_t[:, None], b_x.shape), 0)
@@ -44,11 +44,11 @@ def convolve(
     b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """A convolution of a tile of tokens, before its SiLU, float32."""
+    """Compute a convolution of a tile of tokens before its SiLU, in float32."""
     b_z = load_bias(bias, i_h, CO, b_x.shape[0], BO)
     for i in tl.static_range(TAPS):
         b_w = load_tap(w, i, i_h, H, CI, CO, 0, CI, BI, BO)
-        b_z = tl.dot(moved(b_x, FIRST + i * STEP), b_w, b_z, input_precision="tf32x3")
+        b_z = tl.dot(shift_rows(b_x, FIRST + i * STEP), b_w, b_z, input_precision="tf32x3")
     return b_z
 
 
@@ -60,39 +60,44 @@ def scorer_kernel(
     B3: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr,
     GRADIENTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Logits of the inner tokens of a tile of BT; or, from `dlogits`, what the layers' gradients begin with.
+    """Compute the logits of the inner tokens of a tile of BT; with GRADIENTS, the inputs of the layers' backward pass.
 
-    That is the first two layers before their SiLU, the gradient of the third before its own, and sums for the linear
-    map: of its C3 weights, then of its bias.
+        tokens of a tile:   | before | OWN tokens whose logits it stores | after |   before + after = 2 SPAN
+        layer 1, from k and v   BT valid rows          layers read rows t + FIRST, t + FIRST + STEP, …,
+        layer 2                 BT − SPAN valid rows   t + FIRST + SPAN, so each layer has SPAN fewer valid rows
+        layer 3, linear map     OWN valid rows
+
+    With GRADIENTS it stores z¹, z² (inputs of SiLU), the gradient dz3 of z³, and partial sums of the gradients of the
+    linear map's C3 weights and its bias.
     """
     SPAN: tl.constexpr = (TAPS - 1) * STEP
     # two layers follow the first one
     OWN: tl.constexpr = BT - 2 * SPAN
     i_h = tl.program_id(1)
-    i_row, there, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)
-    # the first is known when this is compiled
+    i_row, start, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)
+    # nested, because GRADIENTS is a constant at compile time
     if not GRADIENTS:  # noqa: SIM102
         if first >= end:
             return
     o_t = first + 2 * FIRST + tl.arange(0, BT)
-    m_t = (o_t >= there) & (o_t < end)
+    m_t = (o_t >= start) & (o_t < end)
     m_own = (o_t >= first) & (o_t < tl.minimum(first + OWN, end))
     o_row = (i_row + o_t) * H + i_h
     b_z1 = load_bias(bias1, i_h, C1, BT, B1)
     for i in range(TAPS):
         o_s = o_t + (FIRST + i * STEP)
-        m_s = (o_s >= there) & (o_s < end)
+        m_s = (o_s >= start) & (o_s < end)
         o_s = (i_row + o_s) * H + i_h
-        b_k = dropped(load_channels(k, o_s, m_s, K, BK), seed, threshold, o_s, 0, 0, DROPOUT)
+        b_k = apply_dropout(load_channels(k, o_s, m_s, K, BK), seed, threshold, o_s, 0, 0, DROPOUT)
         b_z1 = tl.dot(b_k, load_tap(w1, i, i_h, H, 2 * K, C1, 0, K, BK, B1), b_z1, input_precision="tf32x3")
-        b_v = dropped(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, K, 0, DROPOUT)
+        b_v = apply_dropout(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, K, 0, DROPOUT)
         b_z1 = tl.dot(b_v, load_tap(w1, i, i_h, H, 2 * K, C1, K, K, BK, B1), b_z1, input_precision="tf32x3")
     # a token that does not exist is 0 in every layer
     b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1), 0.0).to(k.dtype.element_ty)
-    b_x = dropped(b_x, seed, threshold, o_row, 0, 1, DROPOUT)
+    b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 1, DROPOUT)
     b_z2 = convolve(b_x, w2, bias2, i_h, H, C1, C2, B1, B2, TAPS, FIRST, STEP)
     b_x = tl.where(m_t[:, None], b_z2 * tl.sigmoid(b_z2), 0.0).to(k.dtype.element_ty)
-    b_x = dropped(b_x, seed, threshold, o_row, 0, 2, DROPOUT)
+    b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 2, DROPOUT)
     b_z3 = convolve(b_x, w3, bias3, i_h, H, C2, C3, B2, B3, TAPS, FIRST, STEP)
     b_sigmoid = tl.sigmoid(b_z3)
     b_x3 = b_z3 * b_sigmoid
@@ -113,15 +118,19 @@ def scorer_kernel(
 
 
 def scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
-    """Logits `[B, T, H]`, float32."""
+    """Return logits `[B, T, H]`, float32."""
     logits = x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
     _launch(x, sizes, logits=logits)
     return logits
 
 
-def scorer_beginnings(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient of logits: layers 1 and 2 before their SiLU, the gradient of layer 3 before it `[B, T, H, C]`,
-    and the gradients of the linear map's weights `[H, C3]` and bias `[H]`, float32."""
+def scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Recompute the forward pass for the backward pass.
+
+    Returns:
+        z¹, z² and the gradient of z³, inputs of SiLU `[B, T, H, C]`; gradients of the linear map's weights `[H, C3]`
+        and bias `[H]`, float32.
+    """
     B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels
     z1, z2, dz3 = (x.k.new_empty(B, T, H, C) for C in sizes.channels[1:])
@@ -134,7 +143,7 @@ def scorer_beginnings(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor,
 def _launch(
     x: Inputs, sizes: Sizes, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
 ) -> None:  # fmt: skip
-    """Write the logits, or from their gradient what the layers' gradients begin with."""
+    """Write the logits or, given their gradient, the results of `scorer_recompute`."""
     B, T, H, _ = x.k.shape
     slots, tile = chunk_slots(B, T, sizes.own, x.cu_seqlens), sizes.layers
     (K, C1, C2, C3), (BK, B1, B2, B3), (TAPS, FIRST, STEP) = sizes.channels, sizes.blocks, sizes.taps

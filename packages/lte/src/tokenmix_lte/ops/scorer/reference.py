@@ -1,4 +1,4 @@
-"""The scorer, eager: the specification of the operation and of its gradient, on any device, in float64."""
+"""The scorer in eager PyTorch: the specification of the operation and of its gradient, on any device, in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.nn.precision import at_least_float32
 
-# of a dropout's probability
+# dropout probabilities are multiples of 1 / LEVELS
 LEVELS = 1 << 24
 _WORD = (1 << 32) - 1
 
@@ -30,21 +30,21 @@ def retention_logits_reference(
     seed: Int[Tensor, "1"] | None = None,
     threshold: int = 0,
 ) -> Float[Tensor, "B T H"]:
-    """Logits as `retention_logits` defines them, differentiable by autograd, computed in float32 (float64).
+    """Compute `retention_logits` in float32 (float64), differentiable by autograd.
 
-    With a seed, convolutions' inputs are dropped as `dropout_mask` says.
+    With a seed, `dropout_mask` gives the dropped elements of each convolution's input.
     """
-    # heads in front: each has weights of its own
+    # heads first, because each has separate weights
     x = torch.cat((at_least_float32(k), at_least_float32(v)), -1).permute(2, 0, 1, 3)
-    there = [_there(x, offset, begin, cu_seqlens) for offset in offsets]
+    exists = [_exists(x, offset, begin, cu_seqlens) for offset in offsets]
     for layer, (kernel, shift) in enumerate(convs):
         if seed is not None:
             x = x * dropout_mask(seed, threshold, layer, x) * (LEVELS / (LEVELS - threshold))
         total = shift.to(x.dtype)[:, None, None]
-        for tap, offset, mask in zip(kernel.unbind(-1), offsets, there, strict=True):
-            near = shifted(x, offset)
-            near = near if mask is None else near * mask.unsqueeze(-1)
-            total = total + near @ tap.to(x.dtype).mT.unsqueeze(1)
+        for tap, offset, mask in zip(kernel.unbind(-1), offsets, exists, strict=True):
+            neighbour = shifted(x, offset)
+            neighbour = neighbour if mask is None else neighbour * mask.unsqueeze(-1)
+            total = total + neighbour @ tap.to(x.dtype).mT.unsqueeze(1)
         x = F.silu(total)
     logits = (x @ weight.to(x.dtype)[:, None, :, None]).squeeze(-1) + bias.to(x.dtype)[:, None, None]
     return logits.permute(1, 2, 0)
@@ -53,29 +53,29 @@ def retention_logits_reference(
 def dropout_mask(
     seed: Int[Tensor, "1"], threshold: int, layer: int, x: Float[Tensor, "H B T C"]
 ) -> Bool[Tensor, "H B T C"]:
-    """Which elements of a layer's input stay: a hash of the seed, the layer, the token, the head and the channel.
+    """Return the mask of elements of a layer's input that are not dropped.
 
-    So that every implementation, and a forward pass that is computed again, drops the same. An element goes with
-    probability `threshold` / 2²⁴.
+    It is a hash of the seed, layer, token, head and channel, so that every implementation and every recomputation drops
+    the same elements. An element is dropped with probability `threshold` / 2²⁴.
     """
     H, B, T, C = x.shape
     rows = torch.arange(B * T * H, device=x.device).view(B, T, H).permute(2, 0, 1)
-    base = _scrambled((seed.long() + layer * 0x2545F491) & _WORD)
-    of_row, of_channel = _scrambled(base ^ rows), _scrambled((base + torch.arange(C, device=x.device)) & _WORD) | 1
-    found = (of_row.unsqueeze(-1) * of_channel) & _WORD
-    found = ((found ^ (found >> 15)) * 0x2C1B3C6D) & _WORD
-    return (found >> 8) >= threshold
+    base = _hash((seed.long() + layer * 0x2545F491) & _WORD)
+    row_hash, channel_hash = _hash(base ^ rows), _hash((base + torch.arange(C, device=x.device)) & _WORD) | 1
+    mixed = (row_hash.unsqueeze(-1) * channel_hash) & _WORD
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _WORD
+    return (mixed >> 8) >= threshold
 
 
-def _scrambled(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-    """A hash of 32 bits."""
+def _hash(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+    """Return a hash of 32 bits."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
 
 
 def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"]:
-    """x at t + offset in place of x at t, zeros beyond both ends."""
+    """Replace x at t by x at t + offset, zeros beyond both ends."""
     T = x.shape[2]
     if not offset:
         return x
@@ -84,8 +84,8 @@ def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"
     return F.pad(x, (0, 0, 0, offset))[:, :, offset:]
 
 
-def _there(x: Tensor, offset: int, begin: Tensor | None, cu_seqlens: Tensor | None) -> Bool[Tensor, "B_or_1 T"] | None:
-    """Tell where the token at t + offset is of the same sequence, if that is more than a matter of both ends."""
+def _exists(x: Tensor, offset: int, begin: Tensor | None, cu_seqlens: Tensor | None) -> Bool[Tensor, "B_or_1 T"] | None:
+    """Return the mask of tokens t with token t + offset in the same sequence; None if only the row's ends limit it."""
     T = x.shape[2]
     at = torch.arange(T, device=x.device) + offset
     if cu_seqlens is not None:

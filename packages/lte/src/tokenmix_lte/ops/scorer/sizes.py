@@ -1,4 +1,4 @@
-"""Which scorers the kernels take, and the tiles they take them in."""
+"""Scorers that the kernels support, and tile sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.chunking import next_power_of_2
 
 
 class Tile(NamedTuple):
-    """BT tokens a program."""
+    """BT tokens per program, and compile options."""
 
     BT: int
     num_warps: int
@@ -21,14 +21,14 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How a call is cut up.
+    """Sizes of a call and its tiles.
 
     Attributes:
-        channels: K, and each layer's outputs.
-        blocks: the same as tiles hold them.
-        taps: how many, the first one's offset, and from one to the next.
-        layers: the tile of all layers, forward.
-        layer: that of one layer, in its gradients.
+        channels: K, and each layer's output channels.
+        blocks: channels padded to tile sizes.
+        taps: number of taps, offset of the first, and distance from one to the next.
+        layers: the forward kernel's tile.
+        layer: the tile of the kernel of one layer's gradients.
     """
 
     channels: tuple[int, int, int, int]
@@ -39,35 +39,37 @@ class Sizes(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Tokens of a tile of all layers that are not there as neighbours of others."""
+        """Tokens of a forward tile whose logits it stores; the others are their neighbours."""
         taps, _, step = self.taps
         return self.layers.BT - 2 * (taps - 1) * step
 
 
-# of all layers and of one, by bytes of an element: chosen by registers and shared memory of the machine code for sm_90
+# forward and layer tiles by bytes of an element, chosen by registers and shared memory of the machine code for sm_90
 _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
-# on Hopper: streams of a program, the rows of one product of four warps, and blocks of keys and values that it holds:
-# three are read, one is dropped from, two are on their way
-BLOCK_STREAMS, RING = 64, 6
-# with more, logits in 16 bits were wrong on an H200 with Triton 3.6.0 and its assembler, in two tiles; right with 3.9.0
-MOST_CHANNELS = 64
+# streams of a program on Hopper: the rows of one WGMMA of a warpgroup
+BLOCK_STREAMS = 64
+# pipeline stages of keys and values on Hopper: three are read, one gets dropout, two are being copied
+INPUT_STAGES = 6
+# with more channels, logits in 16 bits were wrong on an H200 with Triton 3.6.0 and its assembler, for two tile sizes;
+# they are right with 3.9.0
+MAX_CHANNELS = 64
 
 
 def channels_of_layers(channels: int, layers: int = 3) -> list[int]:
-    """Channels of a model's scorer: of its input, and half as many of each layer as of what it reads."""
+    """Return the channels of a model's scorer: of its input, then of each layer, half as many as the layer before."""
     return [channels >> i for i in range(layers + 1)]
 
 
 def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> str | None:
-    """Why the kernels do not take a scorer, as a clause; None where they do."""
+    """Return the reason why the kernels do not support a scorer, as a clause, or None."""
     if dtype == torch.float64:
         return "takes bfloat16, float16 or float32, got float64"
     if K != V:
         return f"takes keys and values of one size, got {K} and {V}"
     if len(outs) != 3:
         return f"takes three convolutions, got {len(outs)}"
-    if max(K, *outs) > MOST_CHANNELS:
-        return f"takes up to {MOST_CHANNELS} channels of keys and of each layer, got {max(K, *outs)}"
+    if max(K, *outs) > MAX_CHANNELS:
+        return f"takes up to {MAX_CHANNELS} channels of keys and of each layer, got {max(K, *outs)}"
     steps = {b - a for a, b in pairwise(offsets)}
     if len(offsets) != 3 or len(steps) != 1 or not 1 <= min(steps) <= 2 or 0 not in offsets:
         return f"takes three offsets, 1 or 2 apart, with 0 among them, got {list(offsets)}"
@@ -75,7 +77,7 @@ def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: to
 
 
 def sizes(k: Tensor, outs: Sequence[int], offsets: Sequence[int]) -> Sizes:
-    """How a call is cut up. A token's logit is made alike wherever it lies, so that pieces agree with the whole."""
+    """Return a call's sizes; they do not depend on T, so a token's logit is bit-identical in calls of any length."""
     channels = k.shape[-1], *outs
     blocks = tuple(max(16, next_power_of_2(C)) for C in channels)
     taps = len(offsets), offsets[0], offsets[1] - offsets[0]

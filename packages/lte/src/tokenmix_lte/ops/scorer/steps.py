@@ -1,4 +1,4 @@
-"""What the scorer is given, by the names that its kernels know it by."""
+"""Inputs of the scorer's kernels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tokenmix_lte.ops.scorer.sizes import Sizes, sizes
 
 
 class Inputs(NamedTuple):
-    """What the logits are made of.
+    """Inputs of the forward pass.
 
     Attributes:
         k, v: `[B, T, H, K]`.
         w1, bias1, w2, bias2, w3, bias3: convolutions `[H, out, in, taps]` and `[H, out]`.
         weight, bias: the linear map after them, `[H, C3]` and `[H]`.
-        begin, cu_seqlens: each row's first token that exists, or the borders of packed sequences.
-        seed, threshold: of dropout.
+        begin, cu_seqlens: each row's first existing token, or the boundaries of packed sequences.
+        seed, threshold: of dropout; see `reference.dropout_mask`.
         first, middle, last: offsets of the taps.
-        impl: as `retention_logits`', without "reference".
+        impl: of `retention_logits`, without "reference".
     """
 
     k: Tensor
@@ -45,19 +45,19 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def sizes(self) -> Sizes:
-        """How the call is cut up."""
+        """Return the call's sizes."""
         return sizes(self.k, self.outs(), (self.first, self.middle, self.last))
 
     def outs(self) -> list[int]:
-        """Channels of each layer."""
+        """Return each layer's output channels."""
         return [w.shape[1] for w in (self.w1, self.w2, self.w3)]
 
     def takes_gluon(self) -> bool:
-        """Tell whether kernels in Gluon make the call; errors as `plan.takes_gluon`'s."""
+        """Return True if Gluon kernels run the call; raise the errors of `plan.takes_gluon`."""
         return takes_gluon(self.impl, self.k.device, self.k.dtype, self.k.shape[-1], self.outs())
 
     def readable(self) -> Inputs:
-        """The same as kernels read it: convolutions `[taps, H, in, out]` in the dtype of keys, and all aligned."""
+        """Return the inputs as kernels read them: convolutions `[taps, H, in, out]` in the keys' dtype, all aligned."""
 
         def taps_first(w: Tensor) -> Tensor:
             return w.permute(3, 0, 2, 1).to(self.k.dtype, memory_format=torch.contiguous_format)
@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The same, and the gradient of the logits."""
+    """Inputs of the backward pass: those of the forward pass, and the gradient of the logits."""
 
     inputs: Inputs
     dlogits: Tensor

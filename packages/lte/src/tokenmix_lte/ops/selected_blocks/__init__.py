@@ -1,1 +1,1 @@
-"""Attention in which each query names the blocks of keys that it sees, and the choice of these blocks."""
+"""Attention in which each query lists the blocks of keys that it sees, and the selection of these blocks."""

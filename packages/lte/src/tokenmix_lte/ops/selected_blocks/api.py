@@ -1,4 +1,4 @@
-"""The public functions: attention to the blocks of keys that each query lists, and the choice of blocks."""
+"""The public functions: attention to the blocks of keys that each query lists, and the selection of blocks."""
 
 from __future__ import annotations
 
@@ -37,31 +37,32 @@ def block_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Causal softmax attention of each query to the blocks of keys that it lists, a list for each head of keys.
+    """Causal softmax attention of each query to the blocks of keys that it lists, with a list for each key head.
 
-    With i the query's position counted in keys (the last query stands at the last key), S(i) the keys j ≤ i whose block
-    ⌊j / block_size⌋ is in blocks[i], and head h of k, v and `blocks` serving HQ / H query heads from h · HQ / H on:
+    Let i be the query's position counted in keys (the last query is at the last key), and S(i) the keys j ≤ i whose
+    block ⌊j / block_size⌋ is in blocks[i]. Head h of k, v and `blocks` serves the HQ / H query heads from h · HQ / H
+    on:
 
         lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)        o_i = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
 
-    A block listed n times weighs n times; one that is negative, or lies behind the query, is none. A query that sees no
-    key gets o = 0 and lse = −∞. Time follows the number of listed blocks. Differentiable in q, k and v through both
-    outputs.
+    A block listed n times has n times the weight; negative entries and blocks after the query are ignored. A query that
+    sees no key gets o = 0 and lse = −∞. Time is proportional to the number of listed blocks. Differentiable in q, k and
+    v through both outputs.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
         blocks: int32 or int64, counted from the start of each query's sequence.
         block_size: keys of a block.
         scale: factor of the scores, positive; None is K ** −0.5.
-        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", which costs T² whatever is
-            listed, or None: "triton" on CUDA where it can do the call, "reference" otherwise.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", which costs T² however few
+            blocks are listed, or None: "triton" on CUDA if it supports the call, "reference" otherwise.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
     """
     scale, impl = _check(q, k, v, blocks, block_size, scale, cu_seqlens, impl)
     if impl == "reference":
@@ -84,11 +85,11 @@ def select_blocks(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Int[Tensor, "B TQ H count"]:
-    """Choose `count` blocks for each query: the first, its own, the one before, and those with most attention.
+    """Select `count` blocks for each query: the first, its own, the one before, and those with most attention.
 
-    With c̄ the pooled key of block c and lse the log-sum-exp of the query's attention to pooled keys, block c before the
-    query's own one has the attention Σ exp(scale · q · c̄ − lse), over the query heads of a head of keys; of equal ones
-    the lower goes first. No gradient passes.
+    The attention of block c, before the query's own block, is Σ exp(scale · q · c̄ − lse) over the query heads of a key
+    head, with c̄ the pooled key of the block and lse the log-sum-exp of the query's attention to pooled keys. The lower
+    of equal blocks is preferred. No gradient passes.
 
     Args:
         q: bfloat16, float16, float32 or float64. HQ is a multiple of H.
@@ -97,16 +98,16 @@ def select_blocks(
             ⌊cu_seqlens[n] / block_size⌋ + n.
         lse: float32, or float64 for float64.
         count: blocks of a query, at least 3.
-        shift: the position of the first query, without `cu_seqlens`.
+        shift: position of the first query; 0 with `cu_seqlens`.
         block_size, scale, cu_seqlens, impl: as in `block_attention`.
 
     Returns:
-        Blocks `[B, TQ, H, count]`, int32, rising, with −1 behind them where a query has fewer.
+        Blocks `[B, TQ, H, count]`, int32, in ascending order, padded with −1 if a query has fewer.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
     """
-    scale, impl = _check_choice(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, impl)
+    scale, impl = _check_selection(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, impl)
     q, pooled, lse = q.detach(), pooled.detach(), lse.detach()
     if impl == "reference":
         options = {"block_size": block_size, "shift": shift, "scale": scale, "cu_seqlens": cu_seqlens}
@@ -119,7 +120,7 @@ def select_blocks(
 
 @Checked
 def _check(q, k, v, blocks, block_size, scale, cu_seqlens, impl) -> tuple[float, str]:
-    """Validate a call; return the scale and the implementation."""
+    """Validate a call of `block_attention`; return the scale and the implementation."""
     op = "block_attention"
     dims = bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"), blocks=(blocks, "B TQ H S"),
@@ -135,8 +136,8 @@ def _check(q, k, v, blocks, block_size, scale, cu_seqlens, impl) -> tuple[float,
 
 
 @Checked
-def _check_choice(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, impl) -> tuple[float, str]:
-    """The same for a choice."""
+def _check_selection(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, impl) -> tuple[float, str]:
+    """Validate a call of `select_blocks`; return the scale and the implementation."""
     op = "select_blocks"
     dims = bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), pooled=(pooled, "B U H K"), lse=(lse, "B TQ HQ"),
@@ -159,7 +160,7 @@ def _check_choice(q, pooled, lse, count, block_size, shift, scale, cu_seqlens, i
 
 
 def _options(op, dims, q, block_size, scale, cu_seqlens, impl, why: str | None) -> tuple[float, str]:
-    """Check what both functions share; `why` says what kernels cannot do of the call."""
+    """Check the options of both functions; `why` is the reason why the kernels do not support the call, or None."""
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:

@@ -1,4 +1,4 @@
-"""Attention to listed blocks by kernels, forward and backward, and the choice of blocks: as torch custom ops."""
+"""Torch custom ops of attention to listed blocks, forward and backward, and of the selection of blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmix_core.ops.common import differentiable, direct_when_eager, of_field
 
 
 class Inputs(NamedTuple):
-    """What attention to listed blocks is given."""
+    """Inputs of attention to listed blocks."""
 
     q: Tensor
     k: Tensor
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and their gradients; None is zero."""
+    """Inputs and outputs of the forward pass, with lse `[B, HQ, TQ]`, and gradients of the outputs; None is zero."""
 
     inputs: Inputs
     o: Tensor
@@ -37,7 +37,7 @@ class BackwardInputs(NamedTuple):
 
 
 class SelectInputs(NamedTuple):
-    """What the choice of blocks is given."""
+    """Inputs of the selection of blocks."""
 
     q: Tensor
     pooled: Tensor
@@ -49,10 +49,10 @@ class SelectInputs(NamedTuple):
     scale: float
 
 
-def filled(x: Tensor) -> Tensor:
-    """Heads of 64 or 128 channels, with zeros behind those that there are.
+def padded(x: Tensor) -> Tensor:
+    """Pad heads with zeros to 64 or 128 channels.
 
-    Of 40 and 24 channels, which kernels load one by one, dq was wrong on an H200 (Triton 3.6.0).
+    With 40 and 24 channels, which kernels load without vectorisation, dq was wrong on an H200 (Triton 3.6.0).
     """
     width = 64 if x.shape[3] <= 64 else 128
     return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
@@ -60,23 +60,26 @@ def filled(x: Tensor) -> Tensor:
 
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    """Compute o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     o, lse, *_ = _keep(*x)
     return o, lse
 
 
 def _keep(*inputs) -> tuple[Tensor, ...]:
-    """The same, and the tensors of all lists, whose shapes would cut graphs up: there the backward pass makes them."""
+    """Compute o, the log-sum-exp, and the tensors of all lists, which eager mode saves for the backward pass.
+
+    The shapes of these tensors would break graphs of torch.compile, whose backward pass makes the lists again.
+    """
     x = Inputs(*inputs)
     o, lse = _outputs(x.q, x.v)
     if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
         return o.zero_(), lse.fill_(float("-inf"))
     from tokenmix_lte.ops.selected_blocks.forward import block_attention_forward
 
-    q, k, v = (filled(t) for t in (x.q, x.k, x.v))
-    wide = o if v is x.v else o.new_empty(*o.shape[:3], v.shape[3])
-    made = block_attention_forward(**x._replace(q=q, k=k, v=v)._asdict(), o=wide, lse=lse)
-    return o if wide is o else o.copy_(wide[..., : o.shape[3]]), lse, *itertools.chain(*made)
+    q, k, v = (padded(t) for t in (x.q, x.k, x.v))
+    padded_o = o if v is x.v else o.new_empty(*o.shape[:3], v.shape[3])
+    lists = block_attention_forward(**x._replace(q=q, k=k, v=v)._asdict(), o=padded_o, lse=lse)
+    return o if padded_o is o else o.copy_(padded_o[..., : o.shape[3]]), lse, *itertools.chain(*lists)
 
 
 block_attention_op = recorded_op("tokenmix_lte::block_attention", _forward, mutates_args=())
@@ -90,35 +93,35 @@ def _(x: Inputs):
 
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
-    return _after(given, ())
+    """Compute dq, dk and dv."""
+    return _backward_of_lists(given, ())
 
 
-def _after_keep(*fields) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, of `BackwardInputs`' fields and what `_keep` kept behind them."""
+def _backward_saved(*fields) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq, dk and dv from the fields of `BackwardInputs` followed by the list tensors that `_keep` returned."""
     inputs, end = len(Inputs._fields), len(Inputs._fields) + len(BackwardInputs._fields) - 1
-    return _after(BackwardInputs(Inputs(*fields[:inputs]), *fields[inputs:end]), fields[end:])
+    return _backward_of_lists(BackwardInputs(Inputs(*fields[:inputs]), *fields[inputs:end]), fields[end:])
 
 
-def _after(given: BackwardInputs, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_of_lists(given: BackwardInputs, saved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0 or x.blocks.numel() == 0:
         return x.q.new_zeros(x.q.shape), x.k.new_zeros(x.k.shape), x.v.new_zeros(x.v.shape)
     from tokenmix_lte.ops.selected_blocks.backward import block_attention_backward
     from tokenmix_lte.ops.selected_blocks.lists import Lists
 
-    each = len(Lists._fields)
-    made = [Lists(*kept[i : i + each]) for i in range(0, len(kept), each)]
-    q, k, v, o, do = (filled(t) for t in (x.q, x.k, x.v, o, torch.zeros_like(o) if do is None else do))
+    size = len(Lists._fields)
+    lists = [Lists(*saved[i : i + size]) for i in range(0, len(saved), size)]
+    q, k, v, o, do = (padded(t) for t in (x.q, x.k, x.v, o, torch.zeros_like(o) if do is None else do))
     dq, dk, dv = block_attention_backward(
-        **x._replace(q=q, k=k, v=v)._asdict(), o=o, lse=lse, do=do, dlse=dlse, made=made
+        **x._replace(q=q, k=k, v=v)._asdict(), o=o, lse=lse, do=do, dlse=dlse, saved_lists=lists
     )  # fmt: skip
     K, V = x.q.shape[3], x.v.shape[3]
     return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
 
 
 block_attention_backward_op = recorded_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
-_replayed_backward = Replayed(_after_keep)
+_replayed_backward = Replayed(_backward_saved)
 
 
 @block_attention_backward_op.register_fake
@@ -136,13 +139,13 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, do, dlse):
-    q, k, v, blocks, cu_seqlens, o, lse, *kept = ctx.saved_tensors
+    q, k, v, blocks, cu_seqlens, o, lse, *lists = ctx.saved_tensors
     rest = [None] * (len(Inputs._fields) - 3)
     if do is None and dlse is None:
         return None, None, None, *rest
     x = Inputs(q=q, k=k, v=v, blocks=blocks, cu_seqlens=cu_seqlens, **ctx.options)
     given = *x, o, lse, do, dlse
-    return *(_replayed_backward(*given, *kept) if is_plain(q) else block_attention_backward_op(*given)), *rest
+    return *(_replayed_backward(*given, *lists) if is_plain(q) else block_attention_backward_op(*given)), *rest
 
 
 block_attention = differentiable(block_attention_op, _forward, _save, _gradients, outputs=2, keep=_keep)
@@ -150,7 +153,7 @@ block_attention = differentiable(block_attention_op, _forward, _save, _gradients
 
 @of_fields
 def _select(x: SelectInputs) -> Tensor:
-    """Blocks `[B, TQ, H, count]`, int32."""
+    """Select blocks `[B, TQ, H, count]`, int32."""
     blocks = _blocks(x.q, x.pooled, x.count)
     if blocks.numel() == 0:
         return blocks

@@ -1,7 +1,7 @@
-"""The backward kernels: a block of keys meets its queries again, for its own gradients and its share in theirs.
+"""The backward kernels: gradients of a block of keys, and partial gradients of the queries that list it.
 
-Scores are recomputed once for all three gradients. Pieces of one list leave partial sums for keys and values, blocks
-leave theirs for queries; both are added in order.
+Scores are recomputed once for all three gradients. Each split of a list stores partial sums of dk and dv, and each pair
+a partial dq; both are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tokenmix_core.ops.softmax_attention.forward import block_size as width
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, store_tile
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, rows_of, sizes
-from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, borders, owner
-from tokenmix_lte.ops.selected_blocks.plan import slices
+from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, load_rows, sizes
+from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, borders, locate_split
+from tokenmix_lte.ops.selected_blocks.plan import query_runs
 
 
 @cached_launch
 @triton.jit
-def _sum_outputs(
+def _compute_delta(
     o, do, dlse, delta, s_db, s_dt, s_dh, T, HQ, tiles, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
-    """delta = o · do − dlse of a tile of queries of a head."""
+    """Compute delta = rowsum(o ∘ do) − dlse of a tile of queries of a head."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
@@ -44,19 +44,19 @@ def _sum_outputs(
 
 
 @triton.jit
-def meet_gradients(
+def row_gradients(
     b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, listed, low, high, i, row, s_qt, s_qh, s_dt, s_dh, s_lh,
     S, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of rows gives to dk and dv, and write what the block gives to dq of each of them."""
-    b_pair, b_t, b_g, m_r = rows_of(listed, low, high, i, S, G, BM, MASKED)
+    """Accumulate dk and dv over a tile of rows, and store the block's partial dq of each row."""
+    b_pair, b_t, b_g, m_r = load_rows(listed, low, high, i, S, G, BM, MASKED)
     b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
     b_do = load_heads(p_do, b_t, b_g, s_dt, s_dh, V, BV)
     o_l = b_g.to(tl.int64) * s_lh + b_t
     b_lse = tl.load(p_lse + o_l) * LOG2_E
     b_delta = tl.load(p_delta + o_l)
-    # keys by rows, as no operand is then the transpose of a result
+    # keys are the rows of score tiles, so that no MMA operand is the transpose of an MMA result
     b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
     if MASKED:
         o_k = tl.arange(0, b_k.shape[0])
@@ -79,19 +79,19 @@ def meet_gradients(
 
 @cached_launch
 @triton.jit
-def _meet_blocks_backward(
+def _partial_backward(
     q, k, v, do, lse, delta, part_q, part_k, part_v, listed, ends, masked, owners, cu_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_lb, s_lh,
     T, TQ, TK, first, B, H, S, U, N, scale,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, P: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a block's list a program."""
+    """Compute a split's partial dk and dv, and the partial dq of its pairs (diagram in `forward._partial_forward`)."""
     i_x = tl.program_id(0)
     blocks = B * H * U
     if i_x >= tl.load(ends + blocks - 1) // P + blocks:
         return
-    i_b, i_h, i_u, i_r, p_list, low, high = owner(owners, ends, listed, i_x, H, U, P)
+    i_b, i_h, i_u, i_r, p_list, low, high = locate_split(owners, ends, listed, i_x, H, U, P)
     if low >= high:
         return
     start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
@@ -108,12 +108,12 @@ def _meet_blocks_backward(
     clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
-        b_dk, b_dv = meet_gradients(
+        b_dk, b_dv = row_gradients(
             b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, p_list, low, high, i, row, s_qt, s_qh, s_dt, s_dh,
             s_lh, S, scale, G, K, V, BM, BK, BV, False, PRECISION,
         )  # fmt: skip
     for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
-        b_dk, b_dv = meet_gradients(
+        b_dk, b_dv = row_gradients(
             b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, p_list, low, high,
             tl.where(i < clear, i, full + i - clear), row, s_qt, s_qh, s_dt, s_dh, s_lh, S, scale,
             G, K, V, BM, BK, BV, True, PRECISION,
@@ -124,12 +124,12 @@ def _meet_blocks_backward(
 
 @cached_launch
 @triton.jit
-def _join_keys(
+def _combine_key_grads(
     part_k, part_v, dk, dv, ends, cu_seqlens, TK, H, U, N, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a block's pieces, to what earlier queries gave where `ADD` is set."""
+    """Sum the partial dk and dv of a block's splits; with `ADD`, add them to those of earlier runs of queries."""
     i_r = tl.program_id(0)
     i_b = (i_r // U // H).to(tl.int64)
     i_h = i_r // U % H
@@ -142,7 +142,7 @@ def _join_keys(
         b_dk += load_tile(part_k, i * BLOCK, 0, BK, BK, BLOCK, BK, False)
         b_dv += load_tile(part_v, i * BLOCK, 0, BV, BV, BLOCK, BV, False)
     b_dk *= scale
-    # a block between sequences has no key
+    # an unused block between sequences has no key
     keys = tl.where(key < keys, keys, 0)
     p_dk = dk + ((i_b * TK + start) * H + i_h) * K
     p_dv = dv + ((i_b * TK + start) * H + i_h) * V
@@ -155,11 +155,11 @@ def _join_keys(
 
 @cached_launch
 @triton.jit
-def _join_queries(
+def _combine_query_grads(
     part_q, slots, dq, s_b, s_t, T, H, S, tiles, scale, G: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Add what its blocks gave to each row of a tile."""
+    """Sum the partial dq of each row of a tile over its blocks."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     o_r = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     m_r = o_r < T * G
@@ -178,34 +178,34 @@ def _join_queries(
 
 
 def block_attention_backward(
-    q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *, block_size, scale, made: Sequence[Lists] = ()
+    q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *, block_size, scale, saved_lists: Sequence[Lists] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; lists that are not `made` yet are made."""
+    """Return dq, dk and dv; make the lists if the forward pass saved none."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (TK, H, V), S = q.shape, v.shape[1:], blocks.shape[3]
     G, delta, dq = HQ // H, torch.empty_like(lse), q.new_empty(q.shape)
     tiles = triton.cdiv(TQ, 64)
-    _sum_outputs[(B * HQ * tiles,)](
+    _compute_delta[(B * HQ * tiles,)](
         o=o, do=do, dlse=None if dlse is None else dlse.contiguous(), delta=delta, **strides(d=do), T=TQ, HQ=HQ,
         tiles=tiles, V=V, BM=64, BV=width(V),
     )  # fmt: skip
-    runs = list(slices(q, V, S))
-    # sums over several runs of queries are rounded once
+    runs = list(query_runs(q, V, S))
+    # accumulate several runs of queries in float32 and round once
     dk, dv = (x.new_empty(x.shape, dtype=x.dtype if len(runs) == 1 else torch.float32) for x in (k, v))
     for i, run in enumerate(runs):
         b_q, b_do, b_dq, b_lse, b_delta = q[:, run], do[:, run], dq[:, run], lse[:, :, run], delta[:, :, run]
-        lists = made[i] if made else lists_of(q, k, blocks, run, cu_seqlens, block_size)
+        lists = saved_lists[i] if saved_lists else lists_of(q, k, blocks, run, cu_seqlens, block_size)
         shape = sizes(q, k, blocks, run, cu_seqlens, block_size)
         options = constants("backward", q, v, block_size, cu_seqlens)
         part_q = q.new_empty(lists.listed.numel() * G * K)
         part_k, part_v = (lse.new_empty(len(lists.owners), block_size, size) for size in (options["BK"], options["BV"]))
-        _meet_blocks_backward[(len(lists.owners),)](
+        _partial_backward[(len(lists.owners),)](
             q=b_q, k=k, v=v, do=b_do, lse=b_lse, delta=b_delta, part_q=part_q, part_k=part_k, part_v=part_v,
             listed=lists.listed, ends=lists.ends, masked=lists.masked, owners=lists.owners, cu_seqlens=cu_seqlens,
             **strides(q=b_q, k=k, v=v, d=b_do), s_lb=lse.stride(0), s_lh=lse.stride(1), **shape,
             scale=scale * math.log2(math.e), **options,
         )  # fmt: skip
-        _join_keys[(B * H * shape["U"],)](
+        _combine_key_grads[(B * H * shape["U"],)](
             part_k=part_k, part_v=part_v, dk=dk, dv=dv, ends=lists.ends, cu_seqlens=cu_seqlens, TK=TK, H=H,
             U=shape["U"], N=shape["N"], scale=scale,
             **{name: options[name] for name in ("K", "V", "BLOCK", "BK", "BV", "P", "PACKED")}, ADD=i > 0,
@@ -213,7 +213,7 @@ def block_attention_backward(
         )  # fmt: skip
         T, BM = shape["T"], 32
         tiles = triton.cdiv(T * G, BM)
-        _join_queries[(B * H * tiles,)](
+        _combine_query_grads[(B * H * tiles,)](
             part_q=part_q, slots=lists.slots, dq=b_dq, s_b=dq.stride(0), s_t=dq.stride(1), T=T, H=H, S=S, tiles=tiles,
             scale=scale, G=G, K=K, BM=BM, BK=width(K), num_warps=4,
         )  # fmt: skip

@@ -1,7 +1,8 @@
-"""The forward kernels: each block of keys meets the queries that named it, and each query's partial results are joined.
+"""The forward kernels: partial attention of the queries that list a block of keys, and the combination per query.
 
-A program holds a block's keys and values and walks along its list; rows are pairs of a query and a head of the group,
-so that any number of heads fills a tile. What a block gives to a query is a softmax of its own, joined by log-sum-exp.
+A program holds a block's keys and values and loops over a split of the block's list. Rows are pairs of a query and a
+head of the group, so that any number of heads fills a tile. Each block's softmax is combined with the others by
+log-sum-exp, as in split-KV decoding.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from tokenmix_core.ops.softmax_attention.forward import block_size as width
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.tiles import load_tile
 from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, make_lists, owner
-from tokenmix_lte.ops.selected_blocks.plan import piece, slices, tile
+from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, locate_split, make_lists
+from tokenmix_lte.ops.selected_blocks.plan import pairs_per_split, query_runs, tile
 
 
 @triton.jit
-def rows_of(listed, low, high, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexpr):
-    """The i-th tile of rows of the pairs `low` … `high − 1` of a list: pairs, their queries and heads, which exist.
+def load_rows(listed, low, high, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexpr):
+    """Load the i-th tile of rows of the pairs `low` … `high − 1` of a list: pairs, queries, heads, mask of valid rows.
 
-    Rows that do not exist repeat the last pair where `CHECK` is set.
+    With `CHECK`, invalid rows repeat the last pair.
     """
     o_r = i * BM + tl.arange(0, BM)
     o_p = low + o_r // G
@@ -38,7 +39,7 @@ def rows_of(listed, low, high, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: t
 
 @triton.jit
 def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of a query and a head each, `[BM, BD]`; columns beyond D are 0."""
+    """Load rows of one query and head each, `[BM, BD]`; columns beyond D are 0."""
     o_d = tl.arange(0, BD)
     p_x += (o_t.to(tl.int64) * s_t + o_g * s_h)[:, None] + o_d[None, :]
     if D == BD:
@@ -48,13 +49,13 @@ def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def meet_rows(
+def attend_rows(
     p_q, part_o, part_lse, b_k, b_v, listed, low, high, i, row, s_qt, s_qh, S, scale,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Give a tile of rows its softmax over one block, and the log-sum-exp in base 2."""
-    b_pair, b_t, b_g, m_r = rows_of(listed, low, high, i, S, G, BM, MASKED)
+    """Store the partial output of a tile of rows, a softmax over one block, and its log-sum-exp in base 2."""
+    b_pair, b_t, b_g, m_r = load_rows(listed, low, high, i, S, G, BM, MASKED)
     b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     if MASKED:
@@ -81,18 +82,24 @@ def meet_rows(
 
 @cached_launch
 @triton.jit
-def _meet_blocks(
+def _partial_forward(
     q, k, v, part_o, part_lse, listed, ends, masked, owners, cu_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T, TQ, TK, first, B, H, S, U, N, scale,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, P: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a block's list a program."""
+    """Compute the partial outputs of one split: the pairs `low` … `high − 1` of the list of one block of keys.
+
+    listed:  | list of block 0 | list of block 1         | …      split 0 of block 1 = its first P pairs
+                               | split 0 | split 1 | …            rows of a split = pairs × G heads, BM at a time
+    k, v:                       one block, in registers           q: gathered by row
+    row tiles: 0 … clear − 1 need the causal mask, clear … full − 1 do not, the last one may be incomplete
+    """
     i_x = tl.program_id(0)
     blocks = B * H * U
     if i_x >= tl.load(ends + blocks - 1) // P + blocks:
         return
-    i_b, i_h, i_u, i_r, p_list, low, high = owner(owners, ends, listed, i_x, H, U, P)
+    i_b, i_h, i_u, i_r, p_list, low, high = locate_split(owners, ends, listed, i_x, H, U, P)
     if low >= high:
         return
     start, keys, key, row = block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
@@ -102,16 +109,16 @@ def _meet_blocks(
     p_q = q + i_b * s_qb + i_h * G * s_qh
     part_o += (i_b * H + i_h) * T * S * G * V
     part_lse += (i_b * H + i_h) * T * S * G
-    # tiles whose rows all exist and see the whole block
+    # tiles `clear` … `full − 1` have only valid rows that see the whole block
     clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
-        meet_rows(
+        attend_rows(
             p_q, part_o, part_lse, b_k, b_v, p_list, low, high, i, row, s_qt, s_qh, S, scale,
             G, K, V, BM, BK, BV, False, PRECISION,
         )  # fmt: skip
     for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
-        meet_rows(
+        attend_rows(
             p_q, part_o, part_lse, b_k, b_v, p_list, low, high, tl.where(i < clear, i, full + i - clear), row,
             s_qt, s_qh, S, scale, G, K, V, BM, BK, BV, True, PRECISION,
         )  # fmt: skip
@@ -119,11 +126,11 @@ def _meet_blocks(
 
 @cached_launch
 @triton.jit
-def _join_outputs(
+def _combine_outputs(
     part_o, part_lse, slots, o, lse, s_ob, s_ot, s_lb, s_lh, T, H, S, tiles,
     G: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Join what its blocks gave to each row of a tile; 0 and −∞ for a query without any."""
+    """Combine the partial outputs of each row of a tile; o = 0 and lse = −∞ for a query without any."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b = i_bh // H
     i_h = i_bh % H
@@ -137,19 +144,19 @@ def _join_outputs(
     for s in range(0, S):
         m_s = tl.load(p_slot + s, mask=m_r, other=-1) >= 0
         b_top = tl.maximum(b_top, tl.load(part_lse + o_row + s * G, mask=m_s, other=float("-inf")))
-    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_max = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_sum = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BV], tl.float32)
     for s in tl.range(0, S, loop_unroll_factor=4):
         m_s = tl.load(p_slot + s, mask=m_r, other=-1) >= 0
-        b_weight = tl.exp2(tl.load(part_lse + o_row + s * G, mask=m_s, other=float("-inf")) - b_base)
+        b_weight = tl.exp2(tl.load(part_lse + o_row + s * G, mask=m_s, other=float("-inf")) - b_max)
         p_o = part_o + (o_row + s * G)[:, None] * V + o_v[None, :]
         b_part = tl.load(p_o, mask=m_s[:, None] & (o_v < V)[None, :], other=0.0)
         b_o += b_weight[:, None] * b_part.to(tl.float32)
         b_sum += b_weight
     m_sum = b_sum > 0
     b_sum = tl.where(m_sum, b_sum, 1.0)
-    b_lse = tl.where(m_sum, (b_base + tl.log2(b_sum)) / LOG2_E, float("-inf"))
+    b_lse = tl.where(m_sum, (b_max + tl.log2(b_sum)) / LOG2_E, float("-inf"))
     i_hq = i_h * G + o_r % G
     p_o = o + i_b * s_ob + o_t.to(tl.int64) * s_ot + i_hq * V
     tl.store(p_o[:, None] + o_v[None, :], (b_o / b_sum[:, None]).to(o.dtype.element_ty), m_r[:, None] & (o_v < V))
@@ -157,30 +164,30 @@ def _join_outputs(
 
 
 def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, scale) -> list[Lists]:
-    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`; the lists of each run of queries."""
+    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`; return the lists of each run of queries."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
     G, V, S = q.shape[2] // k.shape[2], v.shape[3], blocks.shape[3]
-    made = []
-    for run in slices(q, V, S):
+    all_lists = []
+    for run in query_runs(q, V, S):
         b_q, b_o, b_lse = q[:, run], o[:, run], lse[:, :, run]
         lists = lists_of(q, k, blocks, run, cu_seqlens, block_size)
         part_o, part_lse = (x.new_empty(lists.listed.numel() * G * size) for x, size in ((o, V), (lse, 1)))
-        _meet_blocks[(len(lists.owners),)](
+        _partial_forward[(len(lists.owners),)](
             q=b_q, k=k, v=v, part_o=part_o, part_lse=part_lse, listed=lists.listed, ends=lists.ends,
             masked=lists.masked, owners=lists.owners, cu_seqlens=cu_seqlens, **strides(q=b_q, k=k, v=v),
             **sizes(q, k, blocks, run, cu_seqlens, block_size), scale=scale * math.log2(math.e),
             **constants("forward", q, v, block_size, cu_seqlens),
         )  # fmt: skip
-        join_outputs(part_o, part_lse, lists, b_o, b_lse, S=S, G=G)
-        made.append(lists)
-    return made
+        combine_outputs(part_o, part_lse, lists, b_o, b_lse, S=S, G=G)
+        all_lists.append(lists)
+    return all_lists
 
 
-def join_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: int, G: int) -> None:
-    """Write o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, which may be views, from what the blocks gave."""
+def combine_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: int, G: int) -> None:
+    """Combine partial outputs; write o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, which may be views."""
     (B, T, HQ, V), BM = o.shape, 32
     tiles = triton.cdiv(T * G, BM)
-    _join_outputs[(B * HQ // G * tiles,)](
+    _combine_outputs[(B * HQ // G * tiles,)](
         part_o=part_o, part_lse=part_lse, slots=lists.slots, o=o, lse=lse, s_ob=o.stride(0), s_ot=o.stride(1),
         s_lb=lse.stride(0), s_lh=lse.stride(1), T=T, H=HQ // G, S=S, tiles=tiles, G=G, V=V, BM=BM, BV=width(V),
         num_warps=4,
@@ -188,21 +195,22 @@ def join_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: i
 
 
 def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
-    """The lists of a run of queries."""
+    """Make the lists of a run of queries."""
     H = k.shape[2]
     return make_lists(
         blocks[:, run], cu_seqlens, first=run.start, TQ=q.shape[1], TK=k.shape[1],
-        U=block_slots(k.shape[1], block_size, cu_seqlens), block_size=block_size, piece=piece(q.shape[2] // H),
+        U=block_slots(k.shape[1], block_size, cu_seqlens), block_size=block_size,
+        split=pairs_per_split(q.shape[2] // H),
     )  # fmt: skip
 
 
 def block_slots(tokens: int, block_size: int, cu_seqlens: Tensor | None) -> int:
-    """Blocks of a row, those between packed sequences that belong to none included."""
+    """Return the number of blocks of a row, including unused ones between packed sequences."""
     return triton.cdiv(tokens, block_size) if cu_seqlens is None else tokens // block_size + len(cu_seqlens) - 1
 
 
 def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, int]:
-    """A call's sizes, with a run of its queries, as all kernels take them."""
+    """Return the sizes of a call, for a run of its queries, that all kernels take."""
     (B, TQ), (TK, H), N = q.shape[:2], k.shape[1:3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
     U = block_slots(TK, block_size, cu_seqlens)
     return {
@@ -212,11 +220,11 @@ def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, in
 
 
 def constants(step: str, q, v, block_size: int, cu_seqlens) -> dict:
-    """The constants that all kernels of a call are compiled for."""
+    """Return the compile-time constants of a call's kernels."""
     K, V, G = q.shape[3], v.shape[3], q.shape[2] // v.shape[2]
     BM, warps, stages = tile(step, max(K, V), q.dtype)
     return {
         **{"G": G, "K": K, "V": V, "BM": BM, "BLOCK": block_size},
-        **{"BK": width(K), "BV": width(V), "P": piece(G), "PACKED": cu_seqlens is not None},
+        **{"BK": width(K), "BV": width(V), "P": pairs_per_split(G), "PACKED": cu_seqlens is not None},
         **{"PRECISION": precision(q.dtype), "num_warps": warps, "num_stages": stages},
     }

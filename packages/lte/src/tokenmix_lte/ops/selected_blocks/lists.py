@@ -1,8 +1,9 @@
-"""Lists of blocks turned round: of each block of keys the queries that named it, in order, without atomics.
+"""Inverse of the lists of blocks: for each block of keys the queries that list it, in order, without atomics.
 
-A **pair** is an entry of `blocks`: a query and one of its blocks. Pairs are ranked by runs, among those of their block;
-sums of the counts of all runs before say where each stands in one list, block after block. Nothing is read by the host:
-sizes are bounds.
+A **pair** is an entry of `blocks`: a query and one of its blocks. The pairs of a run are ranked among those of the same
+block. The prefix sum of the counts of all runs, block after block, gives each pair's index in one array of all lists.
+The CPU reads no result: buffer sizes are upper bounds. The list of a block is divided into **splits** of P pairs, one
+program each.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_lte.ops.selected_blocks.plan import ranked
+from tokenmix_lte.ops.selected_blocks.plan import pairs_per_run
 
+# pairs of a program's tile
 _ELEMENTS = 1024
 
 
@@ -26,11 +28,11 @@ class Lists(NamedTuple):
     """Pairs of queries and blocks, listed by block, as kernels read them.
 
     Attributes:
-        slots: `[B, H, T · S]`, the place of each pair's block among all blocks, −1 where the query sees none of it.
-        listed: the pairs of each row and head, by block; a pair is t · S + s.
-        ends: `[B · H · U]`, how many pairs are listed up to a block, that of a row and head.
-        masked: `[B · H · U]`, how many of a block's pairs, its first ones, may be of queries that do not see all of it.
-        owners: whose piece of the list each program takes: a row, head and block.
+        slots: `[B, H, T · S]`, index of each pair's block among all blocks, −1 if the query sees none of its keys.
+        listed: the pairs of each row and head, sorted by block; a pair is t · S + s.
+        ends: `[B · H · U]`, end of each block's list in `listed`, by row, head and block.
+        masked: `[B · H · U]`, number of a block's first pairs whose queries may not see all of its keys.
+        owners: for each program, the row, head and block whose list it processes a split of.
     """
 
     slots: Tensor
@@ -42,7 +44,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def sequence_of(o_t, N, cu_seqlens):
-    """The packed sequence that rows `o_t` belong to."""
+    """Return the packed sequence that each of the rows `o_t` belongs to."""
     b_n = tl.zeros_like(o_t)
     for i in range(0, N, 64):
         o_n = i + tl.arange(0, 64)
@@ -52,12 +54,12 @@ def sequence_of(o_t, N, cu_seqlens):
 
 
 @triton.jit
-def owner(owners, ends, listed, i_x, H, U, P: tl.constexpr):
-    """Whose piece of a list a program takes.
+def locate_split(owners, ends, listed, i_x, H, U, P: tl.constexpr):
+    """Locate the split of program `i_x`.
 
     Returns:
-        row, head (int64) and block; its number among all, and its list; the pairs `low` … `high − 1` of the list that
-        are the program's, none where it has no piece.
+        row, head (int64) and block; the block's index among all, and its list; the program's pairs `low` … `high − 1`
+        of the list, an empty range if it has none.
     """
     i_r = tl.load(owners + i_x)
     i_b = (i_r // U // H).to(tl.int64)
@@ -69,15 +71,15 @@ def owner(owners, ends, listed, i_x, H, U, P: tl.constexpr):
 
 @triton.jit
 def borders(ends, i_r):
-    """Where the list of block `i_r` of all begins and ends."""
+    """Return the offsets of the begin and end of the list of block `i_r` among all blocks."""
     return tl.load(ends + i_r - 1, mask=i_r > 0, other=0), tl.load(ends + i_r)
 
 
 @triton.jit
 def block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Of a block its sequence's first row (int64) and length, its first key, and the row of the query at that key.
+    """Return the first row (int64) and length of a block's sequence, the block's first key, and the query row at it.
 
-    Rows of queries are counted from `first` on.
+    Query rows count from `first`.
     """
     if PACKED:
         _, start, keys, key = locate_chunk(i_u, TK, BLOCK, N, cu_seqlens, PACKED)
@@ -96,11 +98,11 @@ def _find_slots(
     blocks, slots, cu_seqlens, s_b, s_t, s_h, s_s, T, TQ, TK, first, H, S, U, N,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The place of each pair's block among all blocks; −1 where it lies behind the query, or is none."""
-    pieces = tl.cdiv(T * S, BE)
-    i_b = (tl.program_id(0) // pieces // H).to(tl.int64)
-    i_h = tl.program_id(0) // pieces % H
-    o_e = tl.program_id(0) % pieces * BE + tl.arange(0, BE)
+    """Compute the index of each pair's block among all blocks; −1 if the block is after the query, or empty."""
+    tiles = tl.cdiv(T * S, BE)
+    i_b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    i_h = tl.program_id(0) // tiles % H
+    o_e = tl.program_id(0) % tiles * BE + tl.arange(0, BE)
     o_t = o_e // S
     m_e = o_t < T
     b_c = tl.load(blocks + i_b * s_b + o_t.to(tl.int64) * s_t + i_h * s_h + o_e % S * s_s, mask=m_e, other=-1)
@@ -120,14 +122,15 @@ def _find_slots(
 @cached_launch
 @triton.jit
 def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.constexpr):
-    """How many pairs of a run name the same block before each, and how many of the run name each block."""
+    """Count, for each pair, the pairs of its block before it in its run, and for each block its pairs in the run."""
     i_bh = (tl.program_id(0) // runs).to(tl.int64)
     i_run = tl.program_id(0) % runs
     p_slot = slots + i_bh * pairs + i_run * RUN
     rest = pairs - i_run * RUN
     o_e = tl.arange(0, RUN)
     b_slot = tl.load(p_slot + o_e, mask=o_e < rest, other=-1)
-    # those before a pair in the lower half of a number, all in the upper one; columns are added once, at the end
+    # pairs before a pair are counted in the lower 16 bits, all pairs in the upper ones; columns are summed once, at the
+    # end
     b_count = tl.zeros([RUN, BJ], tl.int32)
     for i in range(0, RUN, BJ):
         o_j = i + tl.arange(0, BJ)
@@ -137,7 +140,7 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
     b_both = tl.sum(b_count, 1)
     b_rank, b_all = b_both & 0xFFFF, b_both >> 16
     tl.store(ranks + i_bh * pairs + i_run * RUN + o_e, b_rank, mask=o_e < rest)
-    # the last of a block tells its number
+    # the last pair of a block stores the block's count
     m_last = (b_slot >= 0) & (b_rank + 1 == b_all)
     tl.store(counts + (i_bh * U + b_slot) * runs + i_run, b_all, mask=m_last)
 
@@ -146,33 +149,33 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
 @triton.jit
 def _list_pairs(slots, ranks, sums, listed, pairs, U, runs, RUN: tl.constexpr, BE: tl.constexpr):
     """Write each pair into the list of its block."""
-    pieces = tl.cdiv(pairs, BE)
-    i_bh = (tl.program_id(0) // pieces).to(tl.int64)
-    o_e = tl.program_id(0) % pieces * BE + tl.arange(0, BE)
+    tiles = tl.cdiv(pairs, BE)
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    o_e = tl.program_id(0) % tiles * BE + tl.arange(0, BE)
     b_slot = tl.load(slots + i_bh * pairs + o_e, mask=o_e < pairs, other=-1)
-    b_place = (i_bh * U + tl.maximum(b_slot, 0)) * runs + o_e // RUN
-    b_begin = tl.load(sums + b_place - 1, mask=(b_slot >= 0) & (b_place > 0), other=0)
+    b_index = (i_bh * U + tl.maximum(b_slot, 0)) * runs + o_e // RUN
+    b_begin = tl.load(sums + b_index - 1, mask=(b_slot >= 0) & (b_index > 0), other=0)
     b_rank = tl.load(ranks + i_bh * pairs + o_e, mask=b_slot >= 0, other=0)
     tl.store(listed + b_begin + b_rank, o_e, mask=b_slot >= 0)
 
 
 @cached_launch
 @triton.jit
-def _own_pieces(
+def _assign_splits(
     sums, ends, masked, owners, cu_seqlens, T, TQ, TK, first, S, U, N, runs,
     BLOCK: tl.constexpr, RUN: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Write of a block where its list ends and how many of its pairs need a mask, and name it as its programs' owner.
+    """Write the end of a block's list, the number of its pairs that need a mask, and the block as its programs' owner.
 
-    Its programs are those from ⌊its list's beginning / P⌋ + its number on: blocks never share one, and no table of
-    their numbers of pieces is needed.
+    The programs of block i_r start at ⌊begin / P⌋ + i_r, with `begin` the offset of its list. Blocks then never share a
+    program, and no table of the number of splits is needed.
     """
     i_r = tl.program_id(0)
     p_sum = sums + i_r.to(tl.int64) * runs
     begin = tl.load(p_sum - 1, mask=i_r > 0, other=0)
     end = tl.load(p_sum + runs - 1)
     tl.store(ends + i_r, end)
-    # pairs of queries inside of the block come first, and those of runs that begin with such a query
+    # the first pairs need a mask: those of queries inside the block, rounded up to whole runs
     _, _, _, row = block_of(i_r % U, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
     stop = tl.minimum(tl.maximum(row + BLOCK, 0), T) * S
     inside = tl.load(p_sum + tl.maximum(stop - 1, 0) // RUN) - begin
@@ -183,24 +186,24 @@ def _own_pieces(
 
 
 def make_lists(
-    blocks: Tensor, cu_seqlens: Tensor | None, *, first: int, TQ: int, TK: int, U: int, block_size: int, piece: int
+    blocks: Tensor, cu_seqlens: Tensor | None, *, first: int, TQ: int, TK: int, U: int, block_size: int, split: int
 ) -> Lists:
-    """The lists of queries `blocks [B, T, H, S]`, which are rows `first` … of all TQ, for U blocks of keys a row."""
+    """Make the lists of queries `blocks [B, T, H, S]`, rows `first` … of all TQ, for U blocks of keys per row."""
     B, T, H, S = blocks.shape
-    pairs, RUN = T * S, ranked(U)
+    pairs, RUN = T * S, pairs_per_run(U)
     runs = cdiv(pairs, RUN)
     slots, ranks = (blocks.new_empty(B, H, pairs, dtype=torch.int32) for _ in range(2))
     listed = blocks.new_empty(B * H * pairs, dtype=torch.int32)
-    owners = blocks.new_empty(B * H * pairs // piece + B * H * U, dtype=torch.int32)
+    owners = blocks.new_empty(B * H * pairs // split + B * H * U, dtype=torch.int32)
     N, packed = 0 if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens is not None
     ends, masked = (blocks.new_empty(B * H * U, dtype=torch.int32) for _ in range(2))
-    # a packed row is found among all borders, for each pair
-    found = _ELEMENTS if N == 0 else _ELEMENTS // 4
-    _find_slots[(B * H * cdiv(pairs, found),)](
+    # packed rows need registers to compare each pair with all sequence boundaries
+    elements = _ELEMENTS if N == 0 else _ELEMENTS // 4
+    _find_slots[(B * H * cdiv(pairs, elements),)](
         blocks=blocks, slots=slots, cu_seqlens=cu_seqlens,
         **dict(zip(("s_b", "s_t", "s_h", "s_s"), blocks.stride(), strict=True)),
         T=T, TQ=TQ, TK=TK, first=first, H=H, S=S, U=U, N=N,
-        BLOCK=block_size, PACKED=packed, BE=found, num_warps=8,
+        BLOCK=block_size, PACKED=packed, BE=elements, num_warps=8,
     )  # fmt: skip
     counts = blocks.new_zeros(B * H * U * runs, dtype=torch.int32)
     _rank_pairs[(B * H * runs,)](
@@ -211,8 +214,8 @@ def make_lists(
     _list_pairs[(B * H * cdiv(pairs, _ELEMENTS),)](
         slots=slots, ranks=ranks, sums=sums, listed=listed, pairs=pairs, U=U, runs=runs, RUN=RUN, BE=_ELEMENTS
     )  # fmt: skip
-    _own_pieces[(B * H * U,)](
+    _assign_splits[(B * H * U,)](
         sums=sums, ends=ends, masked=masked, owners=owners, cu_seqlens=cu_seqlens, T=T, TQ=TQ, TK=TK, first=first, S=S,
-        U=U, N=N, runs=runs, BLOCK=block_size, RUN=RUN, P=piece, BP=64, PACKED=packed,
+        U=U, N=N, runs=runs, BLOCK=block_size, RUN=RUN, P=split, BP=64, PACKED=packed,
     )  # fmt: skip
     return Lists(slots, listed, ends, masked, owners)

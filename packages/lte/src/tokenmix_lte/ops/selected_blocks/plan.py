@@ -1,4 +1,4 @@
-"""How calls are cut up: which queries are taken at once, how many pairs a program takes, and tiles."""
+"""Sizes of the kernels' work: runs of queries that fit in the workspace, pairs per program, and tiles."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 
-# rows, a query and a head, of one program: enough to be worth a block of keys and what is known of it
-_ROWS = 4096
-# bytes of partial outputs, of partial gradients of queries, or of blocks' probabilities, that lie in memory at one time
-_ROOM = 1 << 31
+# rows (a query and a head) of a split: enough to amortise the load of a block of keys
+_SPLIT_ROWS = 4096
+# most bytes of workspace for partial outputs, partial gradients of queries, or blocks' probabilities
+_MAX_WORKSPACE = 1 << 31
 MAX_HEAD_SIZE = 128
 
 
 class Tile(NamedTuple):
-    """Rows that meet a block of keys at one time, and how kernels are compiled."""
+    """BM rows per MMA with a block of keys, and compile options."""
 
     BM: int
     num_warps: int
@@ -33,12 +33,12 @@ _TILES: dict[str, dict[tuple[int, int], Tile]] = {
 
 
 def tile(step: str, size: int, dtype: torch.dtype) -> Tile:
-    """The tile of a step for heads of `size` channels at the most."""
+    """Return the tile of a step for heads of up to `size` channels."""
     return _TILES[step][dtype.itemsize, 64 if size <= 64 else 128]
 
 
 def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
-    """Say which part of a call the kernels cannot do, to follow the implementation's name; None if they can do it."""
+    """Return the reason why the kernels do not support a call, to follow the implementation's name, or None."""
     if q.dtype == torch.float64:
         return "has no float64; pass impl='reference'"
     if not q.is_cuda and q.dtype == torch.bfloat16:
@@ -50,29 +50,31 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
     return None
 
 
-def ranked(U: int) -> int:
-    """Pairs, one after the other in `blocks`, that one program ranks, where rows have U blocks.
+def pairs_per_run(U: int) -> int:
+    """Return the number of consecutive pairs in `blocks` that one program ranks, for rows of U blocks.
 
-    Twice as many are twice the comparisons for a pair, and half of its U / RANKED counts: of these there are at most 8
-    up to 4,096 blocks.
+    A pair needs one comparison for each pair of its run, and U / `pairs_per_run` counts: at most 8 up to 4,096 blocks.
     """
     return min(512, max(128, next_power_of_2(U) // 8))
 
 
-def piece(group: int) -> int:
-    """Pairs of one program for `group` query heads a key head."""
-    return max(1, _ROWS // group)
+def pairs_per_split(group: int) -> int:
+    """Return the number of pairs of a split, one program's share of a list, for `group` query heads per key head."""
+    return max(1, _SPLIT_ROWS // group)
 
 
-def slices(q: Tensor, V: int, listed: int) -> Iterator[slice]:
-    """Runs of queries whose partial results have room, each with `listed` blocks: one run for most calls."""
+def query_runs(q: Tensor, V: int, listed: int) -> Iterator[slice]:
+    """Yield runs of queries whose partial results fit in the workspace; one run for most calls.
+
+    Each query has `listed` blocks.
+    """
     B, T, HQ, K = q.shape
     return runs(T, B * HQ * listed * max(K, V) * q.element_size())
 
 
 def runs(T: int, size: int) -> Iterator[slice]:
-    """Runs of T queries, of equal length, for which there is room where each takes `size` bytes."""
-    longest = max(1, _ROOM // size)
+    """Yield runs of T queries, of equal length, that fit in the workspace with `size` bytes per query."""
+    longest = max(1, _MAX_WORKSPACE // size)
     step = cdiv(T, cdiv(T, longest))
     for first in range(0, T, step):
         yield slice(first, min(T, first + step))

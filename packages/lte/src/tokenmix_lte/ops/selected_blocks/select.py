@@ -1,10 +1,10 @@
-"""Kernels that choose blocks: probabilities summed over a group's heads, and of each query the greatest of them.
+"""Kernels that select blocks: sum probabilities over the heads of a group, then take each query's greatest ones.
 
-The first block, the own one and the one before are always chosen, and stand at both ends of a list. There is a choice
-only among **candidates**, blocks 1 … own − 2, of which at most `count` − 3 are taken.
+The first block, the query's own block and the one before are always selected; they are at the ends of a list. The other
+selected blocks, at most `count` − 3, are **candidates**: blocks 1 … own − 2.
 
-What passes between the two kernels are numbers in int32, _QUERIES queries of them side by side: of W blocks the bits of
-probabilities, whose order is that of probabilities, and behind them the S best blocks up to now, and theirs.
+The kernels exchange an int32 buffer, with _QUERIES queries interleaved: the bits of the probabilities of W blocks
+(whose order is that of the probabilities), then the S best blocks so far, then the bits of their probabilities.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tokenmix_lte.ops.selected_blocks.plan import runs
 
 # blocks of a tile of scores
 _BLOCKS = 64
-# by bytes of an element, the rows, a head and a query, that meet them, and warps
+# rows (a head and a query) of a tile of scores, and warps, by bytes of an element
 _TILES = {2: (128, 4), 4: (32, 8)}
-# queries whose probabilities of a block lie side by side
+# queries whose probabilities of a block are adjacent in memory
 _QUERIES = tl.constexpr(8)
-# probabilities that a warp looks through at a time, and those of one query among them
-_HELD, _WIDE = 1024, 128
-# registers of a thread then: more of them would be used, and fewer warps stand ready
-_REGISTERS = 128
-# how far below the greatest probability the search begins: an eighth of it, in bits
-_STEP = tl.constexpr(1 << 20)
+# probabilities that a warp holds at a time, and those of one query among them
+_WARP_ELEMENTS, _QUERY_ELEMENTS = 1024, 128
+# limit of registers per thread, for higher occupancy
+_MAX_REGISTERS = 128
+# first step of the search below the greatest probability: an eighth of it, in bits
+_FIRST_STEP = tl.constexpr(1 << 20)
 
 
 @triton.jit
 def _own_blocks(o_t, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Of rows of queries the block of each in its sequence, and where its sequence's blocks begin among all."""
+    """Return each query's own block in its sequence, and the index of its sequence's first block among all."""
     if PACKED:
         b_n = sequence_of(o_t, N, cu_seqlens)
         b_begin = tl.load(cu_seqlens + b_n).to(tl.int32)
@@ -52,8 +52,8 @@ def _own_blocks(o_t, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _places(x, i_bh, t, T, W, BQ: tl.constexpr):
-    """Where the W numbers of each of BQ queries from t on begin in x; the next of a query is _QUERIES further on."""
+def _query_pointers(x, i_bh, t, T, W, BQ: tl.constexpr):
+    """Return pointers to the first of the W elements in x of each of BQ queries from t on; their stride is _QUERIES."""
     if BQ > _QUERIES:
         o_q = t + tl.arange(0, BQ)
         o_tile, o_q = o_q // _QUERIES, o_q % _QUERIES
@@ -64,20 +64,20 @@ def _places(x, i_bh, t, T, W, BQ: tl.constexpr):
 
 @cached_launch
 @triton.jit
-def _attend_to_blocks(
+def _score_blocks(
     q, pooled, lse, attention, cu_seqlens, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_lb, s_lt, s_lh, T, U, H, N, W,
     tiles, parts, part, first, scale,
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities of BQ queries for a head of keys, of `part` blocks a program, as far as there are candidates.
+    """Compute the probabilities of up to `part` blocks, up to the last candidate, for BQ queries of a key head.
 
-    Columns of a tile are heads and queries, GROUP and BQ of them, so that a thread has all heads of what it sums.
+    Columns of a tile are GROUP heads × BQ queries, so that each thread holds all heads of the elements that it sums.
     """
     i_x = tl.program_id(0) // parts
     i_bh = (i_x // tiles).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    # the last queries, which have most to choose from, start first
+    # the last queries, with the most candidates, start first to shorten the tail
     t = (tiles - 1 - i_x % tiles) * BQ
     o_q = t + tl.arange(0, BQ)
     b_own, b_slot = _own_blocks(first + tl.minimum(o_q, T - 1), N, cu_seqlens, BLOCK, PACKED)
@@ -92,13 +92,13 @@ def _attend_to_blocks(
         p_q = q + i_b * s_qb + i_h * G * s_qh + o_t.to(tl.int64) * s_qt + o_g * s_qh
         b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
         p_lse = lse + i_b * s_lb + o_t.to(tl.int64) * s_lt + (i_h * G + o_g) * s_lh
-        # rows that do not exist weigh nothing
+        # invalid rows get a weight of 0
         b_lse = tl.load(p_lse, mask=m_r, other=float("inf")) * LOG2_E
-        p_a = _places(attention, i_bh, t, T, W + 2 * S, BQ)
+        p_a = _query_pointers(attention, i_bh, t, T, W + 2 * S, BQ)
         for i in range(begin, end, BC):
             b_k = load_tile(pooled + i_b * s_kb + i_h * s_kh, i, U, s_kt, K, BC, BK, True)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
-            # of blocks that a query does not see this may be anything
+            # the sum may overflow for blocks that a query does not see
             b_p = tl.sum(tl.reshape(tl.exp2(b_s - b_lse[None, :]), [BC, GROUP, BQ]), 1)
             b_p = tl.where(b_p < float("inf"), b_p, float("inf")).to(tl.int32, bitcast=True)
             o_c = i + tl.arange(0, BC)[:, None] - b_slot[None, :]
@@ -109,22 +109,24 @@ def _attend_to_blocks(
 
 
 @triton.jit
-def _greatest(b_x, b_there, b_need):
-    """The greatest bound of each query that `b_need` of its numbers reach, or one that no more do; how many reach it.
+def _greatest(b_x, b_count, b_need):
+    """Find for each query a bound that at least `b_need` elements reach; return it and the number that reach it.
+
+    The number is `b_need` if such a bound exists; otherwise the bound is the greatest that `b_need` elements reach.
 
     Args:
-        b_x: numbers `[BQ, BW]`, −1 where there is none, at least 0 elsewhere.
-        b_there: how many there are `[BQ]`.
-        b_need: at most as many `[BQ]`.
+        b_x: elements `[BQ, BW]`, at least 0, or −1 for none.
+        b_count: number of elements that are not −1 `[BQ]`.
+        b_need: at most `b_count` `[BQ]`.
     """
-    # at least as many as are needed reach the lower bound, fewer the upper one
+    # binary search: at least `b_need` elements reach `b_low`, fewer reach `b_high`
     b_high = tl.max(b_x, 1) + 1
     b_low = tl.where(b_need > 0, 0, b_high)
-    b_reach = tl.where(b_need > 0, b_there, 0)
-    step = tl.full([], _STEP, tl.int32)
+    b_reach = tl.where(b_need > 0, b_count, 0)
+    step = tl.full([], _FIRST_STEP, tl.int32)
     while tl.max(((b_reach > b_need) & (b_high - b_low > 1)).to(tl.int32), 0) > 0:
         b_mid = tl.maximum(b_low + (b_high - b_low) // 2, b_high - step)
-        # signs are fewer instructions than comparisons
+        # counting signs needs fewer instructions than counting comparisons
         b_n = b_x.shape[1] + tl.sum((b_x - b_mid[:, None]) >> 31, 1)
         m_n = b_n >= b_need
         b_low = tl.where(m_n, b_mid, b_low)
@@ -136,15 +138,15 @@ def _greatest(b_x, b_there, b_need):
 
 @cached_launch
 @triton.jit
-def _choose_blocks(
+def _select_blocks(
     attention, blocks, cu_seqlens, s_b, T, H, N, W, tiles, first, count,
     BQ: tl.constexpr, BW: tl.constexpr, S: tl.constexpr, CARRIED: tl.constexpr, BS: tl.constexpr,
     BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The lists of BQ queries, for a head of keys: the candidates with most attention, and those always chosen.
+    """Write the lists of BQ queries of a key head: the candidates with most attention, and the blocks always selected.
 
-    BW candidates are looked through at a time; where there are more, the S best up to then are in front of them. A
-    program is a warp, and 32 / BQ of its lanes have a query.
+    BW candidates are searched at a time; if there are more, the S best so far are searched with the next ones. A
+    program is one warp; 32 / BQ of its lanes hold a query.
     """
     L: tl.constexpr = 32 // BQ
     NEW: tl.constexpr = BW - S if CARRIED else BW
@@ -154,14 +156,14 @@ def _choose_blocks(
     m_q = o_q < T
     o_q = tl.minimum(o_q, T - 1)
     b_own, _ = _own_blocks(first + o_q, N, cu_seqlens, BLOCK, PACKED)
-    # rows that do not exist have no candidates
+    # invalid rows have no candidates
     b_all = tl.where(m_q, tl.maximum(b_own - 2, 0), 0)
     b_most = tl.minimum(b_all, count - 3)
-    p_a = _places(attention, i_bh, t, T, W + 2 * S, BQ)[:, None]
+    p_a = _query_pointers(attention, i_bh, t, T, W + 2 * S, BQ)[:, None]
     p_b = p_a + W * _QUERIES
     o_w = tl.arange(0, BW)[None, :]
     for i in range(0, tl.max(b_all, 0), NEW):
-        # candidates before and up to here, and how many of them are the best
+        # candidates before this iteration and up to its end, and how many of each are selected
         b_before = tl.minimum(i, b_all)
         b_after = tl.minimum(i + NEW, b_all)
         b_found = tl.minimum(b_before, b_most)
@@ -172,7 +174,7 @@ def _choose_blocks(
         if CARRIED:
             tl.debug_barrier()
             m_best = o_w < b_found[:, None]
-            # the second condition, which follows, is known to the compiler
+            # the second condition is implied, but lets the compiler drop loads
             b_c = tl.load(p_b + o_w * _QUERIES, mask=m_best & (o_w < S), other=0)
             o_c = tl.where(o_w < S, b_c, o_c)
             m_c = tl.where(o_w < S, m_best, m_c)
@@ -181,22 +183,22 @@ def _choose_blocks(
         b_bound, b_reach = _greatest(b_x, b_found + b_after - b_before, b_need)
         b_bound = b_bound[:, None]
         if tl.max(b_reach - b_need, 0) > 0:
-            # of those that are equal to the bound the lower blocks
+            # of the blocks equal to the bound take the lower ones
             b_above = tl.sum((b_x > b_bound).to(tl.int32), 1)
             b_first = tl.where(b_x == b_bound, W - o_c, -1)
             b_last, _ = _greatest(b_first, b_reach - b_above, b_need - b_above)
             b_x = tl.where((b_first >= 0) & (b_first < b_last[:, None]), -1, b_x)
-        # those of a lane behind those of the lane before
+        # compact: each lane's selected blocks follow those of the lane before
         m_best = b_x >= b_bound
         b_one = tl.reshape(m_best.to(tl.int32), [BQ, BW // L, L])
         b_lane = tl.sum(b_one, 1)
-        b_place = tl.cumsum(b_one, 1) - b_one + (tl.cumsum(b_lane, 1) - b_lane)[:, None, :]
-        p_best = p_b + tl.reshape(b_place, [BQ, BW]) * _QUERIES
+        b_index = tl.cumsum(b_one, 1) - b_one + (tl.cumsum(b_lane, 1) - b_lane)[:, None, :]
+        p_best = p_b + tl.reshape(b_index, [BQ, BW]) * _QUERIES
         tl.store(p_best, o_c, mask=m_best)
         if CARRIED:
             tl.store(p_best + S * _QUERIES, b_x, mask=m_best)
     tl.debug_barrier()
-    # in order, between those that are always chosen
+    # sort them between the blocks that are always selected
     o_s = tl.arange(0, BS)[None, :]
     b_end = tl.minimum(b_own + 1, count)
     m_s = (o_s > 0) & (o_s <= b_most[:, None])
@@ -217,32 +219,33 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     side = _QUERIES.value
 
     def columns(queries: int) -> int:
-        """Whole tiles for the candidates of the last of so many queries."""
+        """Return the candidates of the last of `queries` queries, rounded up to whole tiles."""
         return cdiv(max(1, cdiv(shift + queries, block_size) - 2), _BLOCKS) * _BLOCKS
 
     for run in runs(TQ, B * H * (columns(TQ) + 2 * S) * 4):
         T, W = run.stop - run.start, columns(run.stop)
         b_q, b_lse, b_blocks = q[:, run], lse[:, run], blocks[:, run]
-        # not at a multiple of 16 bytes: a thread would read four queries then, and more threads have one's numbers
+        # misaligned by 4 bytes on purpose: with 16-byte loads a thread would hold four queries, and more threads would
+        # share a query
         attention = blocks.new_empty(1 + B * H * cdiv(T, side) * side * (W + 2 * S))[1:]
-        both = dict(
+        shared = dict(
             attention=attention, cu_seqlens=cu_seqlens, T=T, H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1,
             W=W, first=shift + run.start, S=S, BLOCK=block_size, PACKED=cu_seqlens is not None,
         )  # fmt: skip
         tiles = cdiv(T, BQ)
-        # few programs are made many
+        # split the blocks of few query tiles over more programs
         part = _BLOCKS * (8 if B * H * tiles >= 512 else 1)
         parts = cdiv(W, part)
-        _attend_to_blocks[(B * H * tiles * parts,)](
-            **both, q=b_q, pooled=pooled, lse=b_lse, **strides(q=b_q, k=pooled, l=b_lse), U=U, tiles=tiles,
+        _score_blocks[(B * H * tiles * parts,)](
+            **shared, q=b_q, pooled=pooled, lse=b_lse, **strides(q=b_q, k=pooled, l=b_lse), U=U, tiles=tiles,
             parts=parts, part=part, scale=scale * math.log2(math.e), G=HQ // H, GROUP=group, K=K, BQ=BQ, BC=_BLOCKS,
             BK=width(K), PRECISION=precision(q.dtype), num_warps=warps, num_stages=2,
         )  # fmt: skip
-        carried = W > _WIDE
-        wide = max(_WIDE, 2 * S) if carried else next_power_of_2(W)
-        queries = min(side, max(1, _HELD // wide))
+        carried = W > _QUERY_ELEMENTS
+        wide = max(_QUERY_ELEMENTS, 2 * S) if carried else next_power_of_2(W)
+        queries = min(side, max(1, _WARP_ELEMENTS // wide))
         tiles = cdiv(T, queries)
-        _choose_blocks[(B * H * tiles,)](
-            **both, blocks=b_blocks, s_b=b_blocks.stride(0), tiles=tiles, count=count, BQ=queries, BW=wide,
-            CARRIED=carried, BS=next_power_of_2(count), num_warps=1, num_stages=1, maxnreg=_REGISTERS,
+        _select_blocks[(B * H * tiles,)](
+            **shared, blocks=b_blocks, s_b=b_blocks.stride(0), tiles=tiles, count=count, BQ=queries, BW=wide,
+            CARRIED=carried, BS=next_power_of_2(count), num_warps=1, num_stages=1, maxnreg=_MAX_REGISTERS,
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""The scorer's kernels for Hopper, in Gluon."""
+"""The scorer's Gluon kernels for Hopper."""

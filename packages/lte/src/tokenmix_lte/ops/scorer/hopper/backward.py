@@ -1,6 +1,6 @@
-"""Gradients of one layer on Hopper: a program walks along 64 streams, with its sums for the weights in registers."""
+"""Gradients of one layer on Hopper: a program scans 64 streams and accumulates weight gradients in registers."""
 
-# Triton knows no stars in tuples
+# Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import async_load, barrier, mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
+    convert_streams,
+    copy_tokens,
     drop_tokens,
-    enlarged,
-    exist,
-    fetch_tokens,
-    held,
+    dropout_mask,
+    dropout_scale,
+    exists,
     locate_streams,
-    rows_of,
     sigmoid,
-    stay,
+    smem_layout,
     stream_blocks,
 )
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
 
-# all tiles have so many columns: assemblers before that of CUDA 12.9 err where narrower ones are read both ways
+# columns of all tiles: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are read both as they are
+# and transposed
 _WIDTH = gl.constexpr(64)
-# blocks in shared memory: of sums' gradients three are read and two on their way; of keys or values one is read, one
-# dropped from, and two are on their way
-_GRADIENTS = gl.constexpr(5)
-_INPUTS = gl.constexpr(4)
-# programs that a multiprocessor has room for
-_PROGRAMS = 2
+# pipeline stages in shared memory: of dz three are read and two are being copied; of keys or values one is read, one
+# gets dropout, and two are being copied
+DZ_STAGES = gl.constexpr(5)
+X_STAGES = gl.constexpr(4)
+# occupancy
+_PROGRAMS_PER_SM = 2
 
 
 @gluon.jit
 def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
-    """A layer before its SiLU at each stream's token so far from its first own one, `[STREAMS, _WIDTH]`."""
+    """Load z of a layer at each stream's token at distance o_t from its first own one, `[STREAMS, _WIDTH]`."""
     o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, layout))
     p_z = z + (streams[0] + o_t * H)[:, None] * C + o_c[None, :]
-    return gl.load(p_z, mask=exist(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
+    return gl.load(p_z, mask=exists(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
 
 
 @gluon.jit
-def read_at(dz_s, s, tap, CO: gl.constexpr):
-    """Of sums' gradients the block that the block of inputs s is read for by a tap."""
-    return dz_s.index((s + 2 - tap) % _GRADIENTS).slice(0, CO, 1)
+def dz_block(s_dz, s, tap, CO: gl.constexpr):
+    """Return the block of dz whose sums read block s of the inputs through a tap."""
+    return s_dz.index((s + 2 - tap) % DZ_STAGES).slice(0, CO, 1)
 
 
 @cached_launch
@@ -66,9 +67,13 @@ def hopper_layer_backward_kernel(
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
     DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """As `backward.scorer_layer_backward_kernel`, for streams of slots of `tokens` tokens.
+    """Compute `backward.scorer_layer_backward_kernel` for streams of slots of `tokens` tokens.
 
-    Step s makes the gradient of block s of the inputs, which is read for blocks s … s + 2 of the layer's sums.
+        step s:   cp.async   dz block s + DZ_STAGES − 1 → s_dz;  layer 0: x block s + X_STAGES − 1 → s_x
+                  WGMMA      dx block s = Σ_tap dz block s + 2 − tap · Wᵀ;   dW_tap += x block sᵀ · dz block s + 2 − tap
+                  layers > 0: load z of the next block, recompute SiLU and its derivative from z
+
+    Blocks s … s + 2 of the layer's sums read block s of the inputs.
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
@@ -80,84 +85,84 @@ def hopper_layer_backward_kernel(
     if other is not None:
         x = gl.where(i_part == 1, other, x)
         dx = gl.where(i_part == 1, dother, dx)
-    w_s = gl.allocate_shared_memory(dtype, [3, _WIDTH, _WIDTH], rows_of(_WIDTH))
-    dz_s = gl.allocate_shared_memory(dtype, [_GRADIENTS, STREAMS, _WIDTH], rows_of(_WIDTH))
-    INPUTS: gl.constexpr = 1 if LAYER > 0 else _INPUTS
-    x_s = gl.allocate_shared_memory(dtype, [INPUTS, STREAMS, _WIDTH], rows_of(_WIDTH))
+    s_w = gl.allocate_shared_memory(dtype, [3, _WIDTH, _WIDTH], smem_layout(_WIDTH))
+    s_dz = gl.allocate_shared_memory(dtype, [DZ_STAGES, STREAMS, _WIDTH], smem_layout(_WIDTH))
+    INPUTS: gl.constexpr = 1 if LAYER > 0 else X_STAGES
+    s_x = gl.allocate_shared_memory(dtype, [INPUTS, STREAMS, _WIDTH], smem_layout(_WIDTH))
     o_i = gl.arange(0, _WIDTH, gl.SliceLayout(1, row))
     o_o = gl.arange(0, _WIDTH, gl.SliceLayout(0, row))
     for i in gl.static_range(3):
         p_w = w + ((i * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
-        async_load(w_s.index(i), p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :])
+        async_load(s_w.index(i), p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :])
     streams = locate_streams(
         i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row)
     )
-    streams_t = held(streams, gl.SliceLayout(1, tile))
-    for i in gl.static_range(_GRADIENTS - 1):
-        fetch_tokens(dz_s.index(i), dz, streams, (i - 2) * STEP - FIRST, H, CO, W)
-        if LAYER == 0 and i < _INPUTS - 1:
-            fetch_tokens(x_s.index(i), x, streams, i * STEP, H, C, W)
+    streams_t = convert_streams(streams, gl.SliceLayout(1, tile))
+    for i in gl.static_range(DZ_STAGES - 1):
+        copy_tokens(s_dz.index(i), dz, streams, (i - 2) * STEP - FIRST, H, CO, W)
+        if LAYER == 0 and i < X_STAGES - 1:
+            copy_tokens(s_x.index(i), x, streams, i * STEP, H, C, W)
         async_copy.commit_group()
     zero = gl.zeros([STREAMS, _WIDTH], gl.float32, tile)
     sums: gl.constexpr = mma_layout_split_n(CO, W)
     zero_w = gl.zeros([_WIDTH, CO], gl.float32, sums)
     b_dw = (zero_w, zero_w, zero_w)
     b_dbias = zero_w
-    scale = enlarged(threshold, DROPOUT)
+    scale = dropout_scale(threshold, DROPOUT)
     o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, tile))
     if LAYER > 0:
         b_z = load_layer(x, streams_t, 0, H, C, tile)
     elif DROPOUT:
-        wait_async_copies(_GRADIENTS - 2)
-        drop_tokens(x_s.index(0), seed, threshold, streams, 0, H, i_in, W)
+        wait_async_copies(DZ_STAGES - 2)
+        drop_tokens(s_x.index(0), seed, threshold, streams, 0, H, i_in, W)
     for s in range(tokens // STEP):
-        # every warp has left the products of the step before, and sees what the others stored
+        # after this barrier all warps have finished the MMAs of the previous step and see each other's stores
         wait_async_copies(1)
         o_t = s * STEP
-        new = s + _GRADIENTS - 1
-        fetch_tokens(dz_s.index(new % _GRADIENTS), dz, streams, (new - 2) * STEP - FIRST, H, CO, W)
+        new = s + DZ_STAGES - 1
+        copy_tokens(s_dz.index(new % DZ_STAGES), dz, streams, (new - 2) * STEP - FIRST, H, CO, W)
         if LAYER == 0:
-            new = s + _INPUTS - 1
-            fetch_tokens(x_s.index(new % _INPUTS), x, streams, new * STEP, H, C, W)
+            new = s + X_STAGES - 1
+            copy_tokens(s_x.index(new % X_STAGES), x, streams, new * STEP, H, C, W)
         async_copy.commit_group()
         b_dx = zero
         for tap in gl.static_range(3):
-            s_w = w_s.index(tap).slice(0, CO, 1).permute((1, 0))
-            b_dx = warpgroup_mma(read_at(dz_s, s, tap, CO), s_w, b_dx, use_acc=tap > 0, is_async=True)
+            s_wt = s_w.index(tap).slice(0, CO, 1).permute((1, 0))
+            b_dx = warpgroup_mma(dz_block(s_dz, s, tap, CO), s_wt, b_dx, use_acc=tap > 0, is_async=True)
         if LAYER > 0:
-            s_x = x_s.index(0)
+            s_x_block = s_x.index(0)
             b_z = b_z.to(gl.float32)
             b_sigmoid = sigmoid(b_z)
             b_x = b_z * b_sigmoid
             b_slope = b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             if DROPOUT:
-                b_stay = stay(seed, threshold, streams_t[0] + o_t * H, o_c, LAYER)
-                b_x = gl.where(b_stay, b_x, 0.0)
-                b_slope = gl.where(b_stay, b_slope, 0.0)
-            # a token that is not there has z = 0, and so x = 0
-            s_x.store(b_x.to(dtype))
+                b_mask = dropout_mask(seed, threshold, streams_t[0] + o_t * H, o_c, LAYER)
+                b_x = gl.where(b_mask, b_x, 0.0)
+                b_slope = gl.where(b_mask, b_slope, 0.0)
+            # a missing token has z = 0 and therefore x = 0
+            s_x_block.store(b_x.to(dtype))
             b_slope *= scale
             b_z = load_layer(x, streams_t, o_t + STEP, H, C, tile)
             fence_async_shared()
             barrier()
         else:
-            s_x = x_s.index(s % _INPUTS)
+            s_x_block = s_x.index(s % X_STAGES)
         b_sums = ()
         for tap in gl.static_range(3):
-            s_dz = read_at(dz_s, s, tap, CO)
-            b_sums = b_sums + (warpgroup_mma(s_x.permute((1, 0)), s_dz, b_dw[tap], is_async=True),)
+            s_dz_block = dz_block(s_dz, s, tap, CO)
+            b_sums = b_sums + (warpgroup_mma(s_x_block.permute((1, 0)), s_dz_block, b_dw[tap], is_async=True),)
         if LAYER == 0 and DROPOUT:
-            drop_tokens(x_s.index((s + 1) % _INPUTS), seed, threshold, streams, o_t + STEP, H, i_in, W)
-        # of the tap at the token itself
-        b_dbias += read_at(dz_s, s, -FIRST // STEP, CO).load(sums).to(gl.float32)
+            drop_tokens(s_x.index((s + 1) % X_STAGES), seed, threshold, streams, o_t + STEP, H, i_in, W)
+        # the bias gradient sums dz of the tap at offset 0
+        b_dbias += dz_block(s_dz, s, -FIRST // STEP, CO).load(sums).to(gl.float32)
         b_dx = warpgroup_mma_wait(3, deps=[b_dx])
         b_dx *= b_slope if LAYER > 0 else scale
         b_dx = gl.convert_layout(b_dx.to(dtype), row)
         o_row = streams[0] + o_t * H
-        b_there = exist(streams, o_t)[:, None]
+        b_exists = exists(streams, o_t)[:, None]
         if LAYER == 0 and DROPOUT:
-            b_there = b_there & stay(seed, threshold, o_row, o_o + i_in, 0)
-        b_dx = gl.where(b_there, b_dx, gl.zeros(b_dx.shape, dtype, row))
+            b_exists = b_exists & dropout_mask(seed, threshold, o_row, o_o + i_in, 0)
+        b_dx = gl.where(b_exists, b_dx, gl.zeros(b_dx.shape, dtype, row))
         m_own = o_t < streams[2]
         gl.store(dx + o_row[:, None] * C + o_o[None, :], b_dx, mask=m_own[:, None] & (o_o < C)[None, :])
         b_dw = warpgroup_mma_wait(0, deps=b_sums)
@@ -174,13 +179,13 @@ def hopper_layer_backward_kernel(
 def hopper_layer_backward(
     x: Inputs, sizes: Sizes, *, layer: int, inputs: tuple[Tensor, ...], dz: Tensor, w: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """As `backward.scorer_layer_backward`."""
+    """Compute `backward.scorer_layer_backward`."""
     _, T, H, C = inputs[0].shape
     CO, (_, FIRST, STEP) = dz.shape[-1], sizes.taps
     grads = tuple(torch.empty_like(t) for t in inputs)
     # only the first layer has two inputs
     (of, other), (dx, dother) = ((*tensors, None)[:2] for tensors in (inputs, grads))
-    tokens, slots, blocks = stream_blocks(x, sizes, _PROGRAMS / len(inputs))
+    tokens, slots, blocks = stream_blocks(x, sizes, _PROGRAMS_PER_SM / len(inputs))
     dw = dz.new_empty(blocks, 3, H, len(inputs) * C, CO, dtype=torch.float32)
     dbias = dz.new_empty(blocks, H, CO, dtype=torch.float32)
     hopper_layer_backward_kernel[(blocks, H, len(inputs))](

@@ -1,4 +1,4 @@
-"""Logits on Hopper: a program walks along 64 streams of a head, and makes a block of every layer at each step."""
+"""Logits on Hopper: a program scans 64 streams of a head and computes a block of every layer in each step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.tile.hopper import mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
-    begin_convolution,
+    convert_streams,
+    copy_tokens,
+    copy_weights,
     drop_tokens,
-    enlarged,
-    exist,
-    fetch_tokens,
-    fetch_weights,
-    held,
+    dropout_scale,
+    exists,
+    issue_convolution,
     locate_streams,
-    rows_of,
     sigmoid,
+    smem_layout,
     store_layer,
     stream_blocks,
 )
-from tokenmix_lte.ops.scorer.sizes import RING, Sizes
+from tokenmix_lte.ops.scorer.sizes import INPUT_STAGES, Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
 
-_RING = gl.constexpr(RING)
+NUM_STAGES = gl.constexpr(INPUT_STAGES)
 
 
 @cached_launch
@@ -39,10 +39,13 @@ def hopper_scorer_kernel(
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
     FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """As `forward.scorer_kernel`, for streams of slots of `tokens` tokens.
+    """Compute `forward.scorer_kernel` for streams of slots of `tokens` tokens.
 
-    Step s begins block s of layer 1, of inputs s … s + 2, block s − 3 of layer 2 and block s − 6 of layer 3, which need
-    nothing of each other. A block is at the place of the first one that it is made of.
+        step s:   cp.async   k, v block s + NUM_STAGES − 1 → s_x0
+                  WGMMA      z3 block s − 6 ← s_x2;  z2 block s − 3 ← s_x1;  z1 block s ← s_x0   (independent)
+                  wait z3 → SiLU, linear map → logits;  wait z2 → SiLU → s_x2;  wait z1 → SiLU → s_x1
+
+    A block has the index of the first block that it is computed from: block s of layer 1 reads inputs s … s + 2.
     """
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
@@ -50,26 +53,26 @@ def hopper_scorer_kernel(
     tile2: gl.constexpr = mma_layout_split_n(C2, W)
     tile3: gl.constexpr = mma_layout_split_n(C3, W)
     i_b, i_h = gl.program_id(0), gl.program_id(1)
-    # keys and values of a block in turn
-    x0 = gl.allocate_shared_memory(dtype, [2 * _RING, STREAMS, K], rows_of(K))
-    x1 = gl.allocate_shared_memory(dtype, [4, STREAMS, C1], rows_of(C1))
-    x2 = gl.allocate_shared_memory(dtype, [4, STREAMS, C2], rows_of(C2))
-    w1_s = gl.allocate_shared_memory(dtype, [6, K, C1], rows_of(C1))
-    w2_s = gl.allocate_shared_memory(dtype, [3, C1, C2], rows_of(C2))
-    w3_s = gl.allocate_shared_memory(dtype, [3, C2, C3], rows_of(C3))
-    fetch_weights(w1_s, w1, i_h, H, W)
-    fetch_weights(w2_s, w2, i_h, H, W)
-    fetch_weights(w3_s, w3, i_h, H, W)
+    # stages alternate between keys and values of a block
+    s_x0 = gl.allocate_shared_memory(dtype, [2 * NUM_STAGES, STREAMS, K], smem_layout(K))
+    s_x1 = gl.allocate_shared_memory(dtype, [4, STREAMS, C1], smem_layout(C1))
+    s_x2 = gl.allocate_shared_memory(dtype, [4, STREAMS, C2], smem_layout(C2))
+    s_w1 = gl.allocate_shared_memory(dtype, [6, K, C1], smem_layout(C1))
+    s_w2 = gl.allocate_shared_memory(dtype, [3, C1, C2], smem_layout(C2))
+    s_w3 = gl.allocate_shared_memory(dtype, [3, C2, C3], smem_layout(C3))
+    copy_weights(s_w1, w1, i_h, H, W)
+    copy_weights(s_w2, w2, i_h, H, W)
+    copy_weights(s_w3, w3, i_h, H, W)
     streams = locate_streams(
         i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row_layout(K, W))
     )
-    streams1 = held(streams, gl.SliceLayout(1, tile1))
-    streams2 = held(streams, gl.SliceLayout(1, tile2))
-    streams3 = held(streams, gl.SliceLayout(1, tile3))
-    for i in gl.static_range(_RING - 1):
+    streams1 = convert_streams(streams, gl.SliceLayout(1, tile1))
+    streams2 = convert_streams(streams, gl.SliceLayout(1, tile2))
+    streams3 = convert_streams(streams, gl.SliceLayout(1, tile3))
+    for i in gl.static_range(NUM_STAGES - 1):
         o_t = 3 * FIRST + i * STEP
-        fetch_tokens(x0.index(2 * i), k, streams, o_t, H, K, W)
-        fetch_tokens(x0.index(2 * i + 1), v, streams, o_t, H, K, W)
+        copy_tokens(s_x0.index(2 * i), k, streams, o_t, H, K, W)
+        copy_tokens(s_x0.index(2 * i + 1), v, streams, o_t, H, K, W)
         async_copy.commit_group()
     o_1 = gl.arange(0, C1, gl.SliceLayout(0, tile1))
     o_2 = gl.arange(0, C2, gl.SliceLayout(0, tile2))
@@ -85,29 +88,29 @@ def hopper_scorer_kernel(
     else:
         b_bias = gl.load(bias + i_h).to(gl.float32)
     if DROPOUT:
-        wait_async_copies(_RING - 4)
+        wait_async_copies(NUM_STAGES - 4)
         for i in gl.static_range(3):
             o_t = 3 * FIRST + i * STEP
-            drop_tokens(x0.index(2 * i), seed, threshold, streams, o_t, H, 0, W)
-            drop_tokens(x0.index(2 * i + 1), seed, threshold, streams, o_t, H, K, W)
-    scale = enlarged(threshold, DROPOUT)
+            drop_tokens(s_x0.index(2 * i), seed, threshold, streams, o_t, H, 0, W)
+            drop_tokens(s_x0.index(2 * i + 1), seed, threshold, streams, o_t, H, K, W)
+    scale = dropout_scale(threshold, DROPOUT)
     zero1 = gl.zeros([STREAMS, C1], gl.float32, tile1)
     zero2 = gl.zeros([STREAMS, C2], gl.float32, tile2)
     zero3 = gl.zeros([STREAMS, C3], gl.float32, tile3)
     for s in range(tokens // STEP + 6):
-        # every warp has left the products of the step before, and sees what the others stored
-        wait_async_copies(_RING - 5)
-        new, o_t = (s + _RING - 1) % _RING * 2, (s + _RING - 1) * STEP + 3 * FIRST
-        fetch_tokens(x0.index(new), k, streams, o_t, H, K, W)
-        fetch_tokens(x0.index(new + 1), v, streams, o_t, H, K, W)
+        # after this barrier all warps have finished the MMAs of the previous step and see each other's stores
+        wait_async_copies(NUM_STAGES - 5)
+        new, o_t = (s + NUM_STAGES - 1) % NUM_STAGES * 2, (s + NUM_STAGES - 1) * STEP + 3 * FIRST
+        copy_tokens(s_x0.index(new), k, streams, o_t, H, K, W)
+        copy_tokens(s_x0.index(new + 1), v, streams, o_t, H, K, W)
         async_copy.commit_group()
-        b_z3 = begin_convolution(x2, w3_s, s + 2, zero3)
-        b_z2 = begin_convolution(x1, w2_s, s + 1, zero2)
-        b_z1 = begin_convolution(x0, w1_s, s, zero1)
+        b_z3 = issue_convolution(s_x2, s_w3, s + 2, zero3)
+        b_z2 = issue_convolution(s_x1, s_w2, s + 1, zero2)
+        b_z1 = issue_convolution(s_x0, s_w1, s, zero1)
         if DROPOUT:
-            new, o_t = (s + 3) % _RING * 2, (s + 3) * STEP + 3 * FIRST
-            drop_tokens(x0.index(new), seed, threshold, streams, o_t, H, 0, W)
-            drop_tokens(x0.index(new + 1), seed, threshold, streams, o_t, H, K, W)
+            new, o_t = (s + 3) % NUM_STAGES * 2, (s + 3) * STEP + 3 * FIRST
+            drop_tokens(s_x0.index(new), seed, threshold, streams, o_t, H, 0, W)
+            drop_tokens(s_x0.index(new + 1), seed, threshold, streams, o_t, H, K, W)
 
         b_z3 = warpgroup_mma_wait(9, deps=[b_z3]) * scale + b_bias3[None, :]
         b_sigmoid = sigmoid(b_z3)
@@ -116,30 +119,30 @@ def hopper_scorer_kernel(
         o_row = streams3[0] + o_t * H
         m_own = (o_t >= 0) & (o_t < streams3[2])
         if GRADIENTS:
-            m_own = m_own & exist(streams3, o_t)
+            m_own = m_own & exists(streams3, o_t)
             b_dw += gl.where(m_own[:, None], b_d[:, None] * b_x3, 0.0)
             b_dbias += b_d
             b_dz = b_d[:, None] * b_w[None, :] * b_sigmoid * (1.0 + b_z3 * (1.0 - b_sigmoid))
             gl.store(dz3 + o_row[:, None] * C3 + o_3[None, :], b_dz.to(dtype), mask=m_own[:, None])
-            # the next step's
-            m_own = exist(streams3, o_t + STEP) & (o_t + STEP >= 0)
+            # prefetch dlogits of the next step
+            m_own = exists(streams3, o_t + STEP) & (o_t + STEP >= 0)
             b_d = gl.load(dlogits + (o_row + STEP * H), mask=m_own, other=0.0).to(gl.float32)
         else:
             gl.store(logits + o_row, gl.sum(b_x3 * b_w[None, :], 1) + b_bias, mask=m_own)
 
         b_z2 = warpgroup_mma_wait(6, deps=[b_z2]) * scale + b_bias2[None, :]
         o_t = (s - 3) * STEP + FIRST
-        store_layer(x2.index((s + 1) % 4), b_z2, seed, threshold, streams2, o_t, H, 2, DROPOUT, tile2)
+        store_layer(s_x2.index((s + 1) % 4), b_z2, seed, threshold, streams2, o_t, H, 2, DROPOUT, tile2)
         if GRADIENTS:
-            m_own = exist(streams2, o_t) & (o_t >= 0) & (o_t < tokens)
+            m_own = exists(streams2, o_t) & (o_t >= 0) & (o_t < tokens)
             p_z = z2 + (streams2[0] + o_t * H)[:, None] * C2 + o_2[None, :]
             gl.store(p_z, b_z2.to(dtype), mask=m_own[:, None])
 
         b_z1 = warpgroup_mma_wait(0, deps=[b_z1]) * scale + b_bias1[None, :]
         o_t = s * STEP + 2 * FIRST
-        store_layer(x1.index(s % 4), b_z1, seed, threshold, streams1, o_t, H, 1, DROPOUT, tile1)
+        store_layer(s_x1.index(s % 4), b_z1, seed, threshold, streams1, o_t, H, 1, DROPOUT, tile1)
         if GRADIENTS:
-            m_own = exist(streams1, o_t) & (o_t >= 0) & (o_t < tokens)
+            m_own = exists(streams1, o_t) & (o_t >= 0) & (o_t < tokens)
             p_z = z1 + (streams1[0] + o_t * H)[:, None] * C1 + o_1[None, :]
             gl.store(p_z, b_z1.to(dtype), mask=m_own[:, None])
     wait_async_copies(0)
@@ -150,14 +153,14 @@ def hopper_scorer_kernel(
 
 
 def hopper_scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
-    """As `forward.scorer_forward`."""
+    """Compute `forward.scorer_forward`."""
     logits = x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
     _launch(x, sizes, stream_blocks(x, sizes, 1), logits=logits)
     return logits
 
 
-def hopper_scorer_beginnings(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `forward.scorer_beginnings`."""
+def hopper_scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `forward.scorer_recompute`."""
     B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels
     streams = stream_blocks(x, sizes, 1)
@@ -171,7 +174,7 @@ def hopper_scorer_beginnings(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[
 def _launch(
     x: Inputs, sizes: Sizes, streams: tuple, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
 ) -> None:
-    """Write the logits, or from their gradient what the layers' gradients begin with."""
+    """Write the logits or, given their gradient, the results of `scorer_recompute`."""
     _, T, H, _ = x.k.shape
     (tokens, slots, blocks), (K, C1, C2, C3), (_, FIRST, STEP) = streams, sizes.channels, sizes.taps
     hopper_scorer_kernel[(blocks, H)](
