@@ -1,4 +1,4 @@
-"""Conversion of pretrained transformers: equality with the original, what is kept, and what is refused."""
+"""Conversion of pretrained transformers: equality with the original, copied weights, and unsupported models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def original(request):
     model = ORIGINALS[request.param]().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            # biases and norms that start at 0 and 1 would hide a lost one
+            # change biases and norms from 0 and 1, so that a missing one is noticed
             if name.endswith("bias") or "norm" in name:
                 p.add_(torch.randn_like(p) * 0.3)
     return model
@@ -68,20 +68,20 @@ def ids(tokens: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_a_converted_model_begins_as_the_original(original):
+def test_a_converted_model_computes_the_same_before_training(original):
     full = [i for i, layer in enumerate(attention_options(original.config)) if layer["window"] is None]
-    # a window of 20 ends what it sees, and LTE does not
+    # layers with a window of 20 agree up to 20 tokens, because LTE sees further back
     x = ids(40 if full else 20)
     converted = convert(original, layers=full or None, **SMALL)
     wanted = original(x).logits
     for training in (True, False):
         assert relative_error(converted.train(training)(x, use_cache=False).logits, wanted) < 1e-5
     assert relative_error(converted.train()(x).logits, wanted) < 1e-5
-    said = converted.eval().generate(x[:, :10], max_new_tokens=8, do_sample=False)
-    assert torch.equal(said, original.generate(x[:, :10], max_new_tokens=8, do_sample=False))
+    generated = converted.eval().generate(x[:, :10], max_new_tokens=8, do_sample=False)
+    assert torch.equal(generated, original.generate(x[:, :10], max_new_tokens=8, do_sample=False))
 
 
-def test_a_converted_model_learns_what_to_keep(original):
+def test_all_parameters_of_a_converted_model_get_gradients(original):
     converted = convert(original, **SMALL).train()
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_converted_model_learns_what_to_keep(original):
     assert all(mixer.sparsity.weight.eq(torch.tensor(1e-9)).all() for mixer in converted.model.mixers)
 
 
-def test_weights_are_the_original_s_and_evaluation_holds_no_more_than_the_cap(original, tmp_path):
+def test_weights_are_the_original_s_and_the_state_does_not_grow(original, tmp_path):
     converted = convert(original, layers=[0, 2], **SMALL)
     assert [converted.config.mixer_type(i) for i in range(3)] == ["lte", "attention", "lte"]
     mine, theirs = converted.model.layers[2], original.model.layers[2]
@@ -145,7 +145,7 @@ def test_a_config_that_transformers_cannot_read_is_refused_in_a_sentence(field, 
     assert message in capsys.readouterr().err
 
 
-def test_what_has_no_counterpart_is_refused():
+def test_unsupported_models_are_refused():
     for model, words in (
         (GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)), "got 'gpt2'"),
         (LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), "attention_bias"),

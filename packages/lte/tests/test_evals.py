@@ -1,4 +1,4 @@
-"""The measurements say what the layers hold and cost, and the command line runs them on a trained model."""
+"""Evaluation suites report retained shares and costs, and the command line runs them on a trained model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> LteForCausalLM:
     return LteForCausalLM(LteConfig(**FIELDS, mixer_options={"lte": options}, initializer_range=0.2)).eval()
 
 
-def test_shares_are_those_of_the_state_after_the_same_tokens(model):
+def test_held_shares_agree_with_the_state_after_the_same_tokens(model):
     ids = torch.randint(0, 264, (5, 50))
     shares = held_shares(model, ids, batch_size=2, progress=False)
     cache = model.make_cache()
@@ -37,7 +37,7 @@ def test_shares_are_those_of_the_state_after_the_same_tokens(model):
     assert shares.max() <= 6 / (50 - 16) + 1e-6
 
 
-def test_the_map_has_a_row_for_each_layer_and_a_plot_for_each_length(model, tmp_path):
+def test_the_heat_map_has_a_row_for_each_layer_and_a_plot_for_each_length(model, tmp_path):
     result = retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(64, 40), limit=3, progress=False))
     assert [(row["tokens"], row["layer"]) for row in result["rows"]] == [(40, 0), (40, 1), (64, 0), (64, 1)]
     for plot, rows in zip(result["plots"], (result["rows"][:2], result["rows"][2:]), strict=True):
@@ -57,7 +57,7 @@ def test_the_scorer_s_share_is_counted(model):
     assert 0 < row["share of operations"] < row["share of the layers' operations"] < 1
 
 
-def test_the_paper_s_scorers_take_the_parameters_it_states():
+def test_the_paper_s_scorers_have_the_share_of_parameters_it_states():
     from tokenmix_lte.recipes import RECIPES
 
     with torch.device("meta"):
@@ -74,7 +74,7 @@ def test_models_without_such_layers_and_short_texts_are_refused(model):
         retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(16,), progress=False))
 
 
-def test_passages_are_cut_where_the_paper_cuts_them(model, monkeypatch):
+def test_passages_are_truncated_at_4096_tokens(model, monkeypatch):
     asked = []
 
     def recall(model, tokenizer, options):
@@ -87,7 +87,7 @@ def test_passages_are_cut_where_the_paper_cuts_them(model, monkeypatch):
     assert asked == [4096, 1000]
 
 
-def test_latency_is_of_the_layers_that_keep_keys_and_of_scoring(monkeypatch):
+def test_latency_times_the_layers_with_a_kv_cache_and_their_scorers(monkeypatch):
     monkeypatch.setattr(latency, "STEPS", 70)
     options = {
         "lte": {"num_heads": 2, "window": 100, "cap": 6, "sinks": 2},
@@ -104,14 +104,14 @@ def test_latency_is_of_the_layers_that_keep_keys_and_of_scoring(monkeypatch):
         ("prefill", 24),
         ("decoding", 24),
     ]
-    # 70 steps score at least once
+    # 70 steps run the scorer at least once
     assert all(row["ms"] > row["scoring ms"] > 0 for row in result["rows"])
-    # nothing is left on the model
+    # the hooks are removed
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in hybrid.modules())
     linear = HybridForCausalLM(
         HybridConfig(**FIELDS, mixers=["gated_delta_net"], mixer_options={"gated_delta_net": {"num_heads": 1}})
     )
-    with pytest.raises(ValueError, match="layers that keep keys"):
+    with pytest.raises(ValueError, match="layers that have a KV cache"):
         latency.latency_suite(linear, byte_tokenizer(), asked)
 
 

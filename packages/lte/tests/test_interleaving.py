@@ -1,4 +1,4 @@
-"""Layers that evict or choose blocks stand in one model with each other and with core's."""
+"""LTE, NSA and TOVA layers work in one model with each other and with core's layers."""
 
 from typing import ClassVar
 

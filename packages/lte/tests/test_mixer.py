@@ -1,4 +1,4 @@
-"""The layer: contracts of every mixer, the definition, and what each choice changes."""
+"""The LTE layer: contracts of every mixer, the definition, and each option's effect."""
 
 from __future__ import annotations
 
@@ -58,30 +58,30 @@ def inputs(B=2, T=60, seed=1) -> Tensor:
 
 
 def heads(layer: Lte, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, rotated k, k as it was, v."""
+    """Return q, rotated k, k before rotation, and v."""
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(torch.arange(x.shape[1]).unsqueeze(0))
     q, raw, v = (f(x).unflatten(-1, (-1, 8)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
     return apply_rotary(q, rotary), apply_rotary(raw, rotary), raw, v
 
 
 def literal(layer: Lte, x: Tensor, *, cap: int | None) -> tuple[Tensor, int]:
-    """The layer as the paper's sentences read, token after token with a list of far keys; and how many were evicted."""
+    """Compute the paper's definition token by token, with a list of retained keys; return the number evicted, too."""
     q, k, raw, v = heads(layer, x)
     logits, (B, T, H, K) = layer.logits(raw, v), k.shape
     group, out, evicted = q.shape[2] // H, torch.zeros_like(q), 0
     for b in range(B):
         for h in range(H):
-            far: list[int] = []
+            retained: list[int] = []
             for i in range(T):
                 j = i - layer.window
                 if j >= 0 and (j < layer.sinks or logits[b, j, h] > 0):
-                    far.append(j)
-                    if cap is not None and len(far) > cap:
-                        # sinks stay; then the lowest logit leaves, of equal ones the youngest
-                        worst = min(far, key=lambda t: (t < layer.sinks, float(logits[b, t, h]), -t))
-                        far.remove(worst)
+                    retained.append(j)
+                    if cap is not None and len(retained) > cap:
+                        # sinks stay; the lowest logit is evicted, among equal ones the youngest
+                        worst = min(retained, key=lambda t: (t < layer.sinks, float(logits[b, t, h]), -t))
+                        retained.remove(worst)
                         evicted += 1
-                seen = [*far, *range(max(0, i - layer.window + 1), i + 1)]
+                seen = [*retained, *range(max(0, i - layer.window + 1), i + 1)]
                 for a in range(h * group, (h + 1) * group):
                     weights = (k[b, seen, h] @ q[b, i, a] * K**-0.5).softmax(0)
                     out[b, i, a] = weights @ v[b, seen, h]
@@ -90,7 +90,7 @@ def literal(layer: Lte, x: Tensor, *, cap: int | None) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("options", [{}, {"scorer": "mlp"}, {"scorer": "causal"}, {"scorer": "none"}, {"sinks": 0}])
 @torch.no_grad()
-def test_evaluation_is_what_a_decoder_that_evicts_one_key_at_a_time_sees(options):
+def test_evaluation_agrees_with_a_decoder_that_evicts_one_key_at_a_time(options):
     layer, x = build(**options), inputs()
     expected, evicted = literal(layer, x, cap=layer.cap)
     assert relative_error(run_mixer(layer, x), expected) < 1e-11
@@ -106,15 +106,15 @@ def test_training_has_no_cap():
 
 
 @torch.no_grad()
-def test_far_beyond_the_cap_steps_are_the_evaluation_forward():
+def test_steps_agree_with_the_forward_pass_for_700_tokens():
     layer, x = build(), inputs(B=1, T=700, seed=3)
     whole = run_mixer(layer, x)
-    for pieces in ([1] * 700, [333, *[1] * 200, 167]):
-        assert relative_error(run_in_pieces(layer, x, pieces)[0], whole) < 1e-11
+    for lengths in ([1] * 700, [333, *[1] * 200, 167]):
+        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 1e-11
 
 
 @torch.no_grad()
-def test_equal_scores_leave_the_youngest_first():
+def test_among_equal_scores_the_youngest_is_evicted_first():
     layer, x = build(), inputs(B=1, T=80)
     # every logit is 0.5
     layer.scorer.weight.zero_()
@@ -122,12 +122,12 @@ def test_equal_scores_leave_the_youngest_first():
     whole = run_mixer(layer, x)
     assert relative_error(whole, literal(layer, x, cap=layer.cap)[0]) < 1e-11
     _, cache = run_in_pieces(layer, x, [1] * 80)
-    far = cache.layers[0].ages.value
-    assert torch.equal(far.sort(-1).values, torch.arange(5, dtype=torch.int32).expand_as(far))
+    ages = cache.layers[0].ages.value
+    assert torch.equal(ages.sort(-1).values, torch.arange(5, dtype=torch.int32).expand_as(ages))
     assert relative_error(run_in_pieces(layer, x, [1] * 80)[0], whole) < 1e-11
 
 
-def test_the_score_learns_from_the_values_gradient():
+def test_logits_get_the_straight_through_gradient_of_values():
     layer, x = build(), inputs()
     layer.train()
     q, k, raw, v = heads(layer, x)
@@ -145,9 +145,9 @@ def test_the_score_learns_from_the_values_gradient():
         assert relative_error(a, b) < 1e-10
 
 
-def test_inside_the_softmax_kept_far_keys_alone_teach():
+def test_with_estimator_inside_only_retained_keys_give_the_scorer_gradients():
     layer, x = build(estimator="inside"), inputs(B=1, T=16)
-    # nothing is far
+    # all tokens are inside the window
     layer.train()
     out = run_mixer(layer, x).square().sum()
     weights = list(layer.scorer.parameters())
@@ -157,11 +157,11 @@ def test_inside_the_softmax_kept_far_keys_alone_teach():
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 20, 60]])
-def test_the_sparsity_loss_is_the_excess_of_scores_that_are_final(borders):
+def test_the_sparsity_loss_is_the_excess_of_final_scores(borders):
     layer, x = build(), inputs(B=1)
     layer.train()
     layer.sparsity.weight.copy_(torch.tensor([0.3, 0.7]))
-    layer.peers = 3
+    layer.num_lte_layers = 3
     cu_seqlens = None if borders is None else torch.tensor(borders)
     positions = torch.arange(60) if borders is None else torch.cat([torch.arange(n) for n in (5, 0, 15, 40)])
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(positions.unsqueeze(0))
@@ -179,7 +179,7 @@ def test_the_sparsity_loss_is_the_excess_of_scores_that_are_final(borders):
 
 
 @torch.no_grad()
-def test_the_held_share_is_what_the_state_holds():
+def test_the_held_share_agrees_with_the_state():
     layer, x = build(), inputs(B=2, T=33)
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(torch.arange(33).unsqueeze(0))
     _, auxiliary = layer(x, rotary=rotary)
@@ -189,22 +189,22 @@ def test_the_held_share_is_what_the_state_holds():
 
 
 @torch.no_grad()
-def test_bfloat16_scores_are_the_same_in_pieces():
+def test_bfloat16_scores_agree_in_any_split_of_the_calls():
     layer, x = build(window=32, cap=8), inputs(T=200)
     layer, x = layer.bfloat16(), x.bfloat16()
     whole = run_mixer(layer, x)
-    for pieces in ([1] * 200, [90, *[1] * 60, 50]):
-        assert relative_error(run_in_pieces(layer, x, pieces)[0], whole) < 2e-2
+    for lengths in ([1] * 200, [90, *[1] * 60, 50]):
+        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 2e-2
 
 
 @torch.no_grad()
-def test_the_state_takes_as_much_from_the_first_token_on():
+def test_the_state_has_a_constant_size_from_the_first_token_on():
     layer = build()
     sizes = {run_in_pieces(layer, inputs(T=n), [n])[1].allocated_nbytes for n in (1, 12, 60)}
     assert len(sizes) == 1
 
 
-def test_the_paper_s_state_is_two_and_a_half_mebibytes_and_what_scoring_needs():
+def test_the_paper_s_state_is_two_and_a_half_mebibytes_and_the_scorer_s_inputs():
     layer = Lte(64, num_heads=32, num_kv_heads=8, head_dim=64)
     keys = (768 + 512) * 8 * 128 * 2
     assert keys == 2.5 * 2**20
@@ -235,18 +235,18 @@ def test_malformed_options_are_refused(options, words):
 
 
 @torch.no_grad()
-def test_uniform_far_keys_are_every_n_th_token_when_these_fill_the_cap():
+def test_uniform_retains_every_n_th_token_when_these_fill_the_cap():
     layer = build(scorer="uniform", window=5, cap=8, sinks=0)
     for held, step in ((8, 1), (16, 2), (32, 4)):
         _, cache = run_in_pieces(layer, inputs(B=1, T=held + 5), [1] * (held + 5))
-        far = cache.layers[0].ages.value.sort(-1).values
-        assert torch.equal(far, torch.arange(0, held, step, dtype=torch.int32).expand_as(far))
-    # between those the newest have made way first
+        ages = cache.layers[0].ages.value.sort(-1).values
+        assert torch.equal(ages, torch.arange(0, held, step, dtype=torch.int32).expand_as(ages))
+    # in between, the newest tokens have been replaced first
     _, cache = run_in_pieces(layer, inputs(B=1, T=12 + 5), [12, 5])
     assert cache.layers[0].ages.value[0, 0].sort().values.tolist() == [0, 1, 2, 3, 4, 6, 8, 10]
 
 
-def test_layers_that_learn_nothing_have_the_weights_of_attention():
+def test_layers_without_a_scorer_have_the_weights_of_attention():
     weights = dict(Attention(32, num_heads=4, num_kv_heads=2, head_dim=8).named_parameters())
     for scorer in ("none", "uniform"):
         layer = build(scorer=scorer)
@@ -256,7 +256,7 @@ def test_layers_that_learn_nothing_have_the_weights_of_attention():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_thousands_of_tokens_beyond_the_cap_pieces_are_the_whole():
+def test_split_calls_agree_with_one_call_for_thousands_of_tokens():
     torch.manual_seed(0)
     layer = Lte(16, num_heads=1, head_dim=8, window=64, cap=32, sinks=2)
     for module in layer.modules():
@@ -280,7 +280,7 @@ def test_under_autocast_scores_are_float32_and_everything_learns():
 
 
 @torch.no_grad()
-def test_kernels_prefill_and_step_as_the_eager_layer_does(device):
+def test_kernels_agree_with_the_eager_layer_in_prefill_and_steps(device):
     eager, kernels = (build(head_dim=16, cap=8, impl=impl).float().to(device) for impl in ("reference", "triton"))
     x = inputs(B=1, T=43).float().to(device)
     whole = run_mixer(eager, x)
@@ -290,9 +290,9 @@ def test_kernels_prefill_and_step_as_the_eager_layer_does(device):
 
 @torch.no_grad()
 @pytest.mark.parametrize("scorer", ["cnn", "uniform"])
-def test_a_prompt_of_any_length_takes_the_same_few_operations_and_asks_the_device_nothing(scorer, monkeypatch):
+def test_a_prompt_of_any_length_takes_at_most_40_operations_without_synchronisation(scorer, monkeypatch):
     layer = build(scorer=scorer)
-    # two operations with kernels of their own
+    # exclude two operations that have their own kernels
     monkeypatch.setattr(inference, "kept_attention", lambda q, *_, **options: AttentionOutput(q, q[..., 0]))
     monkeypatch.setattr(inference, "eviction_times", lambda ranks, *_, **options: ranks.to(torch.int32))
     monkeypatch.setattr(layer, "logits", lambda raw, v: raw[..., 0])
@@ -302,7 +302,7 @@ def test_a_prompt_of_any_length_takes_the_same_few_operations_and_asks_the_devic
         state.span = Span(2, T, torch.device("cpu"))
         q, k, raw, v = heads(layer, inputs(T=T))
         with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
-            inference.go_on(layer, Tokens(q, k, raw, v), state)
+            inference.extend(layer, Tokens(q, k, raw, v), state)
         return seen
 
     assert len(operations(22)) == len(operations(300)) <= 40

@@ -1,4 +1,4 @@
-"""The model family: contracts of every family, and what a model makes of its layers."""
+"""The model family: contracts of every family, and auxiliary outputs of its layers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class TestLteModel(ModelContract):
     config_class = LteConfig
     model_class = LteModel
     causal_lm_class = LteForCausalLM
-    # so many that the far segment is full and evicts
+    # enough tokens to evict some
     tokens = 40
 
 
-def test_a_layer_knows_how_many_of_its_kind_there_are():
+def test_layers_know_the_number_of_lte_layers():
     mixers = {"mixers": ["lte", "attention", "lte"], "mixer_options": {"lte": OPTIONS, "attention": {"num_heads": 2}}}
     model = LteForCausalLM(LteConfig(**{**SIZES, "num_hidden_layers": 3, **mixers}))
-    assert [getattr(mixer, "peers", None) for mixer in model.model.mixers] == [2, None, 2]
+    assert [getattr(mixer, "num_lte_layers", None) for mixer in model.model.mixers] == [2, None, 2]
     out = model.train()(torch.randint(0, 61, (2, 30)))
     assert out.auxiliary["kept_share"].shape == (2, 2)
     assert out.auxiliary["sparsity_loss"].shape == (2,)

@@ -1,4 +1,4 @@
-"""Native Sparse Attention: contracts of every mixer, the definition, and what decoding reads."""
+"""Native sparse attention: contracts of every mixer, the definition, and the keys that decoding reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
 from tokenmix_lte.nsa import Nsa
 
-# blocks and windows so small that most are left out
+# blocks and windows so small that most keys are not selected
 SMALL = partial(Nsa, 32, num_heads=4, num_kv_heads=2, head_dim=8, block=4, blocks=4, window=5)
 
 
@@ -42,7 +42,7 @@ def inputs(B=2, T=45, seed=1) -> Tensor:
 
 
 def literal(layer: Nsa, x: Tensor) -> Tensor:
-    """The layer as its definition reads, query by query."""
+    """Compute the layer's definition query by query."""
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(torch.arange(x.shape[1]).unsqueeze(0))
     q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
     q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
@@ -71,19 +71,19 @@ def literal(layer: Nsa, x: Tensor) -> Tensor:
                 seen = [j for j in range(i + 1) if j // size in chosen]
                 near = list(range(max(0, i - layer.window + 1), i + 1))
                 for a in group:
-                    for gate, places in ((1, seen), (2, near)):
-                        out[b, i, a] += gates[b, i, a, gate] * attend(q[b, i, a], k[b, places, h], v[b, places, h])[0]
+                    for gate, keys in ((1, seen), (2, near)):
+                        out[b, i, a] += gates[b, i, a, gate] * attend(q[b, i, a], k[b, keys, h], v[b, keys, h])[0]
     return layer.o_proj(out.flatten(-2))
 
 
 @torch.no_grad()
-def test_the_layer_is_its_definition():
+def test_the_layer_agrees_with_its_definition():
     layer, x = build(), inputs()
     assert relative_error(run_mixer(layer, x), literal(layer, x)) < 1e-11
 
 
 @torch.no_grad()
-def test_a_step_reads_what_is_chosen_and_not_the_rest():
+def test_a_step_reads_only_the_selected_blocks_and_the_window():
     layer, x = build(), inputs(B=1, T=120)
     whole = run_mixer(layer, x)
     _, cache = run_in_pieces(layer, x[:, :119], [119])
@@ -91,7 +91,7 @@ def test_a_step_reads_what_is_chosen_and_not_the_rest():
     cache.begin(1, 1, x.device)
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(torch.tensor([[119]]))
     # the last token's block is 29, the window 115 … 119
-    chosen = chosen_blocks(layer, x)
+    chosen = selected_blocks(layer, x)
     unread = [c for c in range(28) if c not in chosen]
     assert len(unread) >= 20
     for c in unread:
@@ -99,8 +99,8 @@ def test_a_step_reads_what_is_chosen_and_not_the_rest():
     assert relative_error(layer(x[:, 119:], state=state, rotary=rotary)[0], whole[:, 119:]) < 1e-11
 
 
-def chosen_blocks(layer: Nsa, x: Tensor) -> set[int]:
-    """All blocks that the last token's key heads choose."""
+def selected_blocks(layer: Nsa, x: Tensor) -> set[int]:
+    """Return all blocks that the last token's key heads select."""
     from tokenmix_lte.ops import select_blocks
     from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 
@@ -112,11 +112,11 @@ def chosen_blocks(layer: Nsa, x: Tensor) -> set[int]:
 
 
 @torch.no_grad()
-def test_in_bfloat16_pieces_are_near_the_whole():
+def test_split_calls_agree_with_one_call_in_bfloat16():
     layer, x = build(block=8, window=16).bfloat16(), inputs(T=60).bfloat16()
     whole = run_mixer(layer, x)
-    for pieces in ([1] * 60, [30, *[1] * 10, 20]):
-        assert relative_error(run_in_pieces(layer, x, pieces)[0], whole) < 2e-2
+    for lengths in ([1] * 60, [30, *[1] * 10, 20]):
+        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 2e-2
 
 
 def test_the_paper_s_sizes():

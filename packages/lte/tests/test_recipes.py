@@ -1,4 +1,4 @@
-"""Recipes: the paper's sizes, settings that differ where they say, and whole runs."""
+"""Recipes: the paper's sizes, differences between recipes, and whole runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_ablation_changes_the_options_it_names_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("size", ["small", "100m"])
-def test_recall_models_have_about_as_many_parameters_and_less_room_than_a_row(size):
+def test_recall_models_have_similar_sizes_and_hold_fewer_tokens_than_a_row(size):
     transformer = parameters(f"recall-transformer-{size}")
     for name in RECIPES:
         if name.startswith("recall-") and name.endswith(size):

@@ -1,4 +1,4 @@
-"""λ follows the keys that heads keep: the rule, and runs that resume, accumulate and recompute as if they did not."""
+"""λ adapts to the retained keys: the rule, and equal results with resuming, accumulation and recomputation."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tokenmix_lte.training import DECAY, SteerSparsity, steer_sparsity
         (0.0, 4000, 1e-9),
     ],
 )
-def test_weights_rise_above_the_target_and_fall_well_below_it(weight, kept, after):
+def test_lambda_rises_above_the_target_and_falls_well_below_it(weight, kept, after):
     steer = SteerSparsity(512, 4096)
     got = steer.next_weights(torch.tensor([weight]), torch.tensor([kept / 4096]))
     torch.testing.assert_close(got, torch.tensor([after]))
 
 
-def test_from_the_start_it_takes_fifty_two_updates_to_reach_one():
+def test_lambda_takes_52_updates_from_its_initial_value_to_1():
     steer, weight, updates = SteerSparsity(512, 4096), torch.tensor([1e-9]), 0
     while weight < 1:
         weight, updates = steer.next_weights(weight, torch.tensor([1.0])), updates + 1
@@ -52,14 +52,14 @@ def test_the_average_spans_half_of_the_steps_between_updates():
     assert pytest.approx(15 / 17) == DECAY
 
 
-class Sole(torch.nn.Module):
+class OneLayer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.heads = HeadWeights(2, initial=0.1)
 
 
-def test_processes_share_what_they_observe(monkeypatch):
-    models, steer = [Sole(), Sole()], SteerSparsity(2, 4)
+def test_processes_average_their_observations(monkeypatch):
+    models, steer = [OneLayer(), OneLayer()], SteerSparsity(2, 4)
     models[0].heads.observe(torch.tensor([[0.2, 1.0]]))
     models[1].heads.observe(torch.tensor([[0.4, 0.0], [0.6, 0.5]]))
     gathered = [torch.cat([m.heads.total, m.heads.count[None]]) for m in models]
@@ -70,9 +70,9 @@ def test_processes_share_what_they_observe(monkeypatch):
         torch.testing.assert_close(model.heads.average, torch.tensor([0.4, 0.5]) * (1 - DECAY))
 
 
-def test_what_is_observed_and_steered_stays_in_float32_in_a_narrow_model():
-    model = Sole().bfloat16()
-    # bfloat16 has no 257
+def test_observations_and_lambda_stay_in_float32_in_a_bfloat16_model():
+    model = OneLayer().bfloat16()
+    # 257 is not representable in bfloat16
     model.heads.observe(torch.ones(257, 2, dtype=torch.bfloat16))
     assert {x.dtype for x in model.buffers()} == {torch.float32}
     assert float(model.heads.count) == 257
@@ -119,7 +119,7 @@ class StopAt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def test_a_resumed_run_has_the_weights_it_would_have_had(tmp_path):
+def test_a_resumed_run_has_the_lambda_of_an_uninterrupted_run(tmp_path):
     recipe = nano()
     assert train(recipe, tmp_path / "whole", progress=False).step == 6
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -127,14 +127,14 @@ def test_a_resumed_run_has_the_weights_it_would_have_had(tmp_path):
     train(recipe, tmp_path / "cut", resume=True, progress=False)
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     weights = [line[2] for line in lines(tmp_path / "whole")]
-    # nearly all of 32 keys are kept, 4 are wanted
+    # nearly all of 32 keys are retained, above the target of 4
     assert weights == pytest.approx([1e-9, 1.5e-9, 1.5e-9, 2.25e-9, 2.25e-9, 3.375e-9])
     model = LteForCausalLM.from_pretrained(tmp_path / "cut")
     assert float(model.model.mixers[1].sparsity.weight.max()) == pytest.approx(3.375e-9)
 
 
 @pytest.mark.parametrize("how", ["accumulated", "recomputed"])
-def test_weights_do_not_depend_on_how_a_step_is_computed(how, tmp_path):
+def test_lambda_does_not_depend_on_accumulation_or_recomputation(how, tmp_path):
     recipe = nano()
     if how == "accumulated":
         changed = dataclasses.replace(
@@ -148,29 +148,29 @@ def test_weights_do_not_depend_on_how_a_step_is_computed(how, tmp_path):
         assert got == pytest.approx(expected, rel=1e-4)
 
 
-def test_recorded_passes_drop_other_keys_each_step_and_keep_what_they_would_have(tmp_path):
+def test_cuda_graphs_draw_new_dropout_masks_and_agree_with_eager_training(tmp_path):
     options = nano().model["mixer_options"]
     plain = nano(mixer_options={**options, "lte": {**options["lte"], "dropout": 0.3}})
-    recorded = dataclasses.replace(plain, run=dataclasses.replace(plain.run, training_graph="always"))
+    graphed = dataclasses.replace(plain, run=dataclasses.replace(plain.run, training_graph="always"))
     train(plain, tmp_path / "plain", progress=False)
     with graphs_everywhere(eager=True) as works:
-        train(recorded, tmp_path / "recorded", progress=False)
+        train(graphed, tmp_path / "graphed", progress=False)
     assert len(works) == 1
-    assert lines(tmp_path / "recorded") == lines(tmp_path / "plain")
+    assert lines(tmp_path / "graphed") == lines(tmp_path / "plain")
 
 
-def test_pressure_makes_heads_keep_fewer_keys(tmp_path, monkeypatch):
+def test_a_large_lambda_makes_heads_retain_fewer_keys(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "RISE", 100.0)
     recipe = nano()
     recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, total_tokens=Tokens(128 * 80)))
     train(recipe, tmp_path / "run", progress=False)
     kept = [line[1] for line in lines(tmp_path / "run")]
-    # averages begin at 0
+    # moving averages start at 0
     assert max(kept) > 20
     assert kept[-1] < max(kept) / 2
 
 
-def test_a_model_that_scores_nothing_or_has_several_caps_is_refused():
+def test_models_without_scorers_or_with_several_caps_are_refused():
     options = {"num_heads": 2, "window": 16, "cap": 4, "sinks": 1}
     with pytest.raises(ValueError, match="that score keys"):
         steer_sparsity(nano(mixers=["lte"], mixer_options={"lte": {**options, "scorer": "none"}}))

@@ -1,4 +1,4 @@
-"""Trained attention that evicts without training: TOVA token by token, and whole models from the command line."""
+"""Eviction without training: TOVA token by token, and whole models from the command line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestModelWithTova(ModelContract):
 
 
 @torch.no_grad()
-def test_the_token_with_the_least_attention_is_dropped():
+def test_the_token_with_the_least_attention_is_evicted():
     torch.manual_seed(0)
     layer = SMALL()
     for module in layer.modules():
@@ -75,7 +75,7 @@ def test_the_token_with_the_least_attention_is_dropped():
 
 @pytest.mark.parametrize("held", [30, 64, 100, 150])
 @torch.no_grad()
-def test_what_is_dropped_does_not_depend_on_where_calls_and_blocks_of_scores_end(held):
+def test_evictions_do_not_depend_on_the_ends_of_calls_and_blocks(held):
     torch.manual_seed(0)
     layer = SMALL(held=held)
     for module in layer.modules():
@@ -83,12 +83,12 @@ def test_what_is_dropped_does_not_depend_on_where_calls_and_blocks_of_scores_end
     layer = layer.double().eval()
     x = torch.randn(2, 170, 32, dtype=torch.float64)
     whole = run_mixer(layer, x)
-    for pieces in ([170], [1] * 170, [63, 2, 64, 41], [held + 1, 169 - held]):
-        assert relative_error(run_in_pieces(layer, x, pieces)[0], whole) < 1e-11
+    for lengths in ([170], [1] * 170, [63, 2, 64, 41], [held + 1, 169 - held]):
+        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 1e-11
 
 
 @torch.no_grad()
-def test_in_training_and_where_all_is_held_it_is_attention():
+def test_it_is_attention_in_training_and_if_all_tokens_are_held():
     torch.manual_seed(0)
     layer, attention = SMALL(), Attention(32, num_heads=4, num_kv_heads=2, head_dim=8)
     attention.load_state_dict(layer.state_dict())
@@ -113,10 +113,10 @@ def trained(**attention) -> HybridForCausalLM:
 
 @pytest.mark.parametrize("method", ["tova", "uniform"])
 @torch.no_grad()
-def test_a_model_that_holds_everything_is_the_one_it_was(method):
+def test_a_model_that_holds_all_tokens_agrees_with_the_original(method):
     model, ids = trained(num_kv_heads=2), torch.randint(0, 264, (2, 40))
     logits = model(ids, use_cache=False).logits
-    # of 64 tokens the window alone holds 48
+    # with 64 tokens held, the window alone has 48
     all_held, few = (in_constant_memory(model, method, held=held)(ids, use_cache=False).logits for held in (64, 12))
     assert relative_error(all_held, logits) < 1e-5
     assert relative_error(few[:, :9], logits[:, :9]) < 1e-5
@@ -146,7 +146,7 @@ def test_the_command_writes_a_model_that_loads_as_such(tmp_path, capsys):
         ({"rope": False}, "uniform", 64, "rope=True"),
     ],
 )
-def test_what_cannot_be_done_is_refused(attention, method, held, words):
+def test_unsupported_options_are_refused(attention, method, held, words):
     with pytest.raises(ValueError, match=words):
         in_constant_memory(trained(**attention), method, held=held)
     with pytest.raises(ValueError, match="held"):

@@ -1,7 +1,7 @@
-"""Learned token eviction: softmax attention to a window and to far keys that each head learns to keep; and NSA.
+"""Learned token eviction (softmax attention to a window and to retained keys) and native sparse attention.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
-know its family.
+Importing this package is quick, initialises no device and needs neither Triton nor a GPU. It registers the model family
+with transformers' auto classes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The models that the paper compares with, in its setting: 10B or 32B tokens of FineWeb-Edu in rows of 4,096.
+"""The paper's baselines in its setting: 10B or 32B tokens of FineWeb-Edu in rows of 4,096 tokens.
 
-The vocabulary has 32,000 words, and Gated DeltaNet heads with K = V = width / 8. All models of a size have one width,
-depth and head count, so their parameters differ.
+The vocabulary has 32,000 words, and Gated DeltaNet heads have K = V = width / 8. All models of a size share width,
+depth and head count, so their parameter counts differ.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BASELINES = {
     "gdn-attention": [GDN, ATTENTION] * 12,
     "transformer": [ATTENTION] * 24,
 }
-# of initial weights, in the paper's code
+# standard deviation of the initial weights in the paper's code
 DEVIATION = 0.006
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """A baseline of Tables 1 to 3, as trained in the paper."""
+    """Return a baseline of Tables 1 to 3, trained as in the paper."""
     width, attention = SIZES[size]
     options = {
         GDN: {"num_heads": 8, "head_dim": width // 8, "expand_v": 1.0},

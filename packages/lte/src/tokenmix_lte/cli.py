@@ -1,4 +1,4 @@
-"""The command `tokenmix-lte`: core's command line with this package's recipes, suites and a command of its own."""
+"""The command `tokenmix-lte`: core's command line with this package's recipes and suites, and `convert` and `evict`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     return cli.main(
         argv,
         prog="tokenmix-lte",
@@ -24,31 +24,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_commands(add: cli.AddCommand) -> None:
     sub = add(
         "convert",
-        "let the attention of a pretrained transformer learn which keys to keep: a model to be trained further",
+        "replace attention in a pretrained transformer by learned token eviction, for further training",
         "models/Llama-3.2-1B --layers 1,3,5,7,9,11,13,15 --out converted",
         "tokenmix_lte.conversion:command",
     )
     sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Mistral, Qwen2 or Qwen3 checkpoint")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
-    sub.add_argument("--layers", type=_indices, metavar="I,I", help="layers to convert, from 0 on (default: all)")
-    sub.add_argument("--window", type=int, default=768, metavar="W", help="tokens that a layer sees exactly")
-    sub.add_argument("--cap", type=int, default=512, metavar="N", help="far keys that a head holds in evaluation")
-    sub.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens that stay visible, of the cap")
-    sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    sub.add_argument("--layers", type=_indices, metavar="I,I", help="layers to convert, counted from 0 (default: all)")
+    sub.add_argument("--window", type=int, default=768, metavar="W", help="newest tokens that a layer always sees")
+    help_text = "keys beyond the window that a head retains in evaluation"
+    sub.add_argument("--cap", type=int, default=512, metavar="N", help=help_text)
+    help_text = "first tokens that stay visible, counted in the cap"
+    sub.add_argument("--sinks", type=int, default=4, metavar="N", help=help_text)
+    sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's dtype)")
 
     sub = add(
         "evict",
-        "let the full attention of a trained model hold so many tokens, without training",
+        "bound the tokens that the full attention layers of a trained model hold, without training",
         "runs/gdn-attention --method tova --held 1024 --out evicting",
         "tokenmix_lte.training_free:command",
     )
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     sub.add_argument(
         "--method",
         choices=("tova", "uniform"),
         required=True,
-        help="tova drops the token with the least attention; uniform holds a window and every n-th token before it",
+        help="tova evicts the token with the least attention; uniform holds a window and every n-th token before it",
     )
     sub.add_argument("--held", type=int, default=1024, metavar="N", help="tokens that a layer holds (default: 1024)")
 

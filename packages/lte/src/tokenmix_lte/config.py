@@ -1,4 +1,4 @@
-"""The configuration: the backbone with layers that learn which keys to keep."""
+"""The configuration of models with learned token eviction."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ register_mixer("tova", Tova)
 
 
 class LteConfig(HybridConfig):
-    """`HybridConfig` whose layers are "lte" where nothing else is said.
+    """`HybridConfig` with mixers that default to "lte".
 
-    Options of the layers are `mixer_options["lte"]`: see `Lte`. Other mixers may interleave.
+    Options of LTE layers are `mixer_options["lte"]`: see `Lte`. Other mixers may interleave.
     """
 
     model_type = "tokenmix_lte"

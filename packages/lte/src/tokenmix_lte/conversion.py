@@ -1,4 +1,4 @@
-"""Pretrained transformers with learned eviction: their weights, and scorers that keep everything at the start."""
+"""Conversion of pretrained transformers: the original weights, and new scorers that first retain every key."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def convert(
     scorer: Scorers = "cnn",
     dropout: float = 0.1,
 ) -> LteForCausalLM:
-    """The model with LTE in the place of its attention, to be trained further.
+    """Replace a model's attention by LTE, for further training.
 
-    All weights are the original's own tensors. A scorer begins with logits of ½ whatever it reads, so that all keys are
-    kept: full attention that became LTE computes the same in training, and in evaluation up to window + cap tokens;
-    windowed attention sees farther than it did.
+    All weights are the original's own tensors. A new scorer returns logits of ½ for every input, so all keys are
+    retained. A converted full attention layer therefore computes the same in training, and in evaluation up to
+    window + cap tokens; a converted windowed layer sees further back than before.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 language model of transformers.
-        layers: which layers get LTE; None for all. The others keep their attention.
-        window: of LTE, at most that of the layer's own attention.
-        cap, sinks, scorer, dropout: as of `Lte`; a scorer that learns nothing begins as it is.
+        layers: layers that get LTE; None for all. The others keep their attention.
+        window: of LTE; a layer with a narrower window of its own keeps that.
+        cap, sinks, scorer, dropout: as for `Lte`; scorers without weights need no initialisation.
 
     Raises:
-        ValueError: another kind of model, layers that are not there, or options that LTE refuses.
+        ValueError: an unsupported model, layers that do not exist, or options that LTE refuses.
     """
     attention = attention_options(model.config)
     chosen = range(len(attention)) if layers is None else layers
@@ -59,7 +59,7 @@ def convert(
         if i in chosen:
             kind, width = "lte", window if width is None else min(window, width)
             layer = layer | {"window": width, "cap": cap, "sinks": sinks, "scorer": scorer, "dropout": dropout}
-            state |= _fresh(layer, f"model.layers.{i}.mixer.", model)
+            state |= _new_scorer(layer, f"model.layers.{i}.mixer.", model)
         label = kind if width is None else f"{kind}-{width}"
         labels.append(label)
         options[label] = layer | {"type": kind}
@@ -70,14 +70,14 @@ def convert(
 
 
 @torch.no_grad()
-def _fresh(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """By name, a new scorer's weights and the weights of its sparsity loss."""
+def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a new scorer's weights and the weights of its sparsity loss by name."""
     heads, scorer = options["num_kv_heads"], options["scorer"]
     made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"], None)
     if made is None:
         assert scorer in FIXED
         return {}
-    # the last bias alone decides, until the first step
+    # until the first step, logits are the last bias
     made.weight.zero_()  # type: ignore[operator]
     parts = {"scorer": made.to(model.dtype), "sparsity": HeadWeights(heads, initial=FIRST_WEIGHT)}
     return {f"{prefix}{part}.{name}": x for part, module in parts.items() for name, x in module.state_dict().items()}
@@ -104,5 +104,5 @@ def command(args: argparse.Namespace, context: Any) -> None:
     held = {n: converted.state_bytes(n, 1, torch.bfloat16) for n in (2048, 32768)}
     print(
         f"{args.out}: {converted.num_parameters():,} parameters, {kinds.count('lte')} of {len(kinds)} layers evict; "
-        + ", ".join(f"{size:,} bytes kept of {n:,} tokens" for n, size in held.items())
+        + ", ".join(f"a cache of {size:,} bytes after {n:,} tokens" for n, size in held.items())
     )

@@ -1,4 +1,4 @@
-"""The paper's measurements beside core's suites: which keys are held, and what scorers and layers take."""
+"""Evaluation suites of the paper: shares of retained keys, and the cost of scorers and attention layers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tokenmix_core.evaluation.suites import recall_suite
 from tokenmix_lte.latency import latency_suite
 from tokenmix_lte.mixer import Lte
 
-# prompts are cut beyond it, as in the paper
+# longest prompt in tokens; longer ones are truncated, as in the paper
 EVAPORATE_LENGTH = 4096
 
 
 def lte_layers(model: Any) -> dict[int, Lte]:
-    """The LTE layers of a model by their place.
+    """Return the LTE layers of a model by layer index.
 
     Raises:
-        ValueError: a model without any.
+        ValueError: the model has no LTE layer.
     """
     mixers: Any = getattr(getattr(model, "model", None), "mixers", ())
     layers: dict[int, Lte] = {i: mixer for i, mixer in enumerate(mixers) if isinstance(mixer, Lte)}
@@ -39,7 +39,7 @@ def lte_layers(model: Any) -> dict[int, Lte]:
 def held_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "layers heads"]:
-    """The share of tokens out of the window that a head holds at a sequence's end, by LTE layer and key head."""
+    """Return the share of the tokens beyond the window that each head retains at the end of a sequence."""
     lte_layers(model)
     total: Any = 0
     for batch in tqdm(sequences.split(batch_size), desc="retention", unit="batch", disable=not progress):
@@ -49,7 +49,7 @@ def held_shares(
 
 
 def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The share of tokens out of the window that is held, by layer and head (Figure 5); a plot for each length."""
+    """Measure and plot, for each length, the retained share of the tokens beyond the window (Figure 5)."""
     options.choose("retention", ("retention",))
     layers = lte_layers(model)
     heads = {layer.num_kv_heads for layer in layers.values()}
@@ -69,7 +69,7 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
             rows.append(row | {f"head {h}": float(x) for h, x in enumerate(share)})
         plots.append(
             {
-                "title": f"Share of the tokens beyond the window that are held, after {length} tokens",
+                "title": f"Retained share of the tokens beyond the window, after {length} tokens",
                 "x": "key head",
                 "y": "layer",
                 "series": {},
@@ -82,7 +82,7 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
 
 
 def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The scorers' part of the model's parameters, and of the forward operations a token, by context length."""
+    """Count the scorers' share of the model's parameters, and of its forward operations per token by context length."""
     options.choose("scorer", ("scorer",))
     layers = lte_layers(model)
     scorers = [layer.scorer for layer in layers.values() if layer.scorer is not None]
@@ -91,7 +91,7 @@ def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     whole = sum(p.numel() for p in model.parameters())
     rows = []
     for length in sorted(options.lengths or (4096,)):
-        every = model.flops_per_token(length) / 3
+        total = model.flops_per_token(length) / 3
         mixers = sum(layer.flops_per_token(length) for layer in layers.values())
         rows.append(
             {
@@ -99,7 +99,7 @@ def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
                 "scorers' parameters": parameters,
                 "share of parameters": parameters / whole,
                 "scorers' operations a token": flops,
-                "share of operations": flops / every,
+                "share of operations": flops / total,
                 "share of the layers' operations": flops / mixers,
             }
         )
@@ -107,14 +107,14 @@ def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
 
 
 def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """FDA, SWDE, NQ, SQuAD, TriviaQA and DROP in cloze form (Table 3): core's `recall`, prompts cut beyond 4,096."""
+    """Run core's `recall` suite (FDA, SWDE, NQ, SQuAD, TriviaQA, DROP; Table 3) with prompts of up to 4,096 tokens."""
     options = replace(options, max_length=options.max_length or EVAPORATE_LENGTH)
     return {**recall_suite(model, tokenizer, options), "suite": "evaporate"}
 
 
 SUITES: dict[str, Suite] = {
     "evaporate": Suite("recall from passages, prompts of 4K (Table 3), through lm-eval", evaporate_suite),
-    "latency": Suite("time of layers that keep keys, prefilling and decoding (Figure 4); offline", latency_suite),
-    "retention": Suite("share of tokens out of the window that is held, by layer and head; offline", retention_suite),
-    "scorer": Suite("what scoring takes of parameters and operations; offline", scorer_suite),
+    "latency": Suite("time of layers with a KV cache, prefilling and decoding (Figure 4); offline", latency_suite),
+    "retention": Suite("retained share of the tokens beyond the window, by layer and head; offline", retention_suite),
+    "scorer": Suite("the scorers' share of parameters and operations; offline", scorer_suite),
 }

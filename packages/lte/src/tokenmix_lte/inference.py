@@ -1,8 +1,9 @@
-"""Going on from a layer's state: one token of each sequence, or many, in the memory that the first token took.
+"""Decoding with LTE: continue from a layer's state by one token of each sequence, or by many, in constant memory.
 
-A head's places are the window's, a ring where the token at position p has place p mod W, and behind them those of far
-keys. A logit is final once the tokens that the scorer looks ahead to are there, so it is known when its token leaves
-the ring: then the token enters the far places, or replaces the worst there, or is gone.
+A head has W + cap slots: a ring buffer for the window, where the token at position p has slot p mod W, and behind it
+the slots of retained tokens. A logit is final once the tokens that the scorer looks ahead to are known, which is before
+its token leaves the ring. That token then moves to a free retained slot, replaces the worst retained token, or is
+evicted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Held(NamedTuple):
-    """A state's tensors, S = W + cap places a head."""
+    """Tensors of a state, with S = W + cap slots per head."""
 
     # [N, H, S, K], [N, H, S, K], [N, H]
     keys: Tensor
@@ -35,12 +36,12 @@ class Held(NamedTuple):
     # [N, H, S], [N, H, cap]
     scores: Tensor
     ages: Tensor
-    # [N, reach, H, K], the token at position p at p mod reach
+    # [N, reach, H, K], a ring buffer: the token at position p at p mod reach
     raw: Tensor
 
 
 def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
-    """Outputs for one token of each sequence; the state is written in place, nothing waits for the device."""
+    """Return outputs for one token of each sequence; write the state in place, without synchronisation."""
     q, k, raw, v = tokens
     _prepare(layer, tokens, state, len(k))
     kv: RaggedKVState = state.kv
@@ -65,15 +66,15 @@ def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ
     return kv.attend(q.squeeze(1), impl=layer.impl).o
 
 
-def go_on(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
-    """Outputs for the tokens of a call, in its layout; the state holds them afterwards."""
+def extend(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
+    """Return outputs for the tokens of a call, in its layout, and add the tokens to the state."""
     span = state.span
     if span.uniform:
         o, held = _advance(layer, tokens, _held(state) if span.past else None, span.past)
     else:
         _prepare(layer, tokens, state, span.sequences)
         before = _held(state)
-        # sequences of different lengths, one by one
+        # sequences of different lengths are handled one by one
         packed = span.cu_seqlens is not None
         borders = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
         parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in borders]
@@ -87,7 +88,7 @@ def go_on(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T H
         o = torch.cat(outputs, 1 if packed else 0)
         held = Held(*(torch.cat(x) for x in zip(*rows, strict=True)))
     state.kv.hold(held.keys, held.values, held.lengths)
-    # steps write them in place
+    # later steps write these tensors in place
     state.scores.set(held.scores)
     state.ages.set(held.ages)
     state.raw.set(held.raw)
@@ -95,28 +96,27 @@ def go_on(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T H
 
 
 def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
-    """Outputs for T tokens of sequences that each hold `past`, and what they hold afterwards.
+    """Return outputs for T tokens of sequences that each hold `past` tokens, and the tensors they hold afterwards.
 
-    Far keys, the ring and the new tokens in a row, oldest first, are like a sequence of their own: far keys stand in
-    front, where no window reaches them, for there are none before the ring is full. Where nothing is held yet, nothing
-    is copied.
+    Retained keys, the ring and the new tokens are concatenated, oldest first, and handled as one sequence. Retained
+    keys are in front, beyond every window, because there are none before the ring is full. Nothing is copied for an
+    empty state.
     """
     q, keys, raws, values = tokens
     W, total, device = layer.window, past + keys.shape[1], keys.device
     ring, reach, known = min(past, W), min(past, layer.reach), 0
     if held is not None and past:
-        places = torch.arange(past - ring, past, device=device) % W
+        slots = torch.arange(past - ring, past, device=device) % W
         keys, values = (
-            torch.cat((x[:, :, places].transpose(1, 2), new), 1)
-            for x, new in ((held.keys, keys), (held.values, values))
+            torch.cat((x[:, :, slots].transpose(1, 2), new), 1) for x, new in ((held.keys, keys), (held.values, values))
         )
         last = torch.arange(past - reach, past, device=device) % max(1, layer.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
-        # the first logits lack what came before them, and have been scored
+        # the first logits lack their past context; the state has their scores
         known = 0 if reach == past else layer.behind
     scores = layer.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:
-        scored = held.scores[:, :, places].transpose(1, 2)[:, : ring - reach + known]
+        scored = held.scores[:, :, slots].transpose(1, 2)[:, : ring - reach + known]
         scores = torch.cat((scored, scores[:, known:].to(scored.dtype)), 1)
     positions = torch.arange(past - ring, total, device=device)
     ranks = layer.ranks(scores, positions)
@@ -124,7 +124,7 @@ def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[
     if held is not None and past > W:
         ages = positions.to(held.ages.dtype).view(1, -1, 1).expand_as(ranks)
         keys, values, ranks, ages = (
-            torch.cat(pair, 1) for pair in zip(_far(layer, held), (keys, values, ranks, ages), strict=True)
+            torch.cat(pair, 1) for pair in zip(_retained(layer, held), (keys, values, ranks, ages), strict=True)
         )
     keep = ranks > -torch.inf
     until = eviction_times(ranks, layer.cap, W, impl=unless_gluon(layer.impl))
@@ -132,23 +132,23 @@ def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[
     with torch.no_grad():
         left = keys.shape[1] - min(total, W)
         stays = keep[:, :left] & (until[:, :left] >= keys.shape[1])
-        far, lengths = _first_far(stays.transpose(1, 2), layer.cap)
-        at = torch.cat((_newest(keys.shape[1], W, total, device).expand(*far.shape[:2], -1), far), 2)
+        retained, lengths = _first_retained(stays.transpose(1, 2), layer.cap)
+        at = torch.cat((_newest(keys.shape[1], W, total, device).expand(*retained.shape[:2], -1), retained), 2)
         at = at.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
-        far_scores = ranks.transpose(1, 2).gather(2, far)
+        retained_scores = ranks.transpose(1, 2).gather(2, retained)
         return o, Held(
             keys.transpose(1, 2).gather(2, at),
             values.transpose(1, 2).gather(2, at),
             (lengths + min(total, W)).to(torch.int32),
-            torch.cat((_ring(scores, W, total).transpose(1, 2), far_scores), 2),
-            # where no far keys were held, tokens stand at their positions
-            far.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, far),
+            torch.cat((_ring(scores, W, total).transpose(1, 2), retained_scores), 2),
+            # without earlier retained keys a token's index is its position
+            retained.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, retained),
             _ring(raws, layer.reach, total),
         )
 
 
-def _far(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values, ranks and ages of the far keys `[N, cap, H, ...]`, by age; a rank of −∞ where there is none."""
+def _retained(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, values, ranks and ages of the retained tokens `[N, cap, H, ...]`, by age; empty slots rank −∞."""
     filled = torch.arange(layer.cap, device=held.ages.device) < (held.lengths - layer.window).unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
     ranks = held.scores[:, :, layer.window :].masked_fill(~filled, -torch.inf)
@@ -157,32 +157,32 @@ def _far(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return keys, values, ranks.gather(-1, order).transpose(1, 2), held.ages.gather(-1, order).transpose(1, 2)
 
 
-def _first_far(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
-    """`first_taken`, also of no tokens."""
+def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
+    """Call `first_taken`; return zeros if there are no tokens."""
     if stays.shape[2]:
         return first_taken(stays, cap)
-    nothing = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)
-    return nothing[..., 1:], nothing[..., 0]
+    zeros = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)
+    return zeros[..., 1:], zeros[..., 0]
 
 
-def _newest(length: int, room: int, total: int, device: torch.device) -> Int[Tensor, "room"]:
-    """Which of `length` tokens stand in the places of `_ring`; any one in those that are not filled."""
-    if total < room:
-        return torch.arange(length - total, length - total + room, device=device).clamp(max=length - 1)
-    return torch.arange(length - room, length, device=device).roll(total % room)
+def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
+    """Return the index, among `length` tokens, of the token in each slot of `_ring`; arbitrary for empty slots."""
+    if total < size:
+        return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
+    return torch.arange(length - size, length, device=device).roll(total % size)
 
 
-def _ring(x: Float[Tensor, "N L *rest"], room: int, total: int) -> Float[Tensor, "N room *rest"]:
-    """The newest tokens of sequences of `total` tokens, each at its position mod `room`."""
-    held = min(total, room)
+def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor, "N size *rest"]:
+    """Return a ring buffer of the newest tokens of sequences of `total` tokens, each at its position mod `size`."""
+    held = min(total, size)
     newest = x[:, x.shape[1] - held :]
-    if held < room:
-        return torch.cat((newest, x.new_zeros(len(x), room - held, *x.shape[2:])), 1)
-    return newest.roll(total % room, 1) if room else newest
+    if held < size:
+        return torch.cat((newest, x.new_zeros(len(x), size - held, *x.shape[2:])), 1)
+    return newest.roll(total % size, 1) if size else newest
 
 
 def _score(layer: Lte, state: LayerState) -> None:
-    """Write the logits of those of the newest tokens that are final and may not have been scored."""
+    """Write the final logits of the newest tokens; some may have been written before."""
     assert layer.scorer is not None
     before, reach, W = state.span.before, layer.reach, layer.window
     N, H = len(before), layer.num_kv_heads
@@ -190,24 +190,24 @@ def _score(layer: Lte, state: LayerState) -> None:
     at = (positions % reach)[..., None, None]
     raw = state.raw.value
     raw = raw.gather(1, at.expand_as(raw))
-    places = (positions % W).unsqueeze(1).expand(N, H, reach)
-    values = state.kv.values.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)).transpose(1, 2)
+    slots = (positions % W).unsqueeze(1).expand(N, H, reach)
+    values = state.kv.values.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)).transpose(1, 2)
     begin = (reach - before).clamp(min=0)
     final = slice(layer.behind, reach - layer.ahead)
     logits = layer.scorer(raw, values, begin=begin)[:, final].transpose(1, 2)
-    places = places[:, :, final]
+    slots = slots[:, :, final]
     scores = state.scores.value
-    there = (positions[:, final] >= 0).unsqueeze(1)
-    scores.scatter_(2, places, torch.where(there, logits.to(scores.dtype), scores.gather(2, places)))
+    exists = (positions[:, final] >= 0).unsqueeze(1)
+    scores.scatter_(2, slots, torch.where(exists, logits.to(scores.dtype), scores.gather(2, slots)))
 
 
 def _prepare(layer: Lte, tokens: Tokens, state: LayerState, batch: int) -> None:
-    """Make the state's tensors before the first call."""
+    """Allocate the state's tensors before the first call."""
     if state.kv.places:
         return
     k = tokens.k.detach()
-    nothing = k.new_zeros(batch, 0, layer.num_kv_heads, layer.head_dim)
-    state.kv.append(nothing, nothing, nothing[..., 0].bool())
+    empty = k.new_zeros(batch, 0, layer.num_kv_heads, layer.head_dim)
+    state.kv.append(empty, empty, empty[..., 0].bool())
     state.scores.get(batch, k)
     state.raw.get(batch, k)
     state.ages.value = torch.zeros(batch, *state.ages.shape, dtype=state.ages.dtype, device=k.device)

@@ -1,4 +1,4 @@
-"""Time of a hybrid model's other layers, prefilling and decoding, and of scoring in them (Figures 4b and 4c)."""
+"""Time of a hybrid model's layers with a KV cache and of their scorers, prefilling and decoding (Figures 4b and 4c)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from tokenmix_core.evaluation.options import EvalOptions, SuiteResult
 from tokenmix_core.evaluation.perplexity import cut_sequences
 from tokenmix_lte.mixer import Lte
 
-# by default: prompts to prefill; the prompt to decode after, and how many tokens; sequences; runs, after one to warm up
+# defaults: lengths of prompts to prefill, in tokens
 LENGTHS = (1024, 2048, 4096)
+# length of the prompt before decoding, and decoded tokens
 PROMPT, STEPS = 4096, 128
+# sequences, and timed runs after one warm-up run
 BATCH, RUNS = 32, 5
 
 
 class Clock:
-    """Milliseconds that calls of some modules take: between two CUDA events each on a GPU, by the host's clock else."""
+    """Timer of calls of some modules, in milliseconds: by CUDA events on a GPU, else by the CPU's clock."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.cuda, self._marks = device.type == "cuda", []
@@ -45,7 +47,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def milliseconds(self) -> float:
-        """Give the milliseconds since the last question, after waiting for the device."""
+        """Wait for the device and return the milliseconds since the previous call of this method."""
         marks, self._marks = self._marks, []
         pairs = list(zip(marks[::2], marks[1::2], strict=True))
         if self.cuda:
@@ -54,22 +56,22 @@ class Clock:
         return 1e3 * sum(end - begin for begin, end in pairs)
 
     def remove(self) -> None:
-        """Time no more calls."""
+        """Stop timing: remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 @contextmanager
 def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
-    """Within it, the time of a model's layers that are not linear, and of the scorers in them.
+    """Time a model's layers with a KV cache, and the scorers in them, inside the context.
 
     Raises:
-        ValueError: a model without layers that keep keys, or whose mixers are not told apart.
+        ValueError: the model has no layer with a KV cache.
     """
     mixers: list[Any] = list(getattr(getattr(model, "model", None), "mixers", ()))
     timed = [m for m in mixers if any(part.keeps_tokens for part in m.make_state().parts.values())]
     if not timed:
-        raise ValueError(f"latency needs a model with layers that keep keys, got {type(model).__name__} without any")
+        raise ValueError(f"latency needs a model with layers that have a KV cache, got {type(model).__name__} without")
     scorers = [m.scorer for m in timed if isinstance(m, Lte) and m.scorer is not None]
     pair = Clock(timed, model.device), Clock(scorers, model.device)
     try:
@@ -81,7 +83,7 @@ def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
 
 @torch.inference_mode()
 def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) -> dict[str, Any]:
-    """A table row of a prompt's time: the mean of the middle ones of some runs, their fastest and slowest left out."""
+    """Return a table row of a prompt's time: the mean over runs without the fastest and the slowest one."""
     layers, scoring = [], []
     with clocks(model) as (of_layers, of_scoring):
         for run in range(runs + 1):
@@ -98,9 +100,9 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 
 @torch.inference_mode()
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
-    """A table row of the mean time of a token, after a prompt: the last `steps` of `ids`, half as many to warm up.
+    """Return a table row of the mean time of a decoded token: the last `steps` of `ids`, after `steps` / 2 to warm up.
 
-    Steps are those of the text, called one by one and not as recorded graphs, so that layers can be told apart.
+    Tokens are those of the text. Steps run eagerly, not as CUDA graphs, so that each layer can be timed.
     """
     warm_up = steps // 2
     prompt = ids.shape[1] - steps - warm_up
@@ -116,12 +118,12 @@ def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -
 
 
 def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Prefill by length and decoding after the longest, of all layers that keep keys, batch 32, on real text."""
+    """Time prefill by length, and decoding after the longest prompt, of all layers with a KV cache, on real text."""
     tasks = options.choose("latency", ("prefill", "decoding"))
     lengths, batch = sorted(options.lengths or LENGTHS), options.batch_size or BATCH
     prompt, steps = (lengths[-1] if options.lengths else PROMPT), STEPS
     longest = max(prompt + steps + steps // 2, lengths[-1])
-    # the same text again where there is too little for all rows
+    # repeat the text if it is too short for all rows
     tokens = text.tokens(options.text, tokenizer, batch * longest)
     found = cut_sequences(tokens, min(longest, len(tokens)), batch)
     ids = found.repeat(-(-batch // len(found)), -(-longest // found.shape[1]))[:batch, :longest].to(model.device)
@@ -129,7 +131,7 @@ def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     if "prefill" in tasks:
         chosen = tqdm(lengths, desc="latency", unit="length", disable=not options.progress)
         rows += [prefill_latency(model, ids[:, :length], runs=options.limit or RUNS) for length in chosen]
-    plots = [curve("Prefill, layers that keep keys", "ms", rows, {"ms": "layers", "scoring ms": "of it scoring"})]
+    plots = [curve("Prefill, layers with a KV cache", "ms", rows, {"ms": "layers", "scoring ms": "of which scoring"})]
     if "decoding" in tasks:
         rows.append(decode_latency(model, ids[:, : prompt + steps + steps // 2], steps=steps))
     settings = settings_of(model) | {"runs": options.limit or RUNS, "text": options.text or text.BUILT_IN}

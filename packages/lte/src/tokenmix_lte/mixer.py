@@ -1,4 +1,4 @@
-"""Learned token eviction: softmax attention to a window and to those far keys that each head has learned to keep."""
+"""Learned token eviction: softmax attention to a window and to earlier keys that each head has learned to retain."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tokenmix_core.nn.state import LayerState, Span, TensorState
 from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_lte.cap import eviction_times
-from tokenmix_lte.inference import go_on, step
+from tokenmix_lte.inference import extend, step
 from tokenmix_lte.ops.eviction.reference import uniform_ranks
 from tokenmix_lte.scorers import Scorers, make_scorer
 
 Estimator = Literal["values", "inside"]
-# λ of the sparsity loss begins here
+# initial λ of the sparsity loss
 FIRST_WEIGHT = 1e-9
-# tokens between two scorings while decoding
+# decoded tokens between two runs of the scorer
 _SCORE_EVERY = 64
 
 
 class Tokens(NamedTuple):
-    """A call's tokens as attention and the scorer take them."""
+    """Inputs of attention and of the scorer for the tokens of a call."""
 
     # [B, T, HQ, K], [B, T, H, K], both rotated
     q: Tensor
@@ -45,21 +45,21 @@ class Tokens(NamedTuple):
     v: Tensor
 
 
-class Places(NamedTuple):
-    """Of each token of whole sequences, `[T]`: its position, and how many tokens follow in its sequence."""
+class Positions(NamedTuple):
+    """Position of each token in its sequence, and the number of tokens after it there, both `[T]`."""
 
     position: Tensor
     after: Tensor
 
 
 class Lte(Mixer):
-    """o = W_o softmax(scale · q kᵀ) v over the window's keys, the sinks, and far keys with a retention logit above 0.
+    """o = W_o softmax(scale · q kᵀ) v over the window, the sinks, and earlier keys with a retention logit above 0.
 
-    A scorer reads keys before rotation and values around each token and gives a logit for each key head. In training
-    every key with a positive one stays; the logits learn by the straight-through gradient ⟨v, ∂L/∂v⟩ (eq. 6) and by a
-    sparsity loss λ · ReLU(sigmoid(logit) − ½), whose λ per head a callback steers by the share kept
-    (`tokenmix_lte.training`). In evaluation a head holds at most `cap` far keys: when a better one leaves the window
-    the worst leaves for good, with a cache or without.
+    A scorer reads the keys (before rotation) and values around each token and returns a logit for each key head. In
+    training every key with a positive logit is retained. The logits learn by the straight-through gradient ⟨v, ∂L/∂v⟩
+    (eq. 6) and by a sparsity loss λ · ReLU(sigmoid(logit) − ½); a callback adapts λ of each head to the retained share
+    (`tokenmix_lte.training`). In evaluation a head retains at most `cap` keys beyond the window: when a better key
+    leaves the window, the worst is evicted for good, with a cache or without.
 
     Args:
         hidden_size: D.
@@ -67,13 +67,13 @@ class Lte(Mixer):
         num_kv_heads: key heads H, a divisor of HQ; None for HQ.
         head_dim: K, a multiple of 4; None for D / HQ.
         window: a token sees itself and the window − 1 before it.
-        cap: far keys, sinks included, that a head holds in evaluation.
+        cap: keys beyond the window, sinks included, that a head retains in evaluation.
         sinks: first tokens that stay visible.
-        scorer: "cnn"; "causal", which reads the past alone; "mlp", which reads the token alone; "none", which keeps the
-            sinks alone: no far segment; "uniform", which keeps every n-th token, n doubling token by token where `cap`
-            are held (Unif.+SWA). The last two learn nothing, and have the weights of core's attention.
-        estimator: how logits learn: "values" as in the paper, or "inside", by a factor before the exponentials of kept
-            far keys.
+        scorer: "cnn"; "causal", which reads the past alone; "mlp", which reads the token alone; "none", which retains
+            the sinks alone; "uniform", which retains every n-th token and doubles n, token by token, once `cap` keys
+            are retained (Unif.+SWA). The last two have no parameters: the layer has the weights of core's attention.
+        estimator: gradient of the logits: "values" as in the paper, or "inside", through a factor of the exponentials
+            of retained keys.
         dropout: of the scorer's layers, in training.
         qk_norm: RMS-normalise every head of q and k, before the scorer reads k and before both are rotated (Qwen3).
         qkv_bias: biases of the q, k and v projections (Qwen2).
@@ -81,7 +81,8 @@ class Lte(Mixer):
         impl: implementation of attention and of the scorer, None, "triton" or "reference".
 
     Raises:
-        ValueError: sizes that do not divide, a window too narrow for the scorer, an unknown choice.
+        ValueError: sizes that do not divide, a window narrower than the tokens that the scorer reads, or an unknown
+            scorer or estimator.
     """
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
@@ -129,7 +130,7 @@ class Lte(Mixer):
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout, unless_gluon(impl))
-        # where nothing is scored, sinks alone are ever far
+        # without scores only sinks are retained
         self.cap = max(1, sinks) if scorer == "none" else cap
         self.uniform = scorer == "uniform"
         self.behind, self.ahead = (0, 0) if self.scorer is None else (self.scorer.behind, self.scorer.ahead)
@@ -140,35 +141,38 @@ class Lte(Mixer):
             )
         self.score_every = min(_SCORE_EVERY, window - self.behind - self.ahead)
         self.sparsity = None if self.scorer is None else HeadWeights(num_kv_heads, initial=FIRST_WEIGHT)
-        # layers of a model over which the sparsity loss is a mean
-        self.peers = 1
+        # layers over which the model's sparsity loss is a mean
+        self.num_lte_layers = 1
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Lte:
-        """The mixer of a layer, which knows how many of its kind the model has."""
+        """Build the mixer of a layer, with the model's number of LTE layers."""
         layer = cls(config.hidden_size, norm_eps=config.norm_eps, **options)
         kind = config.mixer_type(layer_idx)
-        layer.peers = sum(config.mixer_type(i) == kind for i in range(config.num_hidden_layers))
+        layer.num_lte_layers = sum(config.mixer_type(i) == kind for i in range(config.num_hidden_layers))
         return layer
 
     def make_state(self) -> LayerState:
-        """Of each head the window's keys and values, then the far ones; the ring's logits and the far scores; the
-        positions of far keys; and the last keys before rotation, of which the next logits are made."""
-        held = (self.num_kv_heads, self.window + self.cap)
+        """Make an empty state.
+
+        Its parts: `kv`, keys and values of the window's ring and then the retained ones, for each head; `scores`, their
+        logits; `ages`, the positions of retained keys; `raw`, the newest keys before rotation, the scorer's next input.
+        """
+        slots = (self.num_kv_heads, self.window + self.cap)
         return LayerState(
-            kv=RaggedKVState(self.num_kv_heads, self.head_dim, self.head_dim, capacity=held[1]),
-            scores=TensorState(*held, dtype=torch.float32),
+            kv=RaggedKVState(self.num_kv_heads, self.head_dim, self.head_dim, capacity=slots[1]),
+            scores=TensorState(*slots, dtype=torch.float32),
             ages=TensorState(self.num_kv_heads, self.cap, dtype=torch.int32),
             raw=TensorState(self.reach, self.num_kv_heads, self.head_dim),
         )
 
     def step_form(self, span: Span) -> bool:
-        """Tell whether it is time to score the newest tokens."""
+        """Return True if this step runs the scorer on the newest tokens."""
         return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
 
     @property
     def reach(self) -> int:
-        """Newest tokens whose keys before rotation are held: those to score at one time, and what these depend on."""
+        """Number of newest tokens whose unrotated keys are held: those scored at once, and their context."""
         return 0 if self.scorer is None else self.score_every + self.behind + self.ahead
 
     def forward(
@@ -188,20 +192,20 @@ class Lte(Mixer):
         if state is None:
             o, auxiliary = self._whole(tokens, cu_seqlens)
         else:
-            o = (step if stepping(x, state) else go_on)(self, tokens, state)
+            o = (step if stepping(x, state) else extend)(self, tokens, state)
         return project_out(o.flatten(-2), self.o_proj), auxiliary
 
     def logits(
         self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Float[Tensor, "B T H"]:
-        """The retention logits; those of the last `ahead` tokens are not final. Without a scorer all are −1."""
+        """Return the retention logits, −1 without a scorer; those of the last `ahead` tokens are not final."""
         if self.scorer is None:
-            wide = torch.promote_types(raw.dtype, torch.float32)
-            return torch.full(raw.shape[:3], -1.0, dtype=wide, device=raw.device)
+            dtype = torch.promote_types(raw.dtype, torch.float32)
+            return torch.full(raw.shape[:3], -1.0, dtype=dtype, device=raw.device)
         return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
 
     def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
-        """The ranks that decide who stays: the logit where it is positive, −∞ elsewhere, and +∞ for sinks."""
+        """Return the ranks that decide which keys are retained: positive logits, −∞ for other keys, +∞ for sinks."""
         if self.uniform:
             ranks = uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
         else:
@@ -209,60 +213,60 @@ class Lte(Mixer):
         return ranks.masked_fill((position < self.sinks).unsqueeze(-1), torch.inf)
 
     def _whole(self, tokens: Tokens, cu_seqlens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Outputs `[B, T, HQ, K]` of whole sequences, and what is told of them."""
+        """Return outputs `[B, T, HQ, K]` of whole sequences, and the layer's auxiliary losses and statistics."""
         q, k, raw, v = tokens
-        places = _places(v, cu_seqlens)
+        positions = _positions(v, cu_seqlens)
         logits = self.logits(raw, v, cu_seqlens=cu_seqlens)
-        ranks = self.ranks(logits, places.position)
+        ranks = self.ranks(logits, positions.position)
         keep = ranks > -torch.inf
         until = None
         if not self.training:
             until = eviction_times(ranks, self.cap, self.window, cu_seqlens, impl=unless_gluon(self.impl))
         share = logits.sigmoid()
-        marks: Tensor = keep
+        factor: Tensor = keep
         if self.scorer is not None and self.estimator == "inside":
-            marks = keep + (share - share.detach())
+            factor = keep + (share - share.detach())
         elif self.scorer is not None and torch.is_grad_enabled():
-            # exactly v, and the derivative by the share is ⟨v, dv⟩
+            # the factor is exactly 1, and the gradient of the share is ⟨v, dv⟩
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
-        o = kept_attention(q, k, v, marks, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
+        o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
         if until is None:
-            return o, self._observe(logits, share, places)
-        return o, {"held_share": self._held_share(keep, until, places)}
+            return o, self._observe(logits, share, positions)
+        return o, {"held_share": self._held_share(keep, until, positions)}
 
-    def _observe(self, logits: Tensor, share: Tensor, places: Places) -> dict[str, Tensor]:
-        """The sparsity loss, a sum over tokens, and the share kept of each head; noted for the callback, too.
+    def _observe(self, logits: Tensor, share: Tensor, positions: Positions) -> dict[str, Tensor]:
+        """Return the sparsity loss, a sum over tokens, and the retained share of each head; note it for the callback.
 
-        The last tokens, whose logits are not final, neither cost nor count.
+        The last tokens are excluded, because their logits are not final.
         """
-        counted = (places.after >= self.ahead).unsqueeze(-1)
+        counted = (positions.after >= self.ahead).unsqueeze(-1)
         kept = ((logits.detach() > 0) & counted).sum(1, dtype=share.dtype) / counted.sum().clamp(min=1)
         found = {"kept_share": kept.mean(0)}
         if self.sparsity is not None:
             self.sparsity.observe(kept)
             excess = F.relu(share - 0.5) * counted
             cost = (excess.sum((0, 1)) * self.sparsity.weight.to(share.dtype)).sum()
-            found["sparsity_loss"] = cost / (self.num_kv_heads * self.peers)
+            found["sparsity_loss"] = cost / (self.num_kv_heads * self.num_lte_layers)
         return found
 
-    def _held_share(self, keep: Bool[Tensor, "B T H"], until: Tensor, places: Places) -> Float[Tensor, "H"]:
-        """Of the tokens that have left the window by the end of their sequence, the share that each head holds then."""
-        out = (places.after >= self.window).unsqueeze(-1)
-        last = (places.position + places.after).unsqueeze(-1)
-        held = keep & (until > last) & out
-        return held.sum((0, 1)) / (len(keep) * out.sum()).clamp(min=1)
+    def _held_share(self, keep: Bool[Tensor, "B T H"], until: Tensor, positions: Positions) -> Float[Tensor, "H"]:
+        """Return each head's retained share of the tokens beyond the window, at the end of their sequences."""
+        beyond = (positions.after >= self.window).unsqueeze(-1)
+        last = (positions.position + positions.after).unsqueeze(-1)
+        retained = keep & (until > last) & beyond
+        return retained.sum((0, 1)) / (len(keep) * beyond.sum()).clamp(min=1)
 
     def mixing_flops(self, seq_len: int) -> float:
-        # attention as if everything were kept up to the cap, and the scorer
+        # attention as if every key were retained up to the cap, and the scorer
         visible = mean_visible(seq_len, self.window + self.cap)
         scoring = 0.0 if self.scorer is None else self.scorer.flops
         return 4.0 * self.num_heads * self.head_dim * visible + scoring
 
 
-def _places(x: Tensor, cu_seqlens: Tensor | None) -> Places:
+def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Positions:
     T = x.shape[1]
     if cu_seqlens is None:
         position = torch.arange(T, device=x.device)
-        return Places(position, T - 1 - position)
+        return Positions(position, T - 1 - position)
     position = packed_positions(cu_seqlens, T)
-    return Places(position, cu_seqlens.diff()[sequence_ids(cu_seqlens, T)] - 1 - position)
+    return Positions(position, cu_seqlens.diff()[sequence_ids(cu_seqlens, T)] - 1 - position)

@@ -1,4 +1,4 @@
-"""The LTE language model."""
+"""The language model with learned token eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native Sparse Attention: compressed blocks, selected blocks and a window, each with a softmax, added by gates."""
+"""Native sparse attention: the gated sum of attention to compressed blocks, to selected blocks and to a window."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Nsa(Mixer):
     """o = W_o Σ_branch g_branch ⊙ o_branch with gates g = sigmoid(W_g x), three for each query head.
 
     All branches have the same rotated q and k and the same v. *Compressed*: attention to the means of keys and values
-    of complete blocks. *Selected*: attention to `blocks` blocks, the first, the query's own, the one before and those
-    that the compressed branch gives most attention, summed over the query heads of a key head. *Window*: attention to
-    the newest tokens. No gradient passes through the choice of blocks.
+    of complete blocks. *Selected*: attention to `blocks` blocks: the first, the query's own, the one before, and those
+    with the most attention in the compressed branch, summed over the query heads of a key head. *Window*: attention to
+    the newest tokens. No gradient passes through the selection of blocks.
 
     Args:
         hidden_size: D.
         num_heads: query heads HQ.
-        num_kv_heads: key heads H, a divisor of HQ, each with a choice of its own.
+        num_kv_heads: key heads H, a divisor of HQ; each selects its own blocks.
         head_dim: K, even.
         block: tokens of a block.
         blocks: blocks that a query attends to, at least 3.
         window: a token sees itself and the window − 1 before it in the third branch.
-        norm_eps: taken and not used, as there are no norms.
+        norm_eps: accepted and ignored, because the layer has no norms.
         impl: implementation of the operations, None, "triton" or "reference".
 
     Raises:
@@ -89,7 +89,7 @@ class Nsa(Mixer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def make_state(self) -> LayerState:
-        """All keys and values, the means of complete blocks, and the sums of the block that is not complete yet."""
+        """Make an empty state: all keys and values, the means of complete blocks, and sums of the incomplete block."""
         size = self.num_kv_heads, self.head_dim
         return LayerState(
             kv=KVState(*size, self.head_dim),
@@ -114,13 +114,13 @@ class Nsa(Mixer):
             pooled = (pool_blocks(x, self.block, cu_seqlens) for x in (k, v))
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
         else:
-            branches = (self._step if stepping(hidden_states, state) else self._go_on)(q, k, v, state)
+            branches = (self._step if stepping(hidden_states, state) else self._extend)(q, k, v, state)
         return project_out(gated_sum(*branches, gates, impl=self.impl).flatten(-2), self.o_proj), None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pooled_k: Tensor, pooled_v: Tensor, *, cu_seqlens: Tensor | None = None
     ) -> Branches:
-        """The branches of the last queries of sequences, given all of their keys."""
+        """Return the branches' outputs for the last queries of sequences, given all of their keys."""
         shift, packed = k.shape[1] - q.shape[1], {"cu_seqlens": cu_seqlens, "impl": self.impl}
         compressed, lse = compressed_attention(q, pooled_k, pooled_v, self.block, shift=shift, **packed)
         blocks = select_blocks(q, pooled_k, lse, self.blocks, block_size=self.block, shift=shift, **packed)
@@ -128,7 +128,7 @@ class Nsa(Mixer):
         return Branches(compressed, selected, attention(q, k, v, window=self.window, **packed).o)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
-        """The branches of one token of each sequence, which is written in place; nothing waits for the device."""
+        """Return the branches' outputs for one token of each sequence; write the state without synchronisation."""
         kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
         N, H, K = len(k), self.num_kv_heads, self.head_dim
         kv.write(k, v, span)
@@ -136,9 +136,9 @@ class Nsa(Mixer):
         new = torch.stack((k, v), 2).squeeze(1).detach()
         sums = state.open.get(N, new)
         sums.copy_(torch.where((before % block == 0).view(-1, 1, 1, 1), 0.0, sums) + new)
-        # the mean of a block that is not complete is written, too, and not read
+        # the mean of an incomplete block is written too, but no query reads it
         bound = span.past // block + 1
-        pooled.make_room(k, N, bound)
+        pooled.grow(k, N, bound)
         mean_k, mean_v = (sums / block).unbind(1)
         pooled.write_one(mean_k, mean_v, before // block)
 
@@ -150,9 +150,9 @@ class Nsa(Mixer):
         grouped = at_least_float32(q).view(N, H, -1, K) * K**-0.5
         scores = torch.einsum("nhgk,nuhk->nhgu", grouped, at_least_float32(means))
         own = (before // block).unsqueeze(1)
-        number = torch.arange(bound, device=q.device).unsqueeze(0)
-        blocks = most_attended(scores, lse.squeeze(1).to(scores), number, own, self.blocks).long()
-        # what is read: the chosen blocks, of which the own one comes last, and ends with the new token
+        index = torch.arange(bound, device=q.device).unsqueeze(0)
+        blocks = most_attended(scores, lse.squeeze(1).to(scores), index, own, self.blocks).long()
+        # gather the selected blocks; the query's own comes last and ends with the new token
         listed = (blocks >= 0).sum(-1)
         filled = (listed - 1) * block + (before % block).unsqueeze(1) + 1
         tokens = blocks.clamp(min=0).unsqueeze(-1) * block + torch.arange(block, device=q.device)
@@ -161,16 +161,16 @@ class Nsa(Mixer):
         selected = attention_decode(q.view(N * H, 1, -1, K), keys, values, filled.flatten(), impl=self.impl).o
         return Branches(compressed, selected.view_as(q), window)
 
-    def _go_on(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
-        """The branches of a call's tokens, in its layout; the state holds them afterwards."""
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
+        """Return the branches' outputs for a call's tokens, in its layout, and add the tokens to the state."""
         kv, pooled, span = state.kv, state.pooled, state.span
         rows = span.sequences
-        pooled.make_room(k, rows, cdiv(span.past + span.tokens, self.block))
+        pooled.grow(k, rows, cdiv(span.past + span.tokens, self.block))
         sums = state.open.get(rows, k)
         if span.uniform:
             parts = [(slice(None), slice(None), slice(None), span.past)]
         else:
-            # sequences of different lengths, one by one
+            # sequences of different lengths are handled one by one
             packed = span.cu_seqlens is not None
             borders = pairwise(span.cu_seqlens.tolist() if packed else range(rows + 1))
             whole = slice(None)
@@ -185,7 +185,7 @@ class Nsa(Mixer):
                 continue
             if past:
                 b_k, b_v = torch.cat((kv.keys[row, :past], b_k), 1), torch.cat((kv.values[row, :past], b_v), 1)
-            # blocks that were complete before, and those that new tokens belong to
+            # concatenate the means of blocks that were complete before and of the blocks of new tokens
             known = past // self.block
             means = [pool_blocks(x[:, known * self.block :], self.block) for x in (b_k, b_v)]
             held = (pooled.keys, pooled.values)
@@ -201,7 +201,7 @@ class Nsa(Mixer):
         return Branches(*(torch.cat(x, joined) for x in zip(*outputs, strict=True)))
 
     def mixing_flops(self, seq_len: int) -> float:
-        # a query sees half of all means; choosing scores them again, without values
+        # a query sees half of all means; selection scores them again, without values
         means = mean_visible(seq_len) / self.block
         seen = mean_visible(seq_len, self.window) + mean_visible(seq_len, self.blocks * self.block) + 1.5 * means
         return 4.0 * self.num_heads * self.head_dim * seen

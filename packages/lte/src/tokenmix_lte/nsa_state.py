@@ -11,7 +11,7 @@ from tokenmix_core.nn.state import Bounds, KVState
 
 
 class PooledKVState(KVState):
-    """Means of the keys and values of complete blocks, `[N, places, H, K]`: block c of a sequence is at place c.
+    """Means of the keys and values of complete blocks, `[N, capacity, H, K]`: block c of a sequence has index c.
 
     Args:
         heads: H.
@@ -24,24 +24,24 @@ class PooledKVState(KVState):
         self.block = block
 
     def reserve(self, max_length: int) -> None:
-        """Make room for the blocks of so many tokens at the first write."""
+        """Let the first write allocate capacity for the blocks of `max_length` tokens."""
         super().reserve(cdiv(max_length, self.block))
 
-    def make_room(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:
-        """Have room for so many blocks of each of `rows` sequences, in the dtype of `like`."""
+    def grow(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:
+        """Ensure capacity for `blocks` blocks of each of `rows` sequences, in the dtype of `like`."""
         if blocks > self.places or self._stored is None:
-            room = max(blocks + blocks // 2, self._expected, 1)
+            capacity = max(blocks + blocks // 2, self._expected, 1)
             grown = []
             for i, size in enumerate((self.key_size, self.value_size)):
-                x = like.new_zeros(rows, room, self.heads, size)
+                x = like.new_zeros(rows, capacity, self.heads, size)
                 if self._stored is not None:
                     x[:, : self.places] = self._stored[i]
                 grown.append(x)
             self._stored = grown[0], grown[1]
 
-    def write_one(self, k: Float[Tensor, "N H K"], v: Float[Tensor, "N H V"], place: Int[Tensor, "N"]) -> None:
-        """Put one block of each sequence in a place of its own; nothing waits for the device."""
-        index = place.view(-1, 1, 1, 1)
+    def write_one(self, k: Float[Tensor, "N H K"], v: Float[Tensor, "N H V"], block: Int[Tensor, "N"]) -> None:
+        """Write one block of each sequence at its index `block`, without a synchronisation with the device."""
+        index = block.view(-1, 1, 1, 1)
         for held, new in ((self.keys, k), (self.values, v)):
             held.scatter_(1, index.expand(-1, 1, *held.shape[2:]), new.unsqueeze(1).to(held.dtype))
 
@@ -49,9 +49,9 @@ class PooledKVState(KVState):
         super()._widen(cdiv(room, self.block), more)
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """The bytes of the complete blocks of `batch_size` sequences of `seq_len` tokens."""
+        """Return the bytes of the complete blocks of `batch_size` sequences of `seq_len` tokens."""
         return super().bounds(seq_len // self.block, batch_size, dtype)
 
     def held(self, seq_len: int) -> int:
-        """Bytes of the means of complete blocks now held."""
+        """Return the bytes of the means of complete blocks now held."""
         return super().held(seq_len // self.block)

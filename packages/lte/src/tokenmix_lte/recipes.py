@@ -1,7 +1,7 @@
-"""Recipes: the paper's models and ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
+"""Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Hybrids have Gated DeltaNet at even layers and LTE at odd ones. Every model of a size has the width, depth and heads of
-the others, as in the paper, so their parameters differ by what their mixers have.
+Hybrids have Gated DeltaNet at even layers and LTE at odd ones. All models of a size share width, depth and head count,
+as in the paper, so their parameter counts differ by their mixers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MODEL_TYPE, LTE, NSA = "tokenmix_lte", "lte", "nsa"
 EVALUATIONS = ["perplexity-by-position", "retention"]
-# what differs from laLTE; without a far segment there is nothing to steer
+# options that differ from laLTE; "no-far" has no scorer, so no λ to adapt
 ABLATIONS: dict[str, dict[str, Any]] = {
     "mlp": {"scorer": "mlp"},
     "causal": {"scorer": "causal"},
@@ -31,14 +31,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Give the callback that steers a run's share of kept keys; transformers' Trainer is imported for a run alone."""
+    """Return the callback that steers the retained share of a run; import transformers' Trainer only for a run."""
     from tokenmix_lte.training import steer_sparsity
 
     return steer_sparsity(recipe)
 
 
 def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
-    """laLTE, or LTE alone, at one of the paper's sizes; `changes` are options of its layers."""
+    """Return laLTE, or LTE alone, at one of the paper's sizes; `changes` are options of its layers."""
     base = baseline("gdn-attention", size)
     name = f"lte-{size}" if pure else f"lalte-{size}"
     options = {LTE: SIZES[size][1] | changes}
@@ -60,20 +60,20 @@ def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
 
 
 def ablation(name: str, size: str) -> Recipe:
-    """laLTE with another scorer or estimator."""
+    """Return laLTE with another scorer or estimator."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of laLTE: {name}, {size.upper()}")
 
 
 def nsa(size: str, *, pure: bool = False) -> Recipe:
-    """laNSA, or NSA alone, at one of the paper's sizes: 32 query heads and 2 key heads of 64 at both."""
+    """Return laNSA, or NSA alone, at one of the paper's sizes: 32 query heads and 2 key heads of 64 at both."""
     name = f"nsa-{size}" if pure else f"lansa-{size}"
     description = f"{'NSA alone' if pure else 'laNSA'} with {size.upper()} parameters, as trained in the paper"
     return _with_nsa(paper(size, pure=pure), name, description, {"num_heads": 32, "num_kv_heads": 2, "head_dim": 64})
 
 
 def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, Any]) -> Recipe:
-    """The recipe with NSA in the place of LTE."""
+    """Replace LTE by NSA in a recipe."""
     mixers = [NSA if mixer == LTE else mixer for mixer in recipe.model["mixers"]]
     others = {mixer: x for mixer, x in recipe.model["mixer_options"].items() if mixer != LTE}
     evaluations = [suite for suite in recipe.run.evaluations if suite != "retention"]
@@ -87,12 +87,12 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# window, cap and sinks of the recall models: together less than half of a row, whose first half are pairs
+# window, cap and sinks of the recall models: together fewer tokens than the first half of a row, the key-value pairs
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
 }
-# as many tokens in blocks as the cap, and the query heads that make up for few key heads
+# blocks hold as many tokens as LTE's cap; more query heads compensate for fewer key heads
 _RECALL_NSA = {
     "small": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block": 16, "blocks": 8, "window": 64},
     "100m": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block": 32, "blocks": 8, "window": 128},
@@ -101,10 +101,10 @@ RECALL = ("lalte", *(f"lalte-{name}" for name in ABLATIONS), "gdn-swa", "gdn-att
 
 
 def recall_recipe(kind: str, size: str) -> Recipe:
-    """Multi-query associative recall from scratch, in the settings of core's `recall` recipes.
+    """Return a recipe of multi-query associative recall from scratch, in the settings of core's `recall` recipes.
 
-    Hybrids have LTE, windowed or full attention at odd layers. The window of "gdn-swa" holds what LTE's window and half
-    its cap hold, as in the paper.
+    Hybrids have LTE, windowed or full attention at odd layers. The window of "gdn-swa" is LTE's window plus half its
+    cap, as in the paper.
     """
     if kind in ("gdn", "transformer"):
         return replace(recall(kind, size), name=f"recall-{kind}-{size}")
@@ -131,7 +131,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
-    """The same with laNSA, or NSA alone, whose blocks and window hold what LTE's window and cap do."""
+    """Return the recall recipe of laNSA, or of NSA alone, with as many tokens as LTE's window and cap hold."""
     kind = NSA if pure else "lansa"
     description = f"multi-query associative recall, {kind}, {size}; minutes on one GPU"
     recipe = _with_nsa(recall_recipe("lalte", size), f"recall-{kind}-{size}", description, _RECALL_NSA[size])
@@ -142,7 +142,7 @@ def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Gated DeltaNet with LTE at odd layers, for two CPU cores, on Python's standard library."""
+    """Return the recipe of Gated DeltaNet with LTE at odd layers, for two CPU cores, on Python's standard library."""
     base = tiny_hybrid()
     options = {
         GDN: base.model["mixer_options"][GDN],
@@ -159,7 +159,7 @@ def tiny() -> Recipe:
 
 
 def tiny_nsa() -> Recipe:
-    """Gated DeltaNet with NSA at odd layers in the setting of `tiny`."""
+    """Return `tiny` with NSA at odd layers."""
     options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block": 16, "blocks": 4, "window": 64}
     description = "GDN with NSA at every other layer, on the built-in corpus; minutes on a laptop"
     return _with_nsa(tiny(), "tiny-nsa", description, options)

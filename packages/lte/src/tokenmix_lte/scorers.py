@@ -16,24 +16,24 @@ from tokenmix_lte.ops import retention_logits
 from tokenmix_lte.ops.scorer.sizes import channels_of_layers
 
 Scorers = Literal["cnn", "causal", "mlp", "none", "uniform"]
-# those that learn nothing
+# scorers without parameters
 FIXED = ("none", "uniform")
 _LAYERS = 3
 
 
 class Scorer(nn.Module):
-    """Retention logits `[B, T, H]` of keys before rotation and values, with weights of its own for each key head.
+    """Retention logits `[B, T, H]` of unrotated keys and values, with separate weights for each key head.
 
     Attributes:
-        behind, ahead: how many tokens before and after its own a logit depends on.
-        flops: operations a token, a multiply and an add for each weight.
+        behind, ahead: number of tokens before and after its own that a logit depends on.
+        flops: operations per token, a multiply and an add for each weight.
     """
 
     behind = ahead = 0
 
     @property
     def flops(self) -> float:
-        """Forward floating-point operations a token: two a weight."""
+        """Forward floating-point operations per token: two for each weight."""
         return 2.0 * sum(p.numel() for p in self.parameters())
 
     def forward(
@@ -44,14 +44,14 @@ class Scorer(nn.Module):
         begin: Int[Tensor, "B"] | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """The logits; arguments as `retention_logits`'."""
+        """Return the logits; arguments are those of `retention_logits`."""
         raise undefined(self, "forward(k, v, *, begin, cu_seqlens)", "which returns a logit for every token and head")
 
 
 class _Parameters(nn.ParameterList):
-    """Parameters that are had by a call, as what offloads or watches a module needs."""
+    """Parameter list that returns its parameters when called, so that hooks for offloading or tracing run."""
 
-    # torch's own list refuses to be called
+    # torch's own list raises an error when called
     __call__ = nn.Module.__call__
 
     def forward(self) -> list[Tensor]:
@@ -59,14 +59,14 @@ class _Parameters(nn.ParameterList):
 
 
 class ConvScorer(Scorer):
-    """Three convolutions over every second token with SiLU, each with half the channels of the one before, then linear.
+    """Three convolutions of dilation 2 with SiLU, each with half the channels of the one before, then a linear map.
 
     Args:
         heads: key heads H.
         channels: of a head's key and value together, a multiple of 8.
         dropout: of the inputs of each convolution, in training.
-        causal: read the past alone, 12 tokens of it, in place of 6 on either side.
-        impl: as `retention_logits`'.
+        causal: read the 12 tokens before instead of 6 tokens on either side.
+        impl: implementation of `retention_logits`.
     """
 
     def __init__(self, heads: int, channels: int, *, dropout: float, causal: bool, impl: Impl | None = None):
@@ -85,7 +85,7 @@ class ConvScorer(Scorer):
         self.init_weights_()
 
     def init_weights_(self) -> None:
-        """Start with nearly every key kept."""
+        """Initialise the weights so that nearly every key is retained."""
         for kernel, bias in zip(self.kernels, self.biases, strict=True):
             fan_in = kernel.shape[2] * kernel.shape[3]
             nn.init.normal_(kernel, 0.0, (2 / fan_in) ** 0.5)
@@ -108,7 +108,7 @@ class ConvScorer(Scorer):
 
 
 class MlpScorer(Scorer):
-    """Half as many channels with SiLU, then linear: the key and its value without their neighbours (LTE-MLP).
+    """A hidden layer of half as many channels with SiLU, then a linear map, of each key and value alone (LTE-MLP).
 
     Args:
         heads: key heads H.
@@ -126,7 +126,7 @@ class MlpScorer(Scorer):
         self.init_weights_()
 
     def init_weights_(self) -> None:
-        """Start with nearly every key kept."""
+        """Initialise the weights so that nearly every key is retained."""
         fan_in = self.kernel.shape[2]
         nn.init.normal_(self.kernel, 0.0, (2 / fan_in) ** 0.5)
         nn.init.uniform_(self.shift, -(fan_in**-0.5), fan_in**-0.5)
@@ -141,7 +141,7 @@ class MlpScorer(Scorer):
 
 
 def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float, impl: Impl | None) -> Scorer | None:
-    """The scorer of a name; None for those that learn nothing."""
+    """Build the scorer of a name; return None for "none" and "uniform", which have no parameters."""
     if kind in FIXED:
         return None
     if kind == "mlp":

@@ -1,4 +1,4 @@
-"""TOVA: trained attention in constant memory, from which the token that gets the least attention is dropped."""
+"""TOVA (token omission via attention): trained attention that evicts the token with the least attention."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tokenmix_core.nn.projections import project_out
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, TensorState
 
-# tokens whose scores are made at once
+# tokens whose scores are computed at once
 _BLOCK = 64
 
 
 class Held(NamedTuple):
-    """Keys and values `[N, held, H, K]`, and how many places are filled `[N]`."""
+    """Keys and values `[N, held, H, K]`, and the number of filled slots `[N]`."""
 
     keys: Tensor
     values: Tensor
@@ -32,23 +32,23 @@ class Held(NamedTuple):
 
 
 class Tova(Attention):
-    """Core's attention with its weights, of which at most `held` tokens stay: token omission via attention.
+    """Core's attention, with its weights, to at most `held` tokens.
 
-    After each token the one that its query gives the least attention, mean over query heads, is dropped for all heads
-    where there is one too many; of equal ones that in the first place, as far as rounding leaves them equal. In
-    training it is attention to everything: the method needs none. Evaluation, without a cache, too, is in PyTorch's own
-    operations, and goes token by token as soon as one is dropped.
+    If a new token is one too many, the token with the least attention of the new query, mean over query heads, is
+    evicted for all heads; among tokens with equal attention, up to rounding, the one in the first slot. In training the
+    layer is full attention, because the method needs no training. Evaluation runs in PyTorch's own operations, with or
+    without a cache, and goes token by token once a token is evicted.
 
     Args:
         hidden_size: D.
-        held: tokens that stay.
+        held: tokens that the layer holds.
         num_heads, num_kv_heads, head_dim, rope, qk_norm, qkv_bias, norm_eps: as in `Attention`.
 
     Raises:
         ValueError: as `Attention`, or `held` below 1.
     """
 
-    # it attends by PyTorch's own operations alone
+    # attention runs in PyTorch's own operations alone
     attention_impls: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -97,21 +97,21 @@ class Tova(Attention):
             span = state.span
             N, filled = span.batch, span.before.clamp(max=self.held)
             keys, values = state.keys.get(span.sequences, k), state.values.get(span.sequences, v)
-            # what is behind the N sequences is nobody's
+            # rows after the first N belong to no sequence
             held = Held(keys[:N], values[:N], filled[:N])
-            o, held = self._walk(tuple(span.unpack(x) for x in (q, k, v)), held, span.mask, span.past)
+            o, held = self._attend(tuple(span.unpack(x) for x in (q, k, v)), held, span.mask, span.past)
             state.keys.set(torch.cat((held.keys, keys[N:])))
             state.values.set(torch.cat((held.values, values[N:])))
             o = span.pack(o)
         elif cu_seqlens is None:
-            o, _ = self._walk((q, k, v), self._empty(k), None)
+            o, _ = self._attend((q, k, v), self._empty(k), None)
         else:
             parts = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if i < j]
-            o = torch.cat([self._walk(tuple(x[:, p] for x in (q, k, v)), self._empty(k), None)[0] for p in parts], 1)
+            o = torch.cat([self._attend(tuple(x[:, p] for x in (q, k, v)), self._empty(k), None)[0] for p in parts], 1)
         return project_out(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # what is held is as large as a window
+        # the held tokens are as many as a window's
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.held + 1)
 
     def _heads(self, x: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,33 +127,36 @@ class Tova(Attention):
         empty = k.new_zeros(len(k), self.held, *k.shape[2:])
         return Held(empty, empty, torch.zeros(len(k), dtype=torch.int64, device=k.device))
 
-    def _walk(
+    def _attend(
         self, heads: tuple[Tensor, ...], held: Held, mask: Bool[Tensor, "N T"] | None, past: int = 0
     ) -> tuple[Float[Tensor, "N T HQ K"], Held]:
-        """Outputs for q, k, v, zeros for padding, and what is held afterwards; before, none had over `past` tokens."""
+        """Return outputs for q, k, v, zeros for padding, and the tokens held afterwards.
+
+        Before the call no sequence had more than `past` tokens.
+        """
         T, outputs = heads[0].shape[1], []
         if T > 1 and past + T > self.held:
-            _say_once()
+            _warn_once()
         for start in range(0, T, _BLOCK):
             block = slice(start, start + _BLOCK)
             q, k, v = (x[:, block] for x in heads)
-            o, held = self._block(q, k, v, held, None if mask is None else mask[:, block], past + start)
+            o, held = self._attend_block(q, k, v, held, None if mask is None else mask[:, block], past + start)
             outputs.append(o)
         return torch.cat(outputs, 1), held
 
-    def _block(
+    def _attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, held: Held, mask: Tensor | None, past: int
     ) -> tuple[Float[Tensor, "N Q HQ K"], Held]:
-        """The same for a few tokens, whose scores with each other and with what is held are made at once."""
+        """Do the same for a block of tokens; compute its scores with the held tokens and with itself at once."""
         N, Q = k.shape[:2]
         keys, values = torch.cat((held.keys, k), 1), torch.cat((held.values, v), 1)
         grouped = at_least_float32(q).unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
         scores = torch.einsum("nqhgk,nphk->nhgqp", grouped, at_least_float32(keys))
         real = k.new_ones(N, Q, dtype=torch.bool) if mask is None else mask
-        # a step may be recorded before any token is dropped and repeated when one has to be
-        follow = self._fill if Q > 1 and past + Q <= self.held else self._evict
-        visible, at = follow(scores, held.filled, real)
-        # padding sees itself, so that its softmax is a number
+        # a step always takes the branch that evicts: its CUDA graph may be captured before the first eviction
+        update = self._fill if Q > 1 and past + Q <= self.held else self._evict
+        visible, at = update(scores, held.filled, real)
+        # padding sees itself, so that its softmax is not NaN
         visible = visible | torch.eye(Q, self.held + Q, dtype=torch.bool, device=k.device).roll(self.held, 1)
         weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
         o = torch.einsum("nhgqp,nphk->nqhgk", weights, at_least_float32(values)).flatten(2, 3).to(v.dtype)
@@ -167,40 +170,40 @@ class Tova(Attention):
     def _fill(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """What each query sees of what was held and is new, and what is in each place, while there is room for all."""
+        """Return the held and new tokens that each query sees, and the token of each slot, if no token is evicted."""
         Q = real.shape[1]
-        before = self._places(real) < filled.unsqueeze(1)
+        before = self._slots(real) < filled.unsqueeze(1)
         causal = torch.ones(Q, Q, dtype=torch.bool, device=real.device).tril()
         visible = torch.cat((before.unsqueeze(1).expand(-1, Q, -1), causal & real.unsqueeze(1)), 2)
-        # padding goes to a place that is not kept
+        # padding goes to an extra slot that is cut off
         to = torch.where(real, filled.unsqueeze(1) + real.cumsum(1) - 1, self.held)
         new = self.held + torch.arange(Q, device=real.device)
-        at = F.pad(self._places(real).expand(len(real), -1), (0, 1))
+        at = F.pad(self._slots(real).expand(len(real), -1), (0, 1))
         return visible, at.scatter(1, to, new.expand_as(to))[:, :-1]
 
     def _evict(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """The same token by token, each of which may drop one."""
-        scores, places = scores.detach(), self._places(real)
-        visible, at = torch.zeros_like(scores[:, 0, 0], dtype=torch.bool), places.expand(len(real), -1)
+        """Do the same token by token, each of which may evict one."""
+        scores, slots = scores.detach(), self._slots(real)
+        visible, at = torch.zeros_like(scores[:, 0, 0], dtype=torch.bool), slots.expand(len(real), -1)
         for t, (seen, is_real) in enumerate(zip(visible.unbind(1), real.unbind(1), strict=True)):
             listed = F.pad(at, (0, 1), value=self.held + t)
-            there = F.pad(places < filled.unsqueeze(1), (0, 1), value=True)
-            seen.scatter_(1, listed, there)
-            mine = scores[..., t, :].gather(-1, listed[:, None, None].expand(*scores.shape[:3], -1))
-            weights = mine.masked_fill(~there[:, None, None], -torch.inf).softmax(-1)
-            # into the first empty place, or that of the token with the least attention, which may be its own
+            exists = F.pad(slots < filled.unsqueeze(1), (0, 1), value=True)
+            seen.scatter_(1, listed, exists)
+            own_scores = scores[..., t, :].gather(-1, listed[:, None, None].expand(*scores.shape[:3], -1))
+            weights = own_scores.masked_fill(~exists[:, None, None], -torch.inf).softmax(-1)
+            # write to the first empty slot, or to that of the token with the least attention, possibly the new one
             to = torch.where(filled < self.held, filled, weights.mean((1, 2)).argmin(1)).unsqueeze(1)
             after = listed.scatter(1, to, self.held + t)[:, :-1]
             at = torch.where(is_real.unsqueeze(1), after, at)
             filled = (filled + is_real).clamp(max=self.held)
         return visible, at
 
-    def _places(self, like: Tensor) -> Int[Tensor, "held"]:
+    def _slots(self, like: Tensor) -> Int[Tensor, "held"]:
         return torch.arange(self.held, device=like.device)
 
 
 @functools.cache
-def _say_once() -> None:
-    warnings.warn("TOVA goes token by token once it drops any, which is slow for long prompts", stacklevel=4)
+def _warn_once() -> None:
+    warnings.warn("TOVA runs token by token once it evicts tokens, which is slow for long prompts", stacklevel=4)

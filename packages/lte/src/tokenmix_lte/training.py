@@ -1,4 +1,4 @@
-"""Feedback for the sparsity loss (Algorithm 1): λ of each layer and head follows the keys that it keeps."""
+"""Feedback for the sparsity loss (Algorithm 1): λ of each layer and head adapts to its share of retained keys."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.mixer import FIRST_WEIGHT, Lte
 from tokenmix_lte.scorers import FIXED
 
-# steps between two changes of λ; the moving average spans half as many
+# steps between two updates of λ; the moving average spans half as many
 EVERY = 32
 DECAY = 1 - 2 / (1 + EVERY / 2)
 RISE, FALL = 1.5, 0.5
-# below this part of the target λ falls
+# λ falls if the retained share is below this fraction of the target
 SLACK = 0.95
 
 
 class SteerSparsity(AdaptHeadWeights):
-    """Steers λ so that a head keeps about `target` keys of a training row: λ rises above that and falls below.
+    """Adapt λ so that a head retains about `target` keys of a training row: λ rises above the target and falls below.
 
-    What layers observe is the share of a row's keys, so that neither the size of a batch nor how it is cut matters. The
-    log gets, for each layer, the keys kept a row as `kept/LAYER`, mean over heads, and the largest λ as `lambda/LAYER`.
+    Layers observe the retained share of a row's keys, which does not depend on the batch size or on gradient
+    accumulation. For each layer the log has the retained keys per row, mean over heads, as `kept/LAYER`, and the
+    largest λ as `lambda/LAYER`.
 
     Args:
-        target: keys of a row that a head is to keep, window included.
+        target: keys of a row, window included, that a head should retain.
         length: tokens of a row.
 
     Raises:
@@ -44,7 +45,7 @@ class SteerSparsity(AdaptHeadWeights):
         super().__init__(self.next_weights, every=EVERY, decay=DECAY)
 
     def next_weights(self, weight: Float[Tensor, "H"], average: Float[Tensor, "H"]) -> Float[Tensor, "H"]:
-        """λ after a look at the average share kept: at most 1, 0 below where it began, and from 0 up again."""
+        """Update λ from the average retained share: at most 1, 0 below the initial λ, and back to that from 0."""
         above, below = average > self.share, average < SLACK * self.share
         changed = torch.where(above, weight * RISE, torch.where(below, weight * FALL, weight)).clamp(max=1.0)
         changed = changed.masked_fill(changed < FIRST_WEIGHT, 0.0)
@@ -63,10 +64,10 @@ class SteerSparsity(AdaptHeadWeights):
 
 
 def steer_sparsity(recipe: Recipe) -> TrainerCallback:
-    """The callback that steers λ in a recipe's run: each head is to keep as many keys of a row as its `cap` holds.
+    """Return the callback that adapts λ in a recipe's run, with the layers' `cap` as the target.
 
     Raises:
-        ValueError: a model without layers that score keys, or layers with different caps.
+        ValueError: the model has no layers that score keys, or layers with different caps.
     """
     config: Any = recipe.model_config()
     default, caps = inspect.signature(Lte).parameters["cap"].default, set()

@@ -1,4 +1,4 @@
-"""Trained attention in constant memory without training: TOVA, and a window with every n-th token before it."""
+"""Eviction for trained attention, without further training: TOVA, and a window with every n-th token before it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FIELDS = {field.name for field in dataclasses.fields(HybridConfig)}
 
 
 def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteForCausalLM:
-    """A model with the same weights whose full attention layers hold at most `held` tokens in evaluation.
+    """Return a model with the same weights whose full attention layers hold at most `held` tokens in evaluation.
 
     Args:
         model: of core or of this package, with layers of full attention.
-        method: "tova" drops the token with the least attention of the newest query; "uniform" holds a window of three
-            quarters and, in the rest, every n-th token before it.
+        method: "tova" evicts the token with the least attention of the newest query; "uniform" holds a window of ¾ of
+            `held` and, in the rest, every n-th token before it.
         held: tokens that a layer holds.
 
     Raises:
-        ValueError: an unknown method, too few tokens, a model without full attention, or attention that the method has
-            no form for.
+        ValueError: an unknown method, too few tokens, a model without full attention, or attention that the method does
+            not support.
     """
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
@@ -49,7 +49,7 @@ def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteFo
 
 
 def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, Any]:
-    """The options of the layer in place of attention with these."""
+    """Return the options of the layer that replaces an attention layer."""
     kept = {name: x for name, x in attention.items() if name not in ("type", "window", "sinks", "impl")}
     if method == "tova":
         return {**kept, "type": "tova", "held": held}
@@ -60,7 +60,7 @@ def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, 
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """`tokenmix-lte evict`: write a checkpoint whose attention evicts; the tokenizer comes along."""
+    """`tokenmix-lte evict`: write a checkpoint whose attention evicts tokens, with its tokenizer."""
     from tokenmix_core.commands import load_model, load_tokenizer
 
     check_new_folder(args.out)
@@ -71,7 +71,8 @@ def command(args: argparse.Namespace, context: Any) -> None:
     tokenizer = load_tokenizer(args.checkpoint)
     changed.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    kept = changed.state_bytes(32768, 1, torch.bfloat16)
+    size = changed.state_bytes(32768, 1, torch.bfloat16)
     print(
-        f"{args.out}: {args.method}, {args.held} tokens held a layer, {kept:,} bytes kept of 32,768 tokens in bfloat16"
+        f"{args.out}: {args.method}, {args.held} tokens per layer, a cache of {size:,} bytes after 32,768 tokens in "
+        "bfloat16"
     )
