@@ -31,6 +31,8 @@ class GatedLinearAttention(Mixer):
         ValueError: a head size is not a positive integer, or `gate_normalizer` is not positive.
     """
 
+    takes_more_tokens = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -37,6 +37,8 @@ class GatedSlotAttention(Mixer):
         ValueError: head counts do not divide, or `slots` or `gate_normalizer` is not positive.
     """
 
+    takes_more_tokens = True
+
     def __init__(
         self,
         hidden_size: int,

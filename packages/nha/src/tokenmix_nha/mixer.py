@@ -129,6 +129,11 @@ class NhaMixer(Mixer):
         return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
 
     @property
+    def takes_more_tokens(self) -> bool:  # type: ignore[override]
+        """True unless shares are wanted, which are of a call's own tokens."""
+        return self.shares is None
+
+    @property
     def seen(self) -> int | None:
         """Tokens of the window; None if it is full."""
         return self.window if isinstance(self.window, int) else None

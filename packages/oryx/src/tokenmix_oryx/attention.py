@@ -34,6 +34,8 @@ class NormedAttention(Mixer):
         ValueError: no heads, or, without head_dim, heads that do not divide D.
     """
 
+    takes_more_tokens = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -38,7 +38,7 @@ _not_composite: set[Any] = set()
 # what follows from dtypes, which a call's kind tells
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 # most recordings kept by a function, most signatures whose occurrences it counts, and most magnitudes it knows
-_RECORDINGS, _SEEN, _MAGNITUDES = 32, 256, 64
+_RECORDINGS, _SEEN, _MAGNITUDES = 96, 512, 128
 # where one of so many recordings was replayed so often, as in a deep model, the next one is made at first sight
 _RECENT, _OFTEN = 4, 8
 # a call that was replayed so often gets kernels that are compiled for its lengths

@@ -18,6 +18,7 @@ from tokenmix_core.modeling.cache import HybridCache, settle
 from tokenmix_core.modeling.cache_name import CACHE, CacheOutput, take_cache
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
+from tokenmix_core.modeling.lengths import is_given, round_up
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
 from tokenmix_core.nn.precision import at_least_float32
@@ -112,6 +113,10 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             raise ValueError("labels and a cache exclude each other: a loss is taken over whole sequences")
         if labels is not None and use_cache is None:
             use_cache = False
+        if labels is not None and input_ids is not None and self.training and torch.is_grad_enabled():
+            seen = use_cache, output_hidden_states, self.config.output_hidden_states, output_logits, inputs_embeds
+            if not is_given(attention_mask, position_ids, *seen, *mixer_inputs.values()):
+                input_ids, labels, cu_seqlens = round_up(self, input_ids, labels, cu_seqlens)
         out = self.model(
             input_ids,
             attention_mask,

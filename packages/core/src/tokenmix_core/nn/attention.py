@@ -41,6 +41,7 @@ class Attention(Mixer):
         ValueError: head counts that do not divide, an odd rotated head size, a window below 1.
     """
 
+    takes_more_tokens = True
     attention_impls: ClassVar[dict[str, str]] = {
         "eager": "reference",
         "sdpa": "sdpa",

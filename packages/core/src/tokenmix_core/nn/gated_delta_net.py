@@ -45,6 +45,8 @@ class GatedDeltaNet(Mixer):
         ValueError: head counts that do not divide, sizes that are not whole.
     """
 
+    takes_more_tokens = True
+
     float32 = ("A_log", "dt_bias")
 
     def __init__(

@@ -42,6 +42,8 @@ class Mamba2(Mixer):
         ValueError: sizes that do not divide.
     """
 
+    takes_more_tokens = True
+
     float32 = ("A_log", "dt_bias", "D")
 
     def __init__(

@@ -31,11 +31,15 @@ class Mixer(KeepsFloat32):
         rotary_dim: rotated channels of a head; None when it needs no `rotary`.
         attention_impls: by transformers' name of an implementation of attention, the value of the mixer's `impl`; empty
             where the mixer does not attend.
+        takes_more_tokens: whether training may append tokens to each row (`modeling.lengths`), which shapes then have:
+            no output depends on later tokens or on their number, and nothing is returned beside the outputs. A subclass
+            does not inherit it.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
     rotary_dim: int | None = None
     attention_impls: ClassVar[dict[str, str]] = {}
+    takes_more_tokens: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:

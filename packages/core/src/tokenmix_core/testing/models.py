@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
 from tokenmix_core.testing.caches import CacheContract
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.lengths import LengthsContract
 from tokenmix_core.testing.mixers import addresses, random_pieces
 from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.recording import graphs_everywhere
@@ -37,7 +38,7 @@ def left_padded(lengths: list[int], tokens: int) -> Tensor:
     return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
-class ModelContract(CacheContract, ModulesContract, ResidualContract):
+class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsContract):
     """Inherit it as `TestX(ModelContract)` and set `configs`.
 
     Attributes:
