@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 
 def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
-    """Return outputs for one token of each sequence; write the state in place, without synchronisation."""
+    """Return outputs for one token of each sequence; update the state without synchronisation."""
     q, k, raw, v = tokens
     _prepare(layer, tokens, state, len(k))
     kv: RaggedKVState = state.kv
@@ -88,7 +88,7 @@ def extend(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T 
         o = torch.cat(outputs, 1 if packed else 0)
         held = Held(*(torch.cat(x) for x in zip(*rows, strict=True)))
     state.kv.hold(held.keys, held.values, held.lengths)
-    # later steps write these tensors in place
+    # later steps mutate these tensors
     state.scores.set(held.scores)
     state.ages.set(held.ages)
     state.raw.set(held.raw)

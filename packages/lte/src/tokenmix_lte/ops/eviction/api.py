@@ -43,7 +43,7 @@ def evict_step(
 ) -> None:
     """Add one token to the memory of each row and head; the token that leaves the window is retained or evicted.
 
-    Memory has S = `window` + cap slots per head and is written in place, without synchronisation. Not differentiable.
+    Memory has S = `window` + cap slots per head and is mutated, without synchronisation. Not differentiable.
 
     Args:
         k, v: the new token's rotated key, and its value.

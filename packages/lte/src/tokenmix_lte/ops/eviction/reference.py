@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
-    """Compute `evict_step` in place, without synchronisation."""
+    """Compute `evict_step`; mutate the memory without synchronisation."""
     (N, H, S), W = scores.shape, window
     cap, K = S - W, k.shape[-1]
     # the token that leaves the ring
@@ -58,7 +58,7 @@ def _put(
     new: Shaped[Tensor, "N H *K"],
     where: Bool[Tensor, "N H"],
 ) -> None:
-    """Write slot `at` of each head in place if `where` is True."""
+    """Write slot `at` of each head of x if `where` is True."""
     one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
     index = at[one].expand(*at.shape, 1, *x.shape[3:])
     x.scatter_(2, index, torch.where(where[one], new.unsqueeze(2).to(x.dtype), x.gather(2, index)))
