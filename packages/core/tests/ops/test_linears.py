@@ -56,6 +56,9 @@ class TestLinears(OpContract):
     }
     valid: ClassVar = dict(B=3, D=5)
 
+    def named(self, form, name):
+        return name if name == "x" else f"weights[{name[1]}]"
+
     def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, D=16, T=None) -> Call:
         rng = torch.Generator().manual_seed(seed)
         shapes = {"x": (T or B, D)} | {f"w{i}": (N, D) for i, N in enumerate(SIZES)}

@@ -206,6 +206,9 @@ class TestRetentionLogits(OpContract):
         tensors = {name: x.to(dtype if name in "kv" else wide) for name, x in tensors.items()}
         return Call(tensors, {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()})
 
+    def named(self, form, name):
+        return f"convs[{name[1]}][{'wb'.index(name[0])}]" if name[1:].isdigit() else name
+
     def definition(self, k, v, weight, bias, w0, b0, w1, b1, w2, b2, *, offsets=(-2, 0, 2)):
         """Compute each layer token by token."""
         x = torch.cat((k, v), -1)

@@ -162,6 +162,10 @@ class TestMix(OpContract):
         "groups that do not divide": ({"options": MAMBA2._replace(groups=5)}, "multiple of groups"),
     }  # fmt: skip
 
+    def named(self, form, name):
+        # heads are A_log, dt_bias and D together
+        return "A_log" if name == "heads" else name
+
     def make(
         self, dtype=torch.float64, device="cpu", seed=0, options=MAMBA2, B=2, T=40, K=16, W=4, kind="tokens",
         order=False, borders=None, own_angles=False, delta=False,

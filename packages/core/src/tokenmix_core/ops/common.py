@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -395,7 +395,7 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
     Raises:
         ValueError: what was got and what was expected.
     """
-    device = None
+    first, device = "", None
     # torch.compile warns of every cache that it walks past
     letters_of = _split if torch.compiler.is_compiling() else _letters
     for name, (x, spec) in specs.items():
@@ -417,10 +417,24 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
             wanted = f"[{', '.join(letters)}]" + (f" with {bound}" if bound else "")
             raise ValueError(f"{op}: {name} must have shape {wanted}, got {list(shape)}")
         if device is None:
-            device = x.device
+            first, device = name, x.device
         elif x.device != device:
-            raise ValueError(f"{op}: {name} is on {x.device}, expected {device} like the other tensors")
+            _refuse_devices(op, (first, device), (name, x.device))
     return dims
+
+
+def check_same_device(op: str, **tensors: Tensor | None) -> None:
+    """Raise a ValueError unless all tensors lie on one device."""
+    (first, device), *others = [(name, x.device) for name, x in tensors.items() if x is not None]
+    for name, other in others:
+        if other != device:
+            _refuse_devices(op, (first, device), (name, other))
+
+
+def _refuse_devices(op: str, first: tuple[str, torch.device], other: tuple[str, torch.device]) -> NoReturn:
+    # of two tensors, one on the meta device is the one whose values are missing
+    (_, wanted), (name, found) = sorted((first, other), key=lambda x: x[1].type == "meta")
+    raise ValueError(f"{op}: {name} is on {found}, expected {wanted} like the other tensors")
 
 
 def _split(spec: str) -> tuple[str | int, ...]:

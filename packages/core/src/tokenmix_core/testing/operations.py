@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -140,6 +141,10 @@ class OpContract(LayoutTests):
         if isinstance(output, Tensor):
             return {"y": output}
         return {name: x for name, x in output._asdict().items() if x is not None}
+
+    def named(self, form: str, name: str) -> str | None:
+        """The name that messages give to an argument of a form; None for one that the operation is not given."""
+        return name
 
     def piece(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """The arguments of a call for tokens from start to stop."""
@@ -348,6 +353,29 @@ class OpContract(LayoutTests):
             function(**changed)
         assert "\n" not in str(error.value)
         assert ": " in str(error.value)
+
+    def test_a_meta_tensor_among_real_ones_is_refused_by_name(self, form, impl, device):
+        tensors, options = self.make(torch.float32, device if impl == "triton" else "cpu", **self.valid)
+        self._assert_meta_refused(self.forms[form], tensors | options | {"impl": impl}, lambda x: self.named(form, x))
+
+    def test_a_meta_tensor_among_those_of_a_step_is_refused_by_name(self, impl, device):
+        if self.step is None:
+            pytest.skip(self.absent["step"])
+        step, sizes = self.step
+        tensors, options = self.make(torch.float32, device if impl == "triton" else "cpu", **sizes, T=1)
+        token = self._token(tensors | options, 0)
+        self._assert_meta_refused(step, token | {"state": tensors[self.state[0]], "impl": impl}, str)
+
+    def _assert_meta_refused(self, function: Callable, arguments: dict[str, Any], named: Callable) -> None:
+        names = {name: named(name) for name, x in arguments.items() if isinstance(x, Tensor) and named(name)}
+        if arguments["impl"] == "reference":
+            # the call is right but for the device, which no cache of checked calls may leave out
+            function(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()})
+        # of a single tensor, nothing says where the call is
+        for name, told in names.items() if len(names) > 1 else ():
+            changed = {key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()}
+            with no_launches(), pytest.raises(ValueError, match=rf"\b{re.escape(told)} is on meta\b"):
+                function(**changed | {name: arguments[name].to("meta")})
 
     def test_steps_equal_the_whole_and_write_to_the_state_they_are_given(self, impl, device):
         step, sizes = self.step

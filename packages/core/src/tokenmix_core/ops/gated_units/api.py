@@ -7,7 +7,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, check_dtype, check_same_dtype, check_tensors, row_impl
+from tokenmix_core.ops.common import (
+    Impl,
+    check_dtype,
+    check_same_device,
+    check_same_dtype,
+    check_tensors,
+    row_impl,
+)
 from tokenmix_core.ops.gated_units.reference import swiglu_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -54,20 +61,16 @@ def swiglu_linear(
     _check(op, a, b)
     check_tensors(op, weight=weight)
     check_same_dtype(op, a=a, weight=weight)
-    if weight.dim() != 2 or weight.shape[1] != a.shape[-1] or weight.device != a.device:
-        raise ValueError(
-            f"{op}: weight must have shape [D, {a.shape[-1]}] on {a.device}, got {list(weight.shape)} on "
-            f"{weight.device}"
-        )
+    check_same_device(op, a=a, weight=weight)
+    if weight.dim() != 2 or weight.shape[1] != a.shape[-1]:
+        raise ValueError(f"{op}: weight must have shape [D, {a.shape[-1]}], got {list(weight.shape)}")
     if residual is not None:
         check_tensors(op, residual=residual)
         check_same_dtype(op, a=a, residual=residual)
+        check_same_device(op, a=a, residual=residual)
         shape = (*a.shape[:-1], len(weight))
-        if residual.shape != shape or residual.device != a.device:
-            raise ValueError(
-                f"{op}: residual must have shape {list(shape)} on {a.device}, got {list(residual.shape)} on "
-                f"{residual.device}"
-            )
+        if residual.shape != shape:
+            raise ValueError(f"{op}: residual must have shape {list(shape)}, got {list(residual.shape)}")
     if row_impl(op, impl, a) == "reference" or not a.numel():
         y = F.linear(swiglu_reference(a, b), weight)
         return y if residual is None else residual + y
@@ -80,8 +83,6 @@ def _check(op: str, a: Tensor, b: Tensor) -> None:
     check_tensors(op, a=a, b=b)
     check_dtype(op, _FLOATS, a=a)
     check_same_dtype(op, a=a, b=b)
-    if a.shape != b.shape or a.device != b.device:
-        raise ValueError(
-            f"{op}: a and b must have one shape and device, got {list(a.shape)} on {a.device} and {list(b.shape)} on "
-            f"{b.device}"
-        )
+    check_same_device(op, a=a, b=b)
+    if a.shape != b.shape:
+        raise ValueError(f"{op}: a and b must have one shape and device, got {list(a.shape)} and {list(b.shape)}")

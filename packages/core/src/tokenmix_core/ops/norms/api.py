@@ -8,7 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_tensors, row_impl
+from tokenmix_core.ops.common import (
+    Impl,
+    bind_shapes,
+    check_dtype,
+    check_same_device,
+    check_tensors,
+    row_impl,
+)
 from tokenmix_core.ops.norms.reference import GatePlace, gated_rms_norm_reference, rms_norm_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -113,19 +120,18 @@ def gated_rms_norm(
 def _check_same(op: str, x: Tensor, **other: Tensor | None) -> None:
     check_tensors(op, x=x, **{name: y for name, y in other.items() if y is not None})
     check_dtype(op, _FLOATS, x=x, **other)
+    check_same_device(op, x=x, **other)
     for name, y in other.items():
-        if y is not None and (y.shape != x.shape or y.device != x.device):
-            raise ValueError(
-                f"{op}: {name} must have x's shape and device, got {list(y.shape)} on {y.device} "
-                f"for {list(x.shape)} on {x.device}"
-            )
+        if y is not None and y.shape != x.shape:
+            raise ValueError(f"{op}: {name} must have x's shape and device, got {list(y.shape)} for {list(x.shape)}")
 
 
 def _check_weight(op: str, x: Tensor, weight: Tensor, size: int) -> None:
     bind_shapes(op, {}, weight=(weight, "size"))
     check_dtype(op, _FLOATS, weight=weight)
-    if weight.shape[0] not in (size, x.shape[-1]) or weight.device != x.device:
+    check_same_device(op, x=x, weight=weight)
+    if weight.shape[0] not in (size, x.shape[-1]):
         raise ValueError(
             f"{op}: weight must have shape [{size}]{f' or [{x.shape[-1]}]' if x.shape[-1] != size else ''} on "
-            f"{x.device}, got {list(weight.shape)} on {weight.device}"
+            f"{x.device}, got {list(weight.shape)}"
         )

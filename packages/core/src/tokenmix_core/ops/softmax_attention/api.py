@@ -18,6 +18,7 @@ from tokenmix_core.ops.common import (
     check_cu_seqlens,
     check_dtype,
     check_multiple,
+    check_same_device,
     check_same_dtype,
     check_scale,
     row_impl,
@@ -108,6 +109,7 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
     dims: dict[str, int] = {}
     for i, (o, lse) in enumerate(outputs):
         bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
+    check_same_device("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
     check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
     learning = torch.is_grad_enabled() and any(x.requires_grad for out in outputs for x in out)
     float32 = all(out.lse.dtype == torch.float32 for out in outputs)

@@ -14,6 +14,7 @@ from tokenmix_core.ops.common import (
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
+    check_same_device,
     check_same_dtype,
     check_tensors,
     resolve_impl,
@@ -65,7 +66,9 @@ def retention_logits(
     Raises:
         ValueError: a wrong shape, dtype, device or option.
     """
-    check_tensors("retention_logits", k=k)
+    check_tensors("retention_logits", k=k, v=v)
+    # before autocast is asked for a device that has none
+    check_same_device("retention_logits", k=k, v=v)
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
         # drawn on the device, so that the CPU need not wait for it
@@ -105,6 +108,7 @@ def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *
     for i, (kernel, shift) in enumerate(convs):
         dims.pop("out", None)
         bind_shapes(op, dims, **{f"convs[{i}][0]": (kernel, "H out in taps"), f"convs[{i}][1]": (shift, "H out")})
+        check_same_device(op, k=k, **{f"convs[{i}][0]": kernel, f"convs[{i}][1]": shift})
         check_dtype(op, _FLOATS, **{f"convs[{i}][0]": kernel, f"convs[{i}][1]": shift})
         dims["in"] = dims["out"]
     bind_shapes(op, dims, weight=(weight, "H in"), bias=(bias, "H"), k=(k, "B T H K"), cu_seqlens=(cu_seqlens, "_?"))
