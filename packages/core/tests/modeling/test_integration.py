@@ -1,6 +1,8 @@
 """The model under torch.compile, FSDP2, peft, the Trainer and other dtypes."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -186,6 +188,59 @@ def test_sharded_tensors_start_and_train_like_others(one_process, ids):
     torch.testing.assert_close(sharded, loss)
     for name, p in model.named_parameters():
         assert relative_error(p.grad.full_tensor(), gradients[name]) < 1e-4, name
+
+
+HEAD_ALONE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+
+rank, folder, fields, frozen = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3]), sys.argv[4] == "frozen"
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model, plain = (HybridForCausalLM(HybridConfig(**fields)) for _ in range(2))
+plain.load_state_dict(model.state_dict())
+fully_shard(model.lm_head, mesh=dist.init_device_mesh("cpu", (2,)))
+if frozen:
+    model.model.requires_grad_(False)
+ids = torch.randint(1, fields["vocab_size"], (2, 2, 20), generator=torch.Generator().manual_seed(1))
+mean = sum(plain(x, labels=x).loss for x in ids) / 2
+mean.backward()
+optimizers = [torch.optim.SGD(x.lm_head.parameters(), lr=1.0) for x in (model, plain)]
+loss = model(ids[rank], labels=ids[rank]).loss
+loss.backward()
+total = loss.detach().clone()
+dist.all_reduce(total)
+torch.testing.assert_close(total / 2, mean.detach())
+gradient = model.lm_head.weight.grad.full_tensor()
+torch.testing.assert_close(gradient, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+assert gradient.abs().max() > 1e-3
+for optimizer in optimizers:
+    optimizer.step()
+again = model(ids[rank], labels=ids[rank]).loss
+torch.testing.assert_close(again, plain(ids[rank], labels=ids[rank]).loss, rtol=1e-4, atol=1e-5)
+assert abs(again - loss) > 1e-4
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["trained", "frozen"])
+def test_a_head_that_alone_is_sharded_over_two_processes_trains_like_another(backbone, tmp_path):
+    call = [str(tmp_path), repr(FIELDS | {"tie_word_embeddings": False}), backbone]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", HEAD_ALONE, str(rank), *call], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            errors = process.communicate(timeout=200)[1]
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 @torch.no_grad()
