@@ -4,7 +4,7 @@
     python examples/convert_llama_to_nha.py --model models/Llama-3.2-1B --source data/slimpajama --tokens 100000000
 
 All weights of the Llama stay. In three layers of four, memory slots and a window replace the cache of all keys; every
-fourth layer still sees everything. Without --model, a small Llama is trained first: three minutes on two CPU cores.
+fourth layer still sees everything. Without --model, a small Llama is trained first.
 """
 
 import argparse
