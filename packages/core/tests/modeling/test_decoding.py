@@ -94,6 +94,28 @@ def test_steps_are_recorded_once_for_generations_of_like_size(model, ids, captur
     assert len(model.step_store) == 0
 
 
+def test_batch_sizes_that_return_are_recorded_once_and_larger_rooms_take_the_place_of_smaller(model, captures):
+    sizes, ids = range(1, 8), torch.randint(3, 60, (1, 400))
+    options = {**OPTIONS, "max_new_tokens": 5}
+    for tokens in (200, 300, 400):
+        for batch in sizes:
+            model.generate(ids[:, :tokens].expand(batch, -1).contiguous(), **options)
+        assert len(model.step_store) == len(sizes)
+    made = len(captures)
+    for tokens in (390, 250, 17):
+        for batch in sizes:
+            model.generate(ids[:, :tokens].expand(batch, -1).contiguous(), **options)
+    assert len(captures) == made
+    assert len(model.step_store) == len(sizes)
+
+
+def test_recorded_steps_that_take_much_memory_make_way(model, ids, captures, monkeypatch):
+    monkeypatch.setattr(steps, "_KEPT_BYTES", 0)
+    for batch in range(1, 7):
+        model.generate(ids[:1].expand(batch, -1).contiguous(), **OPTIONS)
+    assert len(model.step_store) == steps._KEPT
+
+
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3, "do_sample": True}, {"num_beams": 2}])
 def test_growing_keys_move_to_a_larger_room(model, ids, captures, options, monkeypatch):
     monkeypatch.setattr(steps, "_LEAST_ROOM", 8)

@@ -26,8 +26,8 @@ from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import foreign_modules, has_hooks, settings_of
 
-# rooms that are recorded of a model at a time
-_KEPT = 4
+# recorded steps that wait in a model: as many always, and at the most while their caches take so many bytes together
+_KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # a cache has room for so many tokens at the least
 _LEAST_ROOM = 256
 
@@ -41,6 +41,7 @@ class Recorded:
         storage: of the cache.
         ids, positions: of the step's tokens, `[N, 1]`.
         logits: of the step, `[N, vocab]`; made by the first one.
+        bytes: that the cache's storage takes.
         inputs: tensors of the mixers' inputs, by name.
         repeats: by key, what repeats a work; None where it was done once and not recorded yet.
         extra: what works need beside it, by key.
@@ -55,6 +56,7 @@ class Recorded:
         self.repeats: dict[Hashable, Callable[[], object] | None] = {}
         self.extra: dict[Hashable, Any] = {}
         self.capture = graphs.capture_on(device)
+        self.bytes = sum(x.nbytes for part in storage for x in part)
 
     def do(
         self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any] = contextlib.nullcontext
@@ -134,8 +136,11 @@ class StepStore:
         return fitting[0]
 
     def give(self, recorded: Recorded) -> None:
-        """Keep it for the next cache; the one that waits longest makes way."""
-        self._idle = [*self._idle, recorded][-_KEPT:]
+        """Keep it for the next cache, in place of those of its kind with less room; the oldest ones make way."""
+        larger = [x for x in self._idle if x.kind != recorded.kind or x.room > recorded.room]
+        self._idle = [*larger, recorded][-_MOST_KEPT:]
+        while len(self._idle) > _KEPT and sum(x.bytes for x in self._idle) > _KEPT_BYTES:
+            del self._idle[0]
 
     def free(self) -> bool:
         """Drop everything; whether there was anything."""
@@ -331,6 +336,7 @@ def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
 
 
 def _rounded_up(tokens: int) -> int:
-    """The next of eight sizes between two powers of two, so that caches of like lengths share a room."""
-    unit = max(32, 1 << max(0, (tokens - 1).bit_length() - 4))
+    """Return the next of two sizes between two powers of two, of eight above 2,048, so that caches share a room."""
+    bits = (tokens - 1).bit_length()
+    unit = max(128, 1 << max(0, bits - (2 if tokens <= 2048 else 4)))
     return -(-tokens // unit) * unit
