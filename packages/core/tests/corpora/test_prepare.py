@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -449,3 +450,12 @@ def test_the_built_in_corpus_is_python_without_tests_or_machine_paths(tmp_path, 
     os.truncate(path / "tokens.bin", 10)
     with pytest.raises(ValueError, match=r"truncated.*remove .* to have it made again"):
         built_in_corpus()
+
+
+def test_slimpajama_without_its_decompression_names_the_extra(monkeypatch):
+    from tokenmix_core.corpora.sources import open_source
+
+    pytest.importorskip("datasets")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ImportError, match=r"zstandard is not installed; install it with: .*data"):
+        open_source("slimpajama")

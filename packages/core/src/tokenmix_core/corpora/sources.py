@@ -111,6 +111,9 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
         raise ValueError(f"source {spec!r} does not exist")
     subset = subset if subset is not None else default_subset
     datasets = require("datasets", "data")
+    if spec == "slimpajama":
+        # its files are compressed with Zstandard, which datasets itself does not ask for
+        require("zstandard", "data")
     try:
         # datasets runs no code of a repository since version 4
         dataset = datasets.load_dataset(name, subset, split=split, streaming=True)
