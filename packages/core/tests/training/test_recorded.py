@@ -257,6 +257,29 @@ def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
     assert sum(recorded is not None for recorded in make.kinds.values()) == MOST
 
 
+@pytest.mark.filterwarnings("ignore:the model has got other modules")
+@pytest.mark.parametrize("path", ["lm_head", "model.layers.0", "model.norm"])
+def test_nothing_is_replayed_after_a_module_was_replaced(path):
+    model, plain = learners()
+    with graphs_everywhere(eager=True) as works:
+        make = RecordedPasses(model, torch.device("cpu"))
+        for step in range(6):
+            if step == 3:
+                captured = len(works)
+                for learner in (model, plain):
+                    other = copy.deepcopy(learner.get_submodule(path))
+                    with torch.no_grad():
+                        for p in other.parameters():
+                            p.mul_(1.5)
+                    learner.set_submodule(path, other)
+            model.zero_grad()
+            plain.zero_grad()
+            loss = make(passes_of(model), given(16, step), torch.tensor(30)).loss.clone()
+            assert torch.equal(loss, passes_of(plain)(given(16, step), torch.tensor(30)).loss), step
+            assert all(equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
+    assert captured == len(works) > 0
+
+
 def test_a_hook_that_comes_later_is_called_and_a_tensor_elsewhere_refused():
     model, _ = learners()
     with graphs_everywhere(eager=True):
