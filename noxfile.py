@@ -14,10 +14,11 @@ import re
 import shutil
 import sys
 import tarfile
+import tempfile
 import tomllib
 import urllib.parse
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,16 +44,10 @@ KATEX = (
     "jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==",
 )
 
-# import every module at the top of a package, except the test support behind an extra
-IMPORT_ALL = """
-import importlib, pkgutil, sys
-import {module} as package
-for info in pkgutil.iter_modules(package.__path__, "{module}."):
-    if info.name != "{module}.testing":
-        importlib.import_module(info.name)
-import torch
-assert "triton" not in sys.modules and not torch.cuda.is_initialized()
-"""
+# what of a package's dependencies has broken every model with a minor version
+BOUNDED = re.compile(r'"transformers>=([\d.]+),<([\d.]+)"')
+# the recipe that a package's README begins with, cut to 20 steps
+FIRST_STEPS = ("--total_tokens", "40k", "--no-eval")
 
 
 def distribution(package: str) -> dict:
@@ -326,21 +321,105 @@ def wheels(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *map(str, distributions(dist)))
     for package in PACKAGES:
         check_version(session, package)
-        project = distribution(package)
-        module = project["name"].replace("-", "_")
-        env = Path(session.create_tmp()) / package
-        session.run(
-            "uv", "venv", "--quiet", "--clear", f"--python={session.virtualenv.location}", str(env), external=True
-        )
-        python = str(env / "bin" / "python")
-        wheel = next(dist.glob(f"{module}-{project['version']}-*.whl"))
-        # a wheel of core's in uv's cache may be of another commit with the same version
-        install = ["uv", "pip", "install", "--quiet", f"--python={python}", "--refresh-package=tokenmix-core"]
-        session.run(*install, f"--find-links={dist}", str(wheel), external=True)
-        session.run("uv", "pip", "check", f"--python={python}", external=True)
+        python = install_wheel(session, package, dist, Path(session.create_tmp()).resolve() / package)
         session.run("uv", "pip", "uninstall", "--quiet", f"--python={python}", "triton", external=True)
-        session.run(python, "-c", IMPORT_ALL.format(module=module), env={"CUDA_VISIBLE_DEVICES": ""}, external=True)
-        session.run(str(env / "bin" / next(iter(project["scripts"]))), "--help", external=True, silent=True)
+        try_package(session, package, python)
+        session.run(script_of(package, python), "--help", external=True, silent=True)
+
+
+def install_wheel(
+    session: nox.Session,
+    package: str,
+    dist: Path,
+    env: Path,
+    *,
+    extras: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> str:
+    """Install one package's wheel alone into a new environment, and return its Python.
+
+    Args:
+        session: whose Python the environment gets.
+        package: the folder under `packages`.
+        dist: where the wheels of all packages are.
+        env: the environment's folder; uv's settings are those of the folder around it.
+        extras: of the package.
+        options: further ones of `uv pip install`.
+    """
+    project = distribution(package)
+    session.run("uv", "venv", "--quiet", "--clear", f"--python={session.virtualenv.location}", str(env), external=True)
+    python = str(env / "bin" / "python")
+    wheel = next(dist.glob(f"{project['name'].replace('-', '_')}-{project['version']}-*.whl"))
+    # a wheel of core's in uv's cache may be of another commit with the same version
+    install = ["uv", "pip", "install", "--quiet", f"--directory={env.parent}", f"--python={python}", *options]
+    install += ["--refresh-package=tokenmix-core", f"--find-links={dist}"]
+    wanted = f"{project['name']}[{','.join(extras)}] @ {wheel.as_uri()}" if extras else str(wheel)
+    session.run(*install, wanted, external=True)
+    session.run("uv", "pip", "check", f"--python={python}", external=True)
+    return python
+
+
+def script_of(package: str, python: str) -> str:
+    """The package's command in the environment of a Python."""
+    return str(Path(python).with_name(next(iter(distribution(package)["scripts"]))))
+
+
+def installed(session: nox.Session, python: str, name: str) -> str:
+    """The version of a distribution in the environment of a Python."""
+    program = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return str(session.run(python, "-c", program, external=True, silent=True)).strip()
+
+
+def try_package(session: nox.Session, package: str, python: str) -> None:
+    """Import an installed package, and train and sample a tiny model of each of its mixers, without a GPU."""
+    module = distribution(package)["name"].replace("-", "_")
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    session.run(python, str(ROOT / "tools" / "try_package.py"), module, env=env, external=True)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Test each wheel alone with what an index has today; `-- --quick` only tries it, `-- --raise` lifts the bound."""
+    quick, beyond = "--quick" in session.posargs, "--raise" in session.posargs
+    dist, versions = ROOT / "dist", set()
+    build(session, "--all-packages", dist)
+    for package in PACKAGES:
+        # outside of the workspace, whose settings hold the date that the lock ends at
+        with tempfile.TemporaryDirectory() as folder:
+            lifted = Path(folder) / "overrides.txt"
+            lifted.write_text("transformers\n" if beyond else "")
+            extras = () if quick else [x for x in TEST_EXTRAS if x in distribution(package)["optional-dependencies"]]
+            options = ["--upgrade", f"--overrides={lifted}"]
+            python = install_wheel(session, package, dist, Path(folder) / "env", extras=extras, options=options)
+            told = {name: installed(session, python, name) for name in ("torch", "transformers")}
+            session.log(f"{package} with {told}")
+            versions.add(told["transformers"])
+            try_package(session, package, python)
+            if quick and package != "core":
+                # all commands are core's
+                continue
+            command, run = script_of(package, python), str(Path(folder) / "run")
+            env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            steps = FIRST_STEPS if quick else ()
+            session.run(command, "train", "tiny", "--out", run, *steps, env=env, external=True, silent=quick)
+            given = ("generate", run, "--prompt", "def main(", "--max-new-tokens", "8")
+            session.run(command, *given, env=env, external=True, silent=quick)
+            if not quick:
+                tests = [f"packages/{package}/tests", "-m", "not gpu", "-n", os.environ.get("TEST_WORKERS", "2")]
+                session.run(python, "-m", "pytest", *tests, env=env, external=True)
+    if beyond:
+        raise_bound(session, versions)
+
+
+def raise_bound(session: nox.Session, versions: set[str]) -> None:
+    """Allow the minor version of transformers that all packages were tested with, and none after it."""
+    if len(versions) != 1:
+        session.error(f"packages were tested with different versions of transformers: {', '.join(sorted(versions))}")
+    major, minor, *_ = versions.pop().split(".")
+    for package in PACKAGES:
+        path = ROOT / "packages" / package / "pyproject.toml"
+        path.write_text(BOUNDED.sub(rf'"transformers>=\1,<{major}.{int(minor) + 1}"', path.read_text()))
+    session.log(f"all packages allow transformers {major}.{minor}: update the lock, the READMEs and the changelogs")
 
 
 @nox.session
