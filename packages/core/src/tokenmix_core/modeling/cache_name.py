@@ -56,7 +56,7 @@ class _OldNameToo(ModelOutput):
 
     @property
     def past_key_values(self) -> Any:
-        """The field `cache`."""
+        """The same as `cache`."""
         return self.cache  # type: ignore[attr-defined]
 
     @past_key_values.setter
