@@ -1,12 +1,14 @@
 """The two stages of finetuning train the stated parameters and save a complete model."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.locks import FolderLock
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.finetune import finetune, freeze_all_but_attention, with_lora
@@ -117,3 +119,26 @@ def test_wrong_stages_and_folders_are_refused(converted, tmp_path, capsys):
     assert "holds no model" in capsys.readouterr().err
     assert main(["finetune", str(converted), "--stage", "1", "--out", str(tmp_path / "a"), "--sead", "1"]) == 2
     assert "nearest is 'seed'" in capsys.readouterr().err
+
+
+def test_a_stopped_stage_goes_on_from_its_folder_alone(converted, tmp_path, capsys):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        call = ["finetune", str(converted), "--stage", "1", "--out", str(folder), *RUN.split(), "--save_steps", "2"]
+        assert main(call) == 0
+    # as if it had been killed after the checkpoint
+    for path in cut.iterdir():
+        if path.is_file() and path.suffix == ".safetensors":
+            path.unlink()
+    steps = sorted(int(path.name.split("-")[1]) for path in cut.glob("checkpoint-*"))
+    for step in steps:
+        if step > 2:
+            shutil.rmtree(cut / f"checkpoint-{step}")
+    assert steps[0] == 2
+    assert main(["finetune", "--resume", str(cut)]) == 0
+    assert "trained 4 steps" in capsys.readouterr().out
+    a, b = weights(whole), weights(cut)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    with FolderLock(cut, "training"):
+        assert main(["finetune", "--resume", str(cut)]) != 0
+    assert "has been training there since" in capsys.readouterr().err
