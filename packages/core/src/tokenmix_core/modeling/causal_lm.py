@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.cache import HybridCache, settle
-from tokenmix_core.modeling.cache_name import CACHE, CacheOutput, take_cache
+from tokenmix_core.modeling.cache_name import CACHE, NAMES, CacheOutput, take_cache
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.lengths import is_given, round_up
@@ -216,7 +216,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        others = {name: x for name, x in model_kwargs.items() if name not in self.model.input_takers}
+        known = (*self.model.input_takers, *NAMES)
+        others = {name: x for name, x in model_kwargs.items() if name not in known}
         super()._validate_model_kwargs(others)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
