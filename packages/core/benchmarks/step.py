@@ -58,7 +58,7 @@ KINDS = {
     "compiled": r"^triton_(poi|red|per|tem|for)_",
     # before products: FlashAttention-4's names tell of cutlass, too
     "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$"
-    r"|^_(list|merge|count|find|join|share|sum|meet|own|rank|attend|choose)_",
+    r"|^_(list|merge|count|find|join|share|sum|meet|own|rank|attend|choose|split)_",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "scorer": r"scorer|hopper_layer_backward",
     "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"

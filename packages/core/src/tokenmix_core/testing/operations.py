@@ -33,14 +33,21 @@ PROPERTIES = {
     "lengths": ("test_ragged_lengths_give_what_the_definition_gives",),
     "kernels": ("test_kernels_err_at_most_twice_as_much_as_the_reference",),
     "pieces": ("test_pieces_equal_the_whole",),
-    "step": ("test_steps_equal_the_whole_and_write_to_the_state_they_are_given", "test_steps_do_not_depend_on_layouts"),
+    "step": (
+        "test_steps_equal_the_whole_and_write_to_the_state_they_are_given",
+        "test_steps_do_not_depend_on_layouts",
+        "test_a_meta_tensor_among_those_of_a_step_is_refused_by_name",
+    ),
     "malformed_steps": ("test_malformed_steps_are_refused_before_a_launch",),
     "packed": ("test_packed_documents_equal_each_alone",),
     "neighbours": ("test_a_row_does_not_depend_on_its_neighbours", "test_results_do_not_depend_on_layouts"),
     "operators": ("test_operators_pass_torchs_own_checks",),
     "traced": ("test_one_graph_serves_all_lengths",),
     "replayed": ("test_replayed_calls_give_what_calls_give",),
-    "malformed": ("test_malformed_calls_are_refused_before_a_launch",),
+    "malformed": (
+        "test_malformed_calls_are_refused_before_a_launch",
+        "test_a_meta_tensor_among_real_ones_is_refused_by_name",
+    ),
 }
 
 Malformed = Mapping[str, tuple[Any, str]]
