@@ -159,7 +159,7 @@ def _text(site: Site, source: str, uri: str) -> str:
     """A Markdown file as it stands on a page: equations typeset, links turned to pages, pictures taken along."""
     text = (ROOT / source).read_text(encoding="utf-8")
 
-    def turned(link: re.Match[str]) -> str:
+    def rotated(link: re.Match[str]) -> str:
         image, shown, target = link.groups()
         if re.match(r"[a-z]+:|#", target):
             return link[0]
@@ -177,9 +177,9 @@ def _text(site: Site, source: str, uri: str) -> str:
 
     parts, end = [], 0
     for fence in _FENCE.finditer(text):
-        parts += [_LINK.sub(turned, text[end : fence.start()]), fence[0]]
+        parts += [_LINK.sub(rotated, text[end : fence.start()]), fence[0]]
         end = fence.end()
-    return with_equations("".join([*parts, _LINK.sub(turned, text[end:])]))
+    return with_equations("".join([*parts, _LINK.sub(rotated, text[end:])]))
 
 
 def _relative(uri: str, of: str) -> str:

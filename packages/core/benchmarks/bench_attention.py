@@ -16,7 +16,7 @@ from tokenmix_core.extras import is_installed
 from tokenmix_core.ops import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.backends import Mask, flash_attention, load
 from tokenmix_core.testing.benchmarking import (
-    document_borders,
+    document_boundaries,
     first_call_seconds,
     interleaved_medians,
     measure,
@@ -127,7 +127,7 @@ def _own_rows(
     B: int, T: int, HQ: int, H: int, K: int, window: int | None, packed: bool, *, device: str
 ) -> list[dict]:  # fmt: skip
     q, k, v = (_random(B, T, heads, K, device=device).requires_grad_() for heads in (HQ, H, H))
-    documents = document_borders(device, min(100, T // 64), T) if packed else None
+    documents = document_boundaries(device, min(100, T // 64), T) if packed else None
     lengths = None if documents is None else documents.diff()
     names = {"gluon": "tokenmix", "triton": "tokenmix, portable"} if device != "cpu" else {"reference": "tokenmix"}
 
@@ -153,13 +153,13 @@ def _passes_rows(
     B: int, T: int, HQ: int, H: int, K: int, window: int | None, packed: bool, *, device: str
 ) -> list[dict]:  # fmt: skip
     q, k, v, do = (_random(B, T, heads, K, device=device) for heads in (HQ, H, H, HQ))
-    borders = document_borders(device, min(100, T // 64), T) if packed else None
+    boundaries = document_boundaries(device, min(100, T // 64), T) if packed else None
     impls = {"tokenmix": None, "cuDNN": "sdpa"} if device != "cpu" else {"tokenmix": "reference", "torch": "sdpa"}
     if device != "cpu" and (window is not None or packed):
         del impls["cuDNN"]
     if device != "cpu" and flash_attention() == 4:
         impls["FlashAttention-4"] = "flash_attn"
-    call = dict(q=q, k=k, v=v, cu_seqlens=borders, mask=Mask(True, window, 0), scale=K**-0.5)
+    call = dict(q=q, k=k, v=v, cu_seqlens=boundaries, mask=Mask(True, window, 0), scale=K**-0.5)
     backends = {name: load(impl) for name, impl in impls.items()}
     o, lse = (x.contiguous() for x in backends["tokenmix"].forward(**call))
     forwards = {name: functools.partial(backend.forward, **call) for name, backend in backends.items()}
@@ -167,7 +167,7 @@ def _passes_rows(
     backwards = {name: functools.partial(backend.backward, **call, **given) for name, backend in backends.items()}
     forward, backward = (interleaved_medians(runs, device) for runs in (forwards, backwards))
     op = "attention, causal" if window is None else f"attention, window {window}"
-    name = _name(B, T, HQ, H, K) + (f", {len(borders) - 1} documents" if borders is not None else "")
+    name = _name(B, T, HQ, H, K) + (f", {len(boundaries) - 1} documents" if boundaries is not None else "")
     return [{"op": op, "shape": name, "impl": x, "fwd_ms": forward[x], "bwd_ms": backward[x]} for x in impls]
 
 
@@ -254,8 +254,13 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor 
 
     if lengths is None:
         return lambda: output(module.flash_attn_func(q, k, v, **options))
-    borders, longest = cu_seqlens_from_lengths(lengths).int().to(q.device), int(lengths.max())
-    options |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    boundaries, longest = cu_seqlens_from_lengths(lengths).int().to(q.device), int(lengths.max())
+    options |= {
+        "cu_seqlens_q": boundaries,
+        "cu_seqlens_k": boundaries,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
     return lambda: output(module.flash_attn_varlen_func(q[0], k[0], v[0], **options))[None]
 
 

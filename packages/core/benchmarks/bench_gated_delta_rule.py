@@ -13,7 +13,7 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.testing.benchmarking import (
     able,
-    document_borders,
+    document_boundaries,
     first_call_seconds,
     interleaved_medians,
     measure,
@@ -99,10 +99,10 @@ def versions(device: str) -> list[dict]:
     for B, T, documents in ((8, 4096, False), (1, 152_497, True)) if device != "cpu" else ((1, 200, False),):
         heads, size = (16, 128) if device != "cpu" else (1, 16)
         inputs = [x.requires_grad_() for x in _inputs(B, T, heads, heads, size, size, device)]
-        borders = document_borders(device) if documents else None
+        boundaries = document_boundaries(device) if documents else None
 
-        def forward(impl: str, inputs=inputs, borders=borders) -> Tensor:
-            return chunk_gated_delta_rule(*inputs, cu_seqlens=borders, qk_l2norm=True, impl=impl).o
+        def forward(impl: str, inputs=inputs, boundaries=boundaries) -> Tensor:
+            return chunk_gated_delta_rule(*inputs, cu_seqlens=boundaries, qk_l2norm=True, impl=impl).o
 
         name = f"B{B} T{T} H{heads} K{size} V{size}" + (", 100 documents" if documents else "")
         rows += measure_forms("gated_delta_rule", name, device, forward, inputs)
@@ -129,8 +129,8 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         if importlib.util.find_spec("flash_qla") is not None and K == V == 128:
             from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
 
-            borders = None if cu_seqlens is None else cu_seqlens.long()
-            forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, cu_seqlens=borders)[0]
+            boundaries = None if cu_seqlens is None else cu_seqlens.long()
+            forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, cu_seqlens=boundaries)[0]
         if shape == SHAPES[0]:
             call = "torch.autograd.grad(run().sum(), x)\ntorch.cuda.synchronize()"
             setup = _FIRST_CALL.format(function=_OURS)
@@ -155,8 +155,8 @@ def _prefill_rows(shape: tuple, device: str) -> list[dict]:
 
         # rows are packed, and decays are factors
         packed = [x.flatten(0, 1) for x in (q, k, v, g.exp(), beta)]
-        borders = torch.arange(0, B * T + 1, T, device=device)
-        options = {"output_final_state": True, "cu_seqlens": borders}
+        boundaries = torch.arange(0, B * T + 1, T, device=device)
+        options = {"output_final_state": True, "cu_seqlens": boundaries}
         forwards["FlashInfer, without the norm"] = lambda: infer(*packed, **options)[0].view_as(v)
     with torch.no_grad():
         times = interleaved_medians(able(forwards, (), alike=True), device)

@@ -26,7 +26,7 @@ import torch
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[3]
-BEFORE, AFTER, TURNED = "before", "after", "after, rows turned"
+BEFORE, AFTER, TURNED = "before", "after", "after, rows reversed"
 WARMUP = 20
 
 
@@ -53,7 +53,7 @@ def prepare(recipe: str, folder: Path, *, steps: int, rows: int, length: int) ->
     torch.save(rows_of_text(steps, rows, length, config.vocab_size), folder / "rows.pt")
 
 
-def train(folder: Path, package: str, rate: float, turned: bool, device: torch.device) -> list[float]:
+def train(folder: Path, package: str, rate: float, rotated: bool, device: torch.device) -> list[float]:
     """The losses of a run over the folder's rows; of the sources it asks a model that transformers loads, no more."""
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def train(folder: Path, package: str, rate: float, turned: bool, device: torch.d
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), fused=device.type == "cuda")
     losses = []
     for i, ids in enumerate(data):
-        ids = (ids.flip(0) if turned else ids).to(device)
+        ids = (ids.flip(0) if rotated else ids).to(device)
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (i + 1) / WARMUP)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

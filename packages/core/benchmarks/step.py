@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.testing.benchmarking import WITHOUT_GPU, table
 from tokenmix_core.testing.results import OURS, save
-from tokenmix_core.training.recorded import Losses, RecordedPasses
+from tokenmix_core.training.recorded import GraphedStep, Losses
 
 DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 CPU_SIZES = {"rows": 1, "length": 64, "steps": 1, "rounds": 1}
@@ -62,7 +62,7 @@ KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "scorer": r"scorer|hopper_layer_backward",
     "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
-    r"|entering_|ssd|slot_|recurrent|walk_|border_states|hopper_(forward|backward|window|gradients|step)"
+    r"|entering_|ssd|slot_|recurrent|walk_|boundary_states|hopper_(forward|backward|window|gradients|step)"
     r"|(group|head)_gradients|scan_segments|(sum|repeat)_(gates|groups)|longest_first",
     "convolutions": r"conv",
     "norms": r"norm|rstd",
@@ -178,7 +178,7 @@ class Training:
         if hasattr(self.model.config, "use_cache"):
             self.model.config.use_cache = False
         self.run = torch.compile(self.model) if form == "compiled" else self.model
-        self.recorded = RecordedPasses(self.model, device) if form == "graph" else None
+        self.recorded = GraphedStep(self.model, device) if form == "graph" else None
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=cuda or None)
         self._before, self.resident, self.first, self.peak = before, 0, 0.0, 0

@@ -145,8 +145,8 @@ class Measurement:
             self.drawn.shuffle(self._lengths)
         return self._lengths.pop()
 
-    def borders(self, tokens: int, documents: int) -> torch.Tensor:
-        """Borders of so many documents."""
+    def boundaries(self, tokens: int, documents: int) -> torch.Tensor:
+        """Boundaries of so many documents."""
         inside = sorted(self.drawn.sample(range(1, tokens), documents - 1))
         return torch.tensor([0, *inside, tokens], dtype=torch.int32).to(self.device, non_blocking=True)
 
@@ -156,7 +156,7 @@ class Measurement:
         tokens = self.length() if varying else sizes.fixed
         if packed:
             number = self.drawn.randint(2, 2 * sizes.documents - 2) if varying else sizes.documents
-            inputs["cu_seqlens"] = self.borders(tokens, number)
+            inputs["cu_seqlens"] = self.boundaries(tokens, number)
         ids = self.ids[:, :tokens]
         half = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
         with half:

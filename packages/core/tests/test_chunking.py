@@ -9,14 +9,14 @@ from tokenmix_core import chunking
 LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=8)
 
 
-def borders(lengths: list[int]) -> torch.Tensor:
+def boundaries(lengths: list[int]) -> torch.Tensor:
     return chunking.cu_seqlens_from_lengths(torch.tensor(lengths))
 
 
 @settings(deadline=None)
 @given(LENGTHS)
-def test_ids_and_positions_follow_the_borders(lengths):
-    cu_seqlens, tokens = borders(lengths), sum(lengths)
+def test_ids_and_positions_follow_the_boundaries(lengths):
+    cu_seqlens, tokens = boundaries(lengths), sum(lengths)
     assert chunking.sequence_ids(cu_seqlens, tokens).tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
     assert chunking.packed_positions(cu_seqlens, tokens).tolist() == [t for n in lengths for t in range(n)]
 
@@ -36,7 +36,7 @@ def test_the_inverse_says_who_stands_where():
 @settings(deadline=None)
 @given(LENGTHS)
 def test_chunks_of_packed_tokens_hold_each_token_once_in_order(lengths):
-    cu_seqlens, tokens = borders(lengths), sum(lengths)
+    cu_seqlens, tokens = boundaries(lengths), sum(lengths)
     places, back = chunking.chunk_places(cu_seqlens, tokens, 16)
     assert len(places) == chunking.chunk_slots(1, tokens, 16, cu_seqlens)
     wanted = [list(range(i, min(i + 16, end))) for start, end in pairwise(cu_seqlens.tolist())

@@ -34,7 +34,7 @@ def z(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def borders(*values, dtype=torch.int32):
+def boundaries(*values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype)
 
 
@@ -115,11 +115,11 @@ def test_registering_a_model_type_of_another_family():
 
 FORWARDS = [
     ({}, "exactly one of input_ids and inputs_embeds"),
-    ({"input_ids": borders(1, 2, 3)}, r"input_ids must have shape \[B, T\].*got \[3\]"),
+    ({"input_ids": boundaries(1, 2, 3)}, r"input_ids must have shape \[B, T\].*got \[3\]"),
     ({"input_ids": z(1, 0, dtype=torch.long)}, r"at least 1, got \[1, 0\]"),
     ({"input_ids": z(2, 4, dtype=torch.long), "attention_mask": z(2, 3)}, r"\[2, 4\].*got \[2, 3\]"),
     ({"input_ids": z(2, 4, dtype=torch.long), "labels": z(2, 3, dtype=torch.long)}, r"labels .*\[2, 4\], got \[2, 3\]"),
-    ({"input_ids": z(1, 4, dtype=torch.long), "cu_seqlens": borders(0, 4), "use_cache": True}, "exclude each other"),
+    ({"input_ids": z(1, 4, dtype=torch.long), "cu_seqlens": boundaries(0, 4), "use_cache": True}, "exclude each other"),
     ({"input_ids": z(1, 4, dtype=torch.long), "past_key_values": {}}, "must be a HybridCache.*got dict"),
     ({"input_ids": z(1, 4, dtype=torch.long), "colour": 1}, "unknown input 'colour'"),
     ({"input_ids": z(1, 4, dtype=torch.long), "output_attentions": True}, "output_attentions=True"),

@@ -12,9 +12,9 @@ from tokenmix_core import tuning
 def test_plans_fill_the_gpu_at_hand(count, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: count)
+    monkeypatch.setattr(tuning, "SMs", lambda device: count)
     assert tuning.one_round() == count
-    # a sequence with a head a multiprocessor is walked whole, one with a head for half of them in two pieces
+    # a sequence with a head a SM is walked whole, one with a head for half of them in two pieces
     assert tuning.gated_delta_rule_segment(1, count, 32768) == 0
     assert tuning.gated_delta_rule_segment(1, count // 2, 32768) == 16384
     assert tuning.gated_delta_rule_columns(count // 2, 128) == 64

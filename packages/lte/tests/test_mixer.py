@@ -156,20 +156,20 @@ def test_with_estimator_inside_only_retained_keys_give_the_scorer_gradients():
     assert all(g.any() for g in torch.autograd.grad(out, weights))
 
 
-@pytest.mark.parametrize("borders", [None, [0, 5, 5, 20, 60]])
-def test_the_sparsity_loss_is_the_excess_of_final_scores(borders):
+@pytest.mark.parametrize("boundaries", [None, [0, 5, 5, 20, 60]])
+def test_the_sparsity_loss_is_the_excess_of_final_scores(boundaries):
     layer, x = build(), inputs(B=1)
     layer.train()
     layer.sparsity.weight.copy_(torch.tensor([0.3, 0.7]))
     layer.num_lte_layers = 3
-    cu_seqlens = None if borders is None else torch.tensor(borders)
-    positions = torch.arange(60) if borders is None else torch.cat([torch.arange(n) for n in (5, 0, 15, 40)])
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
+    positions = torch.arange(60) if boundaries is None else torch.cat([torch.arange(n) for n in (5, 0, 15, 40)])
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(positions.unsqueeze(0))
     _, auxiliary = layer(x, cu_seqlens=cu_seqlens, rotary=rotary)
     _, _, raw, v = heads(layer, x)
     logits = layer.logits(raw, v, cu_seqlens=cu_seqlens)[0]
     counted = torch.zeros(60, dtype=torch.bool)
-    for start, stop in ((0, 60),) if borders is None else ((0, 5), (5, 20), (20, 60)):
+    for start, stop in ((0, 60),) if boundaries is None else ((0, 5), (5, 20), (20, 60)):
         counted[start : max(start, stop - 6)] = True
     share = logits[counted].sigmoid()
     expected = ((share - 0.5).relu() * layer.sparsity.weight).sum() / (2 * 3)

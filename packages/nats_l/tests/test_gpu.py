@@ -25,7 +25,7 @@ def gradients(layer, x, upstream, cu_seqlens, types):
     if layer.rotary_dim is not None:
         table = RotaryEmbedding(layer.rotary_dim, {"rope_theta": 1e4}).cuda()
         rotary = table(torch.arange(x.shape[1], device="cuda")[None])
-    # the types of all three are equal: a score near the border must not part them, but its gradient flows
+    # the types of all three are equal: a score near the boundary must not part them, but its gradient flows
     chosen = layer.types_of(x, cu_seqlens)
     layer.types_of = lambda *_: chosen._replace(
         softmax=chosen.softmax - chosen.softmax.detach() + types.softmax.to(chosen.softmax.dtype),

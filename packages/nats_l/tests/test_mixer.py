@@ -130,15 +130,15 @@ def test_a_partial_chunk_has_the_mean_of_what_it_has():
     x = inputs(T=70)
     means = chunk_means(x, 64)
     torch.testing.assert_close(means[:, 1], x[:, 64:].mean(1))
-    borders = torch.tensor([0, 3, 3, 70])
-    packed = chunk_means(x[:1], 64, borders)
+    boundaries = torch.tensor([0, 3, 3, 70])
+    packed = chunk_means(x[:1], 64, boundaries)
     torch.testing.assert_close(packed[0, 0], x[0, :3].mean(0))
     torch.testing.assert_close(packed[0, 2], x[0, 3:67].mean(0))
     torch.testing.assert_close(packed[0, 3], x[0, 67:].mean(0))
     # slot 1 holds nothing
     weights = torch.tensor([1.0, 0, 2, 3], dtype=x.dtype).unsqueeze(1).expand(packed.shape)
     leaf = x[:1].clone().requires_grad_()
-    (got,) = torch.autograd.grad((chunk_means(leaf, 64, borders) * weights).sum(), leaf)
+    (got,) = torch.autograd.grad((chunk_means(leaf, 64, boundaries) * weights).sum(), leaf)
     shares = torch.cat([weights[0, i].expand(n, -1) / n for i, n in ((0, 3), (2, 64), (3, 3))])
     torch.testing.assert_close(got[0], shares)
 
@@ -174,9 +174,9 @@ def test_every_choice_changes_the_outputs(options):
 def test_every_parameter_has_a_gradient_in_every_combination_of_choices(types, own_chunk):
     for decay, norm in product((True, False), get_args(Norms)):
         layer = build(types=types, own_chunk=own_chunk, decay=decay, norm=norm)
-        for borders in (None, torch.tensor([0, 1, 1, 64])):
+        for boundaries in (None, torch.tensor([0, 1, 1, 64])):
             layer.zero_grad()
-            run_mixer(layer, inputs(B=1, T=64), cu_seqlens=borders).square().sum().backward()
+            run_mixer(layer, inputs(B=1, T=64), cu_seqlens=boundaries).square().sum().backward()
             assert [name for name, p in layer.named_parameters() if p.grad is None] == [], (decay, norm)
 
 
@@ -205,11 +205,11 @@ def test_without_decay_softmax_chunks_leave_the_state_as_it_was():
     torch.testing.assert_close(linear[:, 128:192], layer.delta_rule(alone, None)[0])
 
 
-@pytest.mark.parametrize("borders", [None, [0, 1, 1, 200, 270, 334, 400]])
+@pytest.mark.parametrize("boundaries", [None, [0, 1, 1, 200, 270, 334, 400]])
 @pytest.mark.parametrize("own_chunk", ["both", "softmax"])
-def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, borders):
-    layer, x = build(decay=False, own_chunk=own_chunk), inputs(B=1 if borders else 2, T=400)
-    cu_seqlens = None if borders is None else torch.tensor(borders)
+def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, boundaries):
+    layer, x = build(decay=False, own_chunk=own_chunk), inputs(B=1 if boundaries else 2, T=400)
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
     leaf = x.requires_grad_()
     tokens, _ = layer.project(leaf, None, cu_seqlens, None, step=False)
     types = layer.types_of(leaf, cu_seqlens)
@@ -218,7 +218,7 @@ def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, b
     weights = torch.randn_like(linear)
 
     expected = []
-    for start, end in pairwise(borders or [0, 400]):
+    for start, end in pairwise(boundaries or [0, 400]):
         state, first = x.new_zeros(len(x), *layer.fit.state_shape(layer.num_heads)), start // 64
         for i, at in enumerate(range(start, end, 64)):
             chunk = type(tokens)(*(y[:, at : min(at + 64, end)] for y in tokens))
@@ -226,7 +226,7 @@ def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, b
             if own_chunk == "softmax":
                 o = carried(layer, chunk, state, state.new_zeros(state.shape[:2]))
             expected.append(o)
-            slot = i if borders is None else first + borders.index(end) - 1 + i
+            slot = i if boundaries is None else first + boundaries.index(end) - 1 + i
             state = state + layer.fit.gates(types.linear[:, slot])[..., None, None] * (after - state)
     expected = torch.cat(expected, 1)
     torch.testing.assert_close(linear, expected)
@@ -260,8 +260,8 @@ def test_a_budget_pulls_the_share_towards_it():
 
 def test_the_share_counts_real_chunks_alone():
     layer, x = build(types="softmax"), inputs(B=1)
-    for borders in (None, torch.tensor([0, 5, 5, 100, 170])):
-        _, auxiliary = layer(x, cu_seqlens=borders)
+    for boundaries in (None, torch.tensor([0, 5, 5, 100, 170])):
+        _, auxiliary = layer(x, cu_seqlens=boundaries)
         torch.testing.assert_close(auxiliary["softmax_share"], torch.ones(2, dtype=torch.float64))
 
 

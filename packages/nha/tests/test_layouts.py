@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tokenmix_core.integrations.checkpoints import load_foreign
+from tokenmix_core.integrations.checkpoints import load_third_party
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fla_models import fla_folder, fla_logits
 from tokenmix_core.testing.mixers import MixerContract
@@ -64,7 +64,7 @@ def test_unsupported_models_are_refused_with_the_reason(config, change, reason, 
     fla_folder(tmp_path, config)
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=reason):
-        load_foreign(tmp_path, LAYOUTS)
+        load_third_party(tmp_path, LAYOUTS)
 
 
 @pytest.mark.parametrize("sizes", [{"num_heads": 3}, {"num_heads": 4, "num_kv_heads": 3}, {"slots": 0}])

@@ -225,11 +225,11 @@ def test_training_works_under_autocast_with_all_options(form):
     torch.manual_seed(0)
     model = NhaForCausalLM(NhaConfig(**fields(**{"windows": 4} | form), max_position_embeddings=64)).train()
     ids = torch.randint(3, 61, (1, 40))
-    borders = torch.tensor([0, 3, 20, 40], dtype=torch.int32)
+    boundaries = torch.tensor([0, 3, 20, 40], dtype=torch.int32)
     losses = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            losses.append(model(ids, labels=ids, cu_seqlens=borders).loss)
+            losses.append(model(ids, labels=ids, cu_seqlens=boundaries).loss)
         losses[-1].backward()
     assert abs(losses[1] / losses[0] - 1) < 2e-2
 

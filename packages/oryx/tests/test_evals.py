@@ -265,7 +265,7 @@ def test_the_command_knows_recipes_and_suites(capsys):
     assert "tokenmix_oryx" in capsys.readouterr().out
 
 
-def test_a_prompt_s_border_is_counted_from_its_row_s_end():
+def test_a_prompt_s_boundary_is_counted_from_its_row_s_end():
     split = evals._split_rows([3, 5], 6, "linear", "attention")
     assert split.tolist() == [[t >= 3 for t in range(6)], [t >= 5 for t in range(6)]]
     assert evals._split_rows([3], 6, "attention", "linear").tolist() == [[t < 3 for t in range(6)]]

@@ -127,7 +127,7 @@ def test_modes_say_nothing_of_the_recall_rows_that_they_go_with():
     first: dict[int, list[float]] = {}
     for index in range(1500):
         # examples of one length fill a row
-        first.setdefault(len(rows[index]["borders"]), []).append(float(draw_modes(256, seed=0, index=index)[0]))
+        first.setdefault(len(rows[index]["boundaries"]), []).append(float(draw_modes(256, seed=0, index=index)[0]))
     for drawn in (values for values in first.values() if len(values) > 50):
         share = sum(drawn) / len(drawn)
         assert abs(share - 0.25) < 5 * (0.25 * 0.75 / len(drawn)) ** 0.5, {n: len(v) for n, v in first.items()}

@@ -1,6 +1,6 @@
 """Index arithmetic: chunks, packed sequences and their offsets.
 
-A *packed* batch concatenates N sequences along time into one row (`B = 1`) and names their borders with
+A *packed* batch concatenates N sequences along time into one row (`B = 1`) and names their boundaries with
 `cu_seqlens [N + 1]`, int32 or int64, starting at 0 and ending at T, as in flash-attn. Empty sequences are allowed.
 Nothing here waits for the device: sizes that depend on the values of `cu_seqlens` are replaced by their upper bounds.
 """
@@ -72,5 +72,5 @@ def chunk_places(
 
 
 def cu_seqlens_from_lengths(lengths: Int[Tensor, "N"]) -> Int[Tensor, "N_plus_1"]:
-    """Sequence borders from sequence lengths."""
+    """Sequence boundaries from sequence lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -38,7 +38,7 @@ def tiny() -> Recipe:
             },
             "max_position_embeddings": 256,
         },
-        # most files are longer than a row, so borders inside rows are rare
+        # most files are longer than a row, so boundaries inside rows are rare
         data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens(2**11 * 400),

@@ -51,7 +51,7 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
 def attention_stages(head_size: int, programs: int) -> tuple[int, int]:
     """How many places the forward kernel for Hopper has for tiles of keys, and of values, and a thread's registers.
 
-    So four blocks share a multiprocessor with heads of 64 and two with heads of 128, or three by one place, which
+    So four blocks share a SM with heads of 64 and two with heads of 128, or three by one place, which
     counts where many programs wait.
     """
     if head_size == 64:
@@ -75,7 +75,7 @@ class KeptAttentionTile(NamedTuple):
 
 
 # as above, chosen by registers and shared memory of the machine code for sm_90: with heads of 64, 168 registers let
-# three blocks share a multiprocessor; where keys are gathered, two stages go to their positions
+# three blocks share a SM; where keys are gathered, two stages go to their positions
 _KEPT_ATTENTION: dict[str, dict[int, KeptAttentionTile]] = {
     "forward": {
         64: KeptAttentionTile(64, 64, 4, 5, 168),
@@ -106,7 +106,7 @@ def kept_attention(kernel: str, head_size: int, dtype: torch.dtype, unit: int) -
 
 
 # of the forward kernel for Hopper, by head sizes: as many registers as four, three, three and two blocks a
-# multiprocessor leave a thread, which is the most blocks without spills in its loop
+# SM leave a thread, which is the most blocks without spills in its loop
 KEPT_ATTENTION_HOPPER: dict[tuple[int, int], KeptAttentionTile] = {
     (64, 64): KeptAttentionTile(64, 64, 4, 1, 128),
     (64, 128): KeptAttentionTile(64, 64, 4, 1, 168),
@@ -125,7 +125,7 @@ def kept_attention_pieces(tiles: int, device: torch.device) -> int:
 
     Sums of pieces take room, so where keys are few there are fewer.
     """
-    return min(8 * multiprocessors(device), max(2 * multiprocessors(device), tiles // 4))
+    return min(8 * SMs(device), max(2 * SMs(device), tiles // 4))
 
 
 def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
@@ -136,21 +136,21 @@ def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int,
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Into how many parts each of `programs` loops over `tiles` tiles is split, to give every multiprocessor two."""
-    return max(1, min(2 * multiprocessors(device) // programs, tiles // 2, 64))
+    """Into how many parts each of `programs` loops over `tiles` tiles is split, to give every SM two."""
+    return max(1, min(2 * SMs(device) // programs, tiles // 2, 64))
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
+def SMs(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for a CPU, where kernels are only interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def one_round() -> int:
-    """As many programs as the current GPU has multiprocessors; 132, as of an H100 or H200, before there is a GPU."""
+    """As many programs as the current GPU has SMs; 132, as of an H100 or H200, before there is a GPU."""
     if not torch.cuda.is_initialized():
         return 132
-    return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    return SMs(torch.device("cuda", torch.cuda.current_device()))
 
 
 class SSDForward(NamedTuple):
@@ -240,7 +240,7 @@ def ssd(B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dt
             _ssd_hopper(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
-    # short sequences in one launch: twice as many programs fit as there are multiprocessors
+    # short sequences in one launch: twice as many programs fit as there are SMs
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_round())
@@ -268,11 +268,11 @@ def _ssd_segment(programs: int, T: int, K: int, wide: bool) -> int:
     """Tokens of the segments that sequences of T are cut into; 0 for whole ones, which are programs enough.
 
     Segments read k and v once more and take more launches. Where the states are `wide` they are cut into one round of
-    programs, as more cost more than they gain; and, if short, only where half of the multiprocessors would idle.
+    programs, as more cost more than they gain; and, if short, only where half of the SMs would idle.
     """
     if programs >= one_round() or (wide and T <= 2048 and 2 * programs > one_round()):
         return 0
-    # states of 256 keys leave room for one program a multiprocessor
+    # states of 256 keys leave room for one program a SM
     at_once = one_round() * (1 if K == 256 else 2)
     pieces = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
     segment = max(256, next_power_of_2(cdiv(T, pieces)))
@@ -280,7 +280,7 @@ def _ssd_segment(programs: int, T: int, K: int, wide: bool) -> int:
 
 
 def _fills(programs: int) -> bool:
-    """Tell whether rounds of a program a multiprocessor leave few of them idle."""
+    """Tell whether rounds of a program a SM leave few of them idle."""
     return programs >= 0.9 * cdiv(programs, one_round()) * one_round()
 
 
@@ -290,7 +290,7 @@ def _ssd_hopper(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
     if not sizes:
         return SSDHopper(1, 4)
     chunks = cdiv(tokens, 64) * HV
-    # one program a multiprocessor; what it does once takes as long as half a head
+    # one program a SM; what it does once takes as long as half a head
     return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_round()) * (2 * heads + 1)), 8)
 
 
@@ -388,7 +388,7 @@ _GATED_DELTA_RULE: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
 
 
 def gated_delta_rule(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
-    """The tile of a step for `heads` sequence-heads: the widest that still makes a program for every multiprocessor.
+    """The tile of a step for `heads` sequence-heads: the widest that still makes a program for every SM.
 
     One token, whose programs are short, takes wide tiles where these make many rounds of programs.
     """
@@ -420,7 +420,7 @@ def gated_delta_rule_columns(programs: int, V: int) -> int:
 def gated_delta_rule_backward_segment(sequences: int, HV: int, tokens: int, packed: bool, walks: int = 1) -> int:
     """The same for the reverse pass on Hopper, to which a segment costs only some chunks more.
 
-    Packed sequences may be of any length: none is walked in pieces longer than a multiprocessor's share of the work.
+    Packed sequences may be of any length: none is walked in pieces longer than a SM's share of the work.
     """
     segment = gated_delta_rule_segment(sequences, HV, tokens, walks)
     if packed:
@@ -463,7 +463,7 @@ class RowTile(NamedTuple):
 
 
 def crowded(programs: int) -> bool:
-    """Tell whether eight programs a multiprocessor wait, or more."""
+    """Tell whether eight programs a SM wait, or more."""
     return programs >= 8 * one_round()
 
 
@@ -484,7 +484,7 @@ class LinearsTile(NamedTuple):
     num_stages: int
 
 
-def linears(B: int, D: int, rows: int) -> LinearsTile:
+def fused_linears(B: int, D: int, rows: int) -> LinearsTile:
     """The tile of products of B rows of x with weights of D columns and `rows` rows in all."""
     if B == 1:
         # a last round of few programs takes as long as another, where columns are many
@@ -501,7 +501,7 @@ def row_tile(size: int) -> RowTile:
 
 
 def row_programs(blocks: int) -> int:
-    """Programs that walk so many blocks of rows, each with a sum of its own: two a multiprocessor."""
+    """Programs that walk so many blocks of rows, each with a sum of its own: two a SM."""
     return min(blocks, 2 * one_round())
 
 

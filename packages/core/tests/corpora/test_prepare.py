@@ -346,13 +346,13 @@ def test_a_token_file_of_another_tokenizer_is_refused(good):
         TokenFile(good, fingerprint="another")
 
 
-def test_borders_are_where_documents_begin_inside_a_range(good):
+def test_boundaries_are_where_documents_begin_inside_a_range(good):
     file = TokenFile(good)
     starts = {int(x) for x in file.documents}
     for start in (0, 7, int(file.documents[5]), len(file) - 50):
         stop = min(start + 300, len(file))
         expected = [at - start for at in range(start + 1, stop) if at in starts]
-        assert file.borders(start, stop).tolist() == expected
+        assert file.boundaries(start, stop).tolist() == expected
 
 
 @pytest.mark.parametrize(

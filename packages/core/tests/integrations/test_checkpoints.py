@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from tokenmix_core.cli import main
-from tokenmix_core.integrations.checkpoints import convert_folder, export, load_foreign
+from tokenmix_core.integrations.checkpoints import convert_folder, export, load_third_party
 from tokenmix_core.integrations.layouts import LAYOUTS, fla_layout
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
@@ -55,7 +55,7 @@ def ids(rows=2, tokens=19, words=61):
 def test_models_of_fla_have_their_logits_and_go_back_as_they_came(kind, tmp_path):
     config = FLA[kind]
     weights = fla_folder(tmp_path / "theirs", config)
-    model = load_foreign(tmp_path / "theirs", LAYOUTS)
+    model = load_third_party(tmp_path / "theirs", LAYOUTS)
     assert relative_error(model(ids()).logits, fla_logits(config, weights, ids())) < 1e-5
     export(model, fla_layout(model.config), tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -81,11 +81,11 @@ def test_mamba2_of_transformers_has_its_logits_also_in_bfloat16_and_in_parts(tmp
     theirs = field_model("mamba2", layers=3)
     expected = theirs(ids(words=64)).logits
     theirs.save_pretrained(tmp_path / "whole")
-    assert relative_error(load_foreign(tmp_path / "whole", LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
+    assert relative_error(load_third_party(tmp_path / "whole", LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
     theirs.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
-    assert relative_error(load_foreign(tmp_path / "parts", LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
-    narrow = load_foreign(tmp_path / "whole", LAYOUTS, "bfloat16")
+    assert relative_error(load_third_party(tmp_path / "parts", LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
+    narrow = load_third_party(tmp_path / "whole", LAYOUTS, "bfloat16")
     assert narrow.lm_head.weight.dtype == torch.bfloat16
     assert narrow.model.layers[0].mixer.A_log.dtype == torch.float32
 
@@ -111,13 +111,13 @@ def test_mamba2_of_state_spaces_has_its_logits_with_words_padded_and_tied(tmp_pa
     theirs = field_model("mamba2")
     expected = theirs(ids(words=64)).logits
     state_spaces_folder(tmp_path / "a", theirs)
-    assert relative_error(load_foreign(tmp_path / "a", LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
+    assert relative_error(load_third_party(tmp_path / "a", LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
     state_spaces_folder(tmp_path / "b", theirs, tie_embeddings=True)
     with pytest.raises(ValueError, match=r"said to be tied, and lm_head\.weight differs"):
-        load_foreign(tmp_path / "b", LAYOUTS)
+        load_third_party(tmp_path / "b", LAYOUTS)
     theirs.lm_head.weight.copy_(theirs.backbone.embeddings.weight)
     state_spaces_folder(tmp_path / "c", theirs, tie_embeddings=True)
-    tied = load_foreign(tmp_path / "c", LAYOUTS)
+    tied = load_third_party(tmp_path / "c", LAYOUTS)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert relative_error(tied(ids(words=64)).logits, theirs(ids(words=64)).logits) < 1e-5
 
@@ -133,7 +133,7 @@ def test_a_convolution_without_bias_has_one_of_zero(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({n: x for n, x in load_file(path).items() if "conv1d.bias" not in n}, path)
     change(tmp_path, use_conv_bias=False)
-    assert relative_error(load_foreign(tmp_path, LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
+    assert relative_error(load_third_party(tmp_path, LAYOUTS)(ids(words=64)).logits, expected) < 1e-5
 
 
 def change(folder, **fields):
@@ -178,7 +178,7 @@ def test_configurations_that_ours_cannot_be_are_refused_with_the_reason(change_i
     fla_folder(tmp_path, DELTA)
     change(tmp_path, **change_in)
     with pytest.raises(ValueError, match=reason):
-        load_foreign(tmp_path, LAYOUTS)
+        load_third_party(tmp_path, LAYOUTS)
 
 
 def test_first_mamba_hybrids_and_limits_are_refused_with_the_reason(tmp_path):
@@ -193,11 +193,11 @@ def test_first_mamba_hybrids_and_limits_are_refused_with_the_reason(tmp_path):
     ):
         state_spaces_folder(tmp_path / str(n), theirs, **fields)
         with pytest.raises(ValueError, match=reason):
-            load_foreign(tmp_path / str(n), LAYOUTS)
+            load_third_party(tmp_path / str(n), LAYOUTS)
     theirs.save_pretrained(tmp_path / "limits")
     change(tmp_path / "limits", time_step_limit=[0.0, 1.0])
     with pytest.raises(ValueError, match="time steps have no limit"):
-        load_foreign(tmp_path / "limits", LAYOUTS)
+        load_third_party(tmp_path / "limits", LAYOUTS)
 
 
 def test_damaged_and_partial_folders_are_refused_with_the_reason(tmp_path):
@@ -229,7 +229,7 @@ def test_damaged_and_partial_folders_are_refused_with_the_reason(tmp_path):
     shutil.copy(tmp_path / "good" / "config.json", tmp_path / "pickled")
     torch.save({"a": print}, tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(ValueError, match="more than tensors"):
-        load_foreign(tmp_path / "pickled", LAYOUTS)
+        load_third_party(tmp_path / "pickled", LAYOUTS)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_decoding_updates_the_state_in_place(family, monkeypatch):
 def test_packed_documents_are_as_each_alone(family, form):
     model, row = field_model(family), prompt(1)
     lengths = (11, 19, 7)
-    borders = torch.tensor([0, 11, 30, 37], dtype=torch.int32)
+    boundaries = torch.tensor([0, 11, 30, 37], dtype=torch.int32)
     index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
     call = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0), "use_cache": False}
     if family == "granitemoehybrid":
@@ -134,7 +134,7 @@ def test_packed_documents_are_as_each_alone(family, form):
     body = model.backbone if family == "mamba2" else model
     with torch.no_grad(), use_kernels(model):
         alone = torch.cat([body(part, use_cache=False)[0] for part in row.split(lengths, 1)], 1)
-        packed = body(row, **call, **{form: borders if form == "cu_seq_lens_q" else index.int()})[0]
+        packed = body(row, **call, **{form: boundaries if form == "cu_seq_lens_q" else index.int()})[0]
     assert relative_error(packed, alone) < BAR
 
 
@@ -151,9 +151,9 @@ def test_documents_in_several_rows_are_kept_apart_by_seq_idx():
 
 def test_packed_documents_and_a_cache_exclude_each_other():
     model, row = field_model("qwen3_5"), prompt(1)
-    borders = torch.tensor([0, 11, 37], dtype=torch.int32)
+    boundaries = torch.tensor([0, 11, 37], dtype=torch.int32)
     with use_kernels(model), pytest.raises(ValueError, match="use_cache=False"):
-        model(row, cu_seq_lens_q=borders, use_cache=True)
+        model(row, cu_seq_lens_q=boundaries, use_cache=True)
 
 
 @EACH

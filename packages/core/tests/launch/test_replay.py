@@ -528,7 +528,7 @@ def test_what_was_refused_is_refused_again(monkeypatch):
 
 
 def test_values_that_may_be_read_are_checked_every_time(monkeypatch):
-    # on a CPU borders are, and everywhere a number that is a tensor
+    # on a CPU boundaries are, and everywhere a number that is a tensor
     check, again = checked(lambda x, n: None, monkeypatch, on_gpu=False)
     for runs in (1, 2):
         again(torch.randn(5), 1)

@@ -89,9 +89,9 @@ def replays(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_replays_give_what_runs_give(op, packed, replays):
-    borders = {"cu_seqlens": torch.tensor([0, 30, 30, 129, T], device="cuda")} if packed else {}
+    boundaries = {"cu_seqlens": torch.tensor([0, 30, 30, 129, T], device="cuda")} if packed else {}
     for seed in range(3):
-        check_equal(results(op, inputs(seed=seed), **borders), run(op, inputs(seed=seed), **borders))
+        check_equal(results(op, inputs(seed=seed), **boundaries), run(op, inputs(seed=seed), **boundaries))
     # forward and backward of the second and third call
     assert replays[0] >= 4
 
@@ -205,12 +205,12 @@ def test_bad_input_is_refused_after_good(op, change):
             op(*bad)
 
 
-def test_borders_on_another_device_are_refused_after_good_ones():
-    borders = torch.tensor([0, 30, T], device="cuda")
+def test_boundaries_on_another_device_are_refused_after_good_ones():
+    boundaries = torch.tensor([0, 30, T], device="cuda")
     for _ in range(2):
-        chunk_ssd(*inputs(), cu_seqlens=borders)
+        chunk_ssd(*inputs(), cu_seqlens=boundaries)
         with pytest.raises(ValueError, match="is on cpu"):
-            chunk_ssd(*inputs(), cu_seqlens=borders.cpu())
+            chunk_ssd(*inputs(), cu_seqlens=boundaries.cpu())
 
 
 def test_steps_change_the_state_they_are_given():

@@ -179,8 +179,8 @@ def test_a_prompt_for_which_memory_is_short_is_read_after_recordings_are_freed(m
 
 
 def test_the_host_asks_once_in_sixteen_tokens(model, ids, captures, monkeypatch):
-    asked, ask = [], choosing.Chooser.ask
-    monkeypatch.setattr(choosing.Chooser, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
+    asked, ask = [], choosing.Sampler.ask
+    monkeypatch.setattr(choosing.Sampler, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
     model.generate(ids, **OPTIONS)
     assert not asked
     plain = model.generate(ids, decoding_graph=False, eos_token_id=[5, 6], **OPTIONS | {"max_new_tokens": 60})

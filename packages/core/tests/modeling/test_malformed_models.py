@@ -133,9 +133,12 @@ CALLS = [
     ({"input_ids": ROW, "cu_seqlens": WHOLE, "cu_seq_lens_q": WHOLE}, "say the same: give one of them"),
     (
         {"input_ids": ROW, "cu_seq_lens_q": WHOLE, "cu_seq_lens_k": PARTS},
-        r"same borders, .*got \[0, 4\] and \[0, 2, 4\]",
+        r"same boundaries, .*got \[0, 4\] and \[0, 2, 4\]",
     ),
-    ({"input_ids": ROW, "cu_seq_lens_q": PARTS, "cu_seq_lens_k": torch.tensor([0, 3, 4])}, "must be the same borders"),
+    (
+        {"input_ids": ROW, "cu_seq_lens_q": PARTS, "cu_seq_lens_k": torch.tensor([0, 3, 4])},
+        "must be the same boundaries",
+    ),
     ({"input_ids": ROW, "cu_seq_lens_q": [0, 4]}, "cu_seq_lens_q must be a tensor, got list"),
     ({"input_ids": ints(2, 4), "cu_seq_lens_q": PARTS}, r"one row \(B = 1\), got B = 2"),
     ({"input_ids": ROW, "cu_seq_lens_q": PARTS, "use_cache": True}, "and a cache exclude each other"),

@@ -26,7 +26,7 @@ FIELDS = {
     "options",
     [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}, {"position_ids_start": 2},
      {"return_position_ids": False, "return_flash_attn_kwargs": True}],
-    ids=["positions", "borders", "indices", "positions from 2", "borders alone"],
+    ids=["positions", "boundaries", "indices", "positions from 2", "boundaries alone"],
 )  # fmt: skip
 def test_the_trainers_loss_is_that_of_documents_one_by_one(options, tmp_path):
     torch.manual_seed(0)

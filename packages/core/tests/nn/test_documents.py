@@ -13,7 +13,7 @@ from tokenmix_core.testing.closeness import relative_error
 LENGTHS = [0, 3, 1, 17, 0, 40, 2, 9, 0]
 
 
-def borders(lengths=LENGTHS):
+def boundaries(lengths=LENGTHS):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
@@ -38,7 +38,7 @@ def ssd(q, k, v, g, beta, **options):
 def results(form, dtype, folded, impl):
     """The outputs and all gradients."""
     x = inputs(dtype)
-    g, cu_seqlens = as_one_sequence(x[3], borders(), torch.bfloat16) if folded else (x[3], borders())
+    g, cu_seqlens = as_one_sequence(x[3], boundaries(), torch.bfloat16) if folded else (x[3], boundaries())
     assert (cu_seqlens is None) == folded
     o = form(*x[:3], g, x[4], cu_seqlens=cu_seqlens, impl=impl)
     upstream = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -54,11 +54,11 @@ def test_in_exact_numbers_nothing_of_other_documents_is_left(form):
 
 
 @pytest.mark.parametrize("form", [delta_rule, ssd])
-def test_kernels_err_as_they_do_with_borders(form):
+def test_kernels_err_as_they_do_with_boundaries(form):
     exact = results(form, torch.float64, False, "reference")
     apart, together = (results(form, torch.float16, folded, "triton") for folded in (False, True))
-    for wanted, by_borders, got in zip(exact, apart, together, strict=True):
-        assert relative_error(got.double(), wanted) < 2 * relative_error(by_borders.double(), wanted) + 1e-4
+    for wanted, by_boundaries, got in zip(exact, apart, together, strict=True):
+        assert relative_error(got.double(), wanted) < 2 * relative_error(by_boundaries.double(), wanted) + 1e-4
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,18 @@ def test_layers_tell_short_documents_apart(make):
     torch.manual_seed(0)
     layer = make().to(torch.bfloat16).eval()
     x = torch.randn(1, sum(LENGTHS), 32, dtype=torch.bfloat16)
-    together = layer(x, cu_seqlens=borders())[0]
+    together = layer(x, cu_seqlens=boundaries())[0]
     apart = torch.cat([layer(part)[0] for part in x.split(LENGTHS, 1) if part.shape[1]], 1)
     assert relative_error(together.float(), apart.float()) < 2e-2
 
 
-def test_long_documents_and_wide_numbers_keep_their_borders():
+def test_long_documents_and_wide_numbers_keep_their_boundaries():
     g = torch.zeros(1, 72, 2)
-    for cu_seqlens, dtype in ((borders([72]), torch.bfloat16), (borders(), torch.float32), (None, torch.bfloat16)):
+    for cu_seqlens, dtype in (
+        (boundaries([72]), torch.bfloat16),
+        (boundaries(), torch.float32),
+        (None, torch.bfloat16),
+    ):
         same, as_they_are = as_one_sequence(g, cu_seqlens, dtype)
         assert same is g
         assert as_they_are is cu_seqlens

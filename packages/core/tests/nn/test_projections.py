@@ -7,8 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
-from tokenmix_core.nn.projections import parted, projected, sum_of_products_op
-from tokenmix_core.ops import linears
+from tokenmix_core.nn.projections import projected, split_linear, sum_of_products_op
+from tokenmix_core.ops import fused_linears
 
 pytestmark = pytest.mark.operation
 
@@ -224,7 +224,7 @@ def test_parts_of_a_layer_and_their_gradients_are_the_layers(sizes, traced):
     (layer,), x = layers_of((sum(sizes),)), torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
 
     def run(x):
-        return parted(x, layer, sizes)
+        return split_linear(x, layer, sizes)
 
     found = torch.compile(run, fullgraph=True, backend="aot_eager")(x) if traced else run(x)
     wanted = layer(x).split(list(sizes), -1)
@@ -236,7 +236,7 @@ def test_parts_of_a_layer_and_their_gradients_are_the_layers(sizes, traced):
 def test_a_layer_that_somebody_watches_is_called_and_parted():
     (layer,), x, seen = layers_of((6,)), torch.randn(2, 24, dtype=torch.float64, requires_grad=True), []
     layer.register_forward_hook(lambda *given: seen.append(given))
-    assert [y.shape[-1] for y in parted(x, layer, (4, 2))] == [4, 2]
+    assert [y.shape[-1] for y in split_linear(x, layer, (4, 2))] == [4, 2]
     assert len(seen) == 1
 
 
@@ -254,7 +254,7 @@ def test_torch_checks_the_sum_of_products(terms, device):
 def test_large_weights_are_left_to_the_library(most, calls, monkeypatch):
     shared = []
     monkeypatch.setattr(projections, "MOST_BYTES", most)
-    monkeypatch.setattr(projections, "linears", lambda x, weights: shared.append(x) or linears(x, weights))
+    monkeypatch.setattr(projections, "fused_linears", lambda x, weights: shared.append(x) or fused_linears(x, weights))
     layers, x = layers_of((4, 8)), torch.randn(2, 24, dtype=torch.float64)
     torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))
     assert len(shared) == calls
@@ -268,5 +268,5 @@ def test_weights_of_another_class_are_left_to_their_layer():
     wanted = layer(x).detach()
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own))
     assert not projections.is_plain_linear(layer)
-    found = torch.cat(parted(x, layer, (4, 2)), -1)
+    found = torch.cat(split_linear(x, layer, (4, 2)), -1)
     torch.testing.assert_close(found.detach().as_subclass(torch.Tensor), wanted)

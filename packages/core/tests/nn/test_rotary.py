@@ -73,7 +73,7 @@ def test_what_is_not_there_is_refused(dim, parameters, message):
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_both_are_turned_as_each_alone(tokens, rows):
+def test_both_are_rotated_as_each_alone(tokens, rows):
     torch.manual_seed(0)
     angles = torch.rand(rows, tokens, 4)
     rotation = Rotation(angles.cos(), angles.sin())

@@ -77,7 +77,7 @@ LENGTHS = {"square": (20, 20), "fewer queries": (5, 20), "fewer keys": (20, 13),
 def in_small_tiles(monkeypatch):
     """Tiles of 16 x 32: many tiles in a short sequence."""
     monkeypatch.setattr(tuning, "attention", lambda kernel, head, dtype: tuning.AttentionTile(16, 32, 4, 1))
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(tuning, "SMs", lambda device: 6)
 
 
 @pytest.fixture
@@ -114,13 +114,13 @@ class TestAttention(OpContract):
             "one query": dict(TQ=1, TK=70, B=2),
             "one query, two keys": dict(TQ=1, TK=2),
             "K and V differ, neither a power of two": dict(T=33, K=24, V=40),
-            "packed": dict(borders=[0, 3, 3, 40, 70]),
-            "packed, window and sinks": dict(window=10, sinks=3, borders=[0, 50, 55, 70]),
+            "packed": dict(boundaries=[0, 3, 3, 40, 70]),
+            "packed, window and sinks": dict(window=10, sinks=3, boundaries=[0, 50, 55, 70]),
         }.items()
     }
     pieces: ClassVar = {mask: dict(T=20, **MASKS[mask]) for mask in ("causal", "window and sinks")}
     packed: ClassVar = {
-        mask: dict(borders=[0, 5, 5, 6, 17], **MASKS[mask])
+        mask: dict(boundaries=[0, 5, 5, 6, 17], **MASKS[mask])
         for mask in ("causal", "bidirectional", "more sinks than the window holds")
     }
     neighbours: ClassVar = dict(B=3, T=5, window=3, sinks=1)
@@ -158,23 +158,23 @@ class TestAttention(OpContract):
         "torch's kernel with fewer keys": (
             {"q": z(1, 7, 2, 4), "impl": "sdpa"}, "sdpa.*at least as many keys as queries .*, got 6 and 7"
         ),
-        "borders in a list": ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
-        "borders past the end": ({"cu_seqlens": torch.tensor([0, 7])}, "T = 6"),
-        "borders that fall": ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, "without falling"),
-        "borders of floats": ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "int32 or int64"),
-        "borders beside fewer queries": (
+        "boundaries in a list": ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "boundaries past the end": ({"cu_seqlens": torch.tensor([0, 7])}, "T = 6"),
+        "boundaries that fall": ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, "without falling"),
+        "boundaries of floats": ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "int32 or int64"),
+        "boundaries beside fewer queries": (
             {"q": z(1, 5, 2, 4), "cu_seqlens": torch.tensor([0, 5])}, "as many queries as keys"
         ),
     }  # fmt: skip
     results = staticmethod(finite)
 
     def make(
-        self, dtype=torch.float64, device="cpu", seed=0, T=20, TQ=None, TK=None, borders=None, causal=True,
+        self, dtype=torch.float64, device="cpu", seed=0, T=20, TQ=None, TK=None, boundaries=None, causal=True,
         window=None, sinks=0, scale=None, **sizes,
     ) -> Call:  # fmt: skip
         options = {"causal": causal, "window": window, "sinks": sinks, "scale": scale}
-        if borders is not None:
-            options["cu_seqlens"], T = torch.tensor(borders, device=device), borders[-1]
+        if boundaries is not None:
+            options["cu_seqlens"], T = torch.tensor(boundaries, device=device), boundaries[-1]
         return Call(drawn(dtype, device, seed, TQ=TQ or T, TK=TK or T, **sizes), options)
 
     def definition(self, q, k, v, **options):

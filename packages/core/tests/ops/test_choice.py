@@ -48,9 +48,9 @@ def empty(*shape, dtype=BFLOAT16):
 
 @pytest.fixture
 def hopper_device(monkeypatch):
-    """Every device is taken for a Hopper GPU of 132 multiprocessors."""
+    """Every device is taken for a Hopper GPU of 132 SMs."""
     monkeypatch.setattr(choice, "device_limit", lambda device: None)
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tuning, "SMs", lambda device: 132)
 
 
 @pytest.fixture(autouse=True)

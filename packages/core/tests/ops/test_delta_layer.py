@@ -216,7 +216,7 @@ MALFORMED = {
     "inputs of another width": (lambda x: x | {"v_inputs": x["v_inputs"][..., 1:]}, "v_inputs must have shape"),
     "a small state": (lambda x: x | {"state": x["state"][:, :, :, :8].contiguous()}, "room for heads of 64 × 64"),
     "a state in bfloat16": (lambda x: x | {"state": x["state"].bfloat16()}, "state must be float32"),
-    "a turned state": (lambda x: x | {"state": x["state"].mT}, "state must be contiguous"),
+    "a rotated state": (lambda x: x | {"state": x["state"].mT}, "state must be contiguous"),
     "values of another dtype": (lambda x: x | {"v": x["v"].half()}, "must share one dtype"),
     "an unknown implementation": (lambda x: x | {"impl": "cuda"}, "impl must be"),
 }

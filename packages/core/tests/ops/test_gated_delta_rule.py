@@ -73,13 +73,13 @@ class TestGatedDeltaRule(OpContract):
     lengths = (1, 63, 64, 65, 131)
     kernels: ClassVar = {
         "ragged, with states": KernelCase(dict(T=70, K=64, V=64, N=2)),
-        "packed, with states": KernelCase(dict(K=64, V=128, N=5, borders=PACKED)),
+        "packed, with states": KernelCase(dict(K=64, V=128, N=5, boundaries=PACKED)),
         "keys that are normalised before": KernelCase(dict(B=1, T=65, HV=1, K=128, V=64, qk_l2norm=False)),
         "by tokens": KernelCase(dict(B=1, T=3, K=64, V=64, N=1), "tokens"),
     }
     pieces: ClassVar = {"of a sequence": dict(T=70, K=8, V=8)}
     step = (gated_delta_rule_step, dict(K=64, V=64, N=2))
-    packed: ClassVar = {"of documents": dict(K=4, V=4, N=5, borders=PACKED)}
+    packed: ClassVar = {"of documents": dict(K=4, V=4, N=5, boundaries=PACKED)}
     neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)
     on_gpu: ClassVar = {"heads of 128": dict(B=2, T=150, HV=2, K=128, V=128, N=2)}
     traced: ClassVar = dict(B=1, HV=1, K=64, V=64, N=1)
@@ -106,7 +106,7 @@ class TestGatedDeltaRule(OpContract):
         "a half-precision state": ({"initial_state": z(2, 2, 16, 16, dtype=torch.float16)}, "got float16"),
         "no rows": (lambda x: x | {name: x[name][:0] for name in ("q", "k", "v", "g", "beta")}, "at least 1, got B=0"),
         "packed rows": ({"cu_seqlens": torch.tensor([0, 5])}, "a packed batch has B = 1, got B = 2"),
-        "borders in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "boundaries in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
         "an unknown implementation": ({"impl": "cuda"}, "one of 'gluon', 'triton', 'reference', got 'cuda'"),
         "heads without a kernel": (
             {"impl": "triton"}, r"K in \{64, 128, 256\}, got K=16; pad the heads, or pass impl='reference'"
@@ -121,11 +121,11 @@ class TestGatedDeltaRule(OpContract):
         "two tokens": ({"q": z(2, 1, 1, 64)}, r"q must have shape \[.*got \[2, 1, 1, 64\]"),
     }
 
-    def make(self, dtype=torch.float64, device="cpu", seed=0, borders=None, qk_l2norm=True, **sizes) -> Call:
+    def make(self, dtype=torch.float64, device="cpu", seed=0, boundaries=None, qk_l2norm=True, **sizes) -> Call:
         options = {"qk_l2norm": qk_l2norm, "scale": 0.3}
-        if borders is not None:
-            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
-            sizes |= {"B": 1, "T": borders[-1]}
+        if boundaries is not None:
+            options["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": boundaries[-1]}
         x = inputs(**sizes, dtype=dtype, device=device, seed=seed)
         if not qk_l2norm:
             x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
@@ -149,7 +149,7 @@ class TestGatedDeltaRule(OpContract):
         yield ops.step_op, (*(value[:, 0] for value in arguments[:5]), arguments[5], 0.5, True), *tests
 
 
-def borders(values=PACKED, device="cpu"):
+def boundaries(values=PACKED, device="cpu"):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
@@ -201,12 +201,12 @@ def test_segments_that_barely_forget_agree(left, device, monkeypatch):
     check(x)
 
 
-def test_segments_follow_the_borders_of_packed_sequences(device, monkeypatch):
+def test_segments_follow_the_boundaries_of_packed_sequences(device, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 128)
     x = inputs(B=1, T=270, HV=1, K=64, V=64, dtype=torch.float32, device=device)
     x["g"] *= 0.1
     x["initial_state"] = torch.randn(4, 1, 64, 64, device=device)
-    check(x, cu_seqlens=borders([0, 0, 2, 2, 270], device))
+    check(x, cu_seqlens=boundaries([0, 0, 2, 2, 270], device))
 
 
 @pytest.mark.parametrize("segment", [0, 64, 128])
@@ -217,12 +217,12 @@ def test_packed_pieces_begin_with_the_longest(N, segment, device):
     T = 2000
     inner = torch.randint(0, T + 1, (N - 1,), generator=torch.Generator().manual_seed(0)).sort().values
     cuts = [0, *inner.tolist(), T]
-    slots, size = chunk_slots(1, T, segment or T + 1, borders(cuts)), segment or T + 1
+    slots, size = chunk_slots(1, T, segment or T + 1, boundaries(cuts)), segment or T + 1
     lengths = [0] * slots
     for n, (start, end) in enumerate(pairwise(cuts)):
         for i, first in enumerate(range(start, end, size)):
             lengths[start // size + n + i] = min(size, end - first)
-    order = longest_first(T, segment, borders(cuts, device)).tolist()
+    order = longest_first(T, segment, boundaries(cuts, device)).tolist()
     assert order == sorted(range(slots), key=lambda slot: (-lengths[slot], slot))
 
 

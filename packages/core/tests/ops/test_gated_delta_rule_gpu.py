@@ -41,7 +41,7 @@ def inputs(B, T, H, HV, K, V, N=None, dtype=torch.bfloat16, kind="mild", seed=0)
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-def borders(values=PACKED):
+def boundaries(values=PACKED):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
@@ -97,11 +97,11 @@ def tiles(dtype):
 def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
     use_tile(monkeypatch, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES, dtype=dtype)
-    check(x, cu_seqlens=borders())
-    check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=borders())
+    check(x, cu_seqlens=boundaries())
+    check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=boundaries())
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
     x["g"] *= 0.3
-    check(x, cu_seqlens=borders())
+    check(x, cu_seqlens=boundaries())
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -110,15 +110,15 @@ def test_kernels_of_other_devices(K, V, index, monkeypatch):
     monkeypatch.setattr(GluonForm, "limit", lambda *_: "is left out")
     use_tile(monkeypatch, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES)
-    check(x, cu_seqlens=borders())
+    check(x, cu_seqlens=boundaries())
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
-    check(x, cu_seqlens=borders())
+    check(x, cu_seqlens=boundaries())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_programs_take_two_steps(dtype, monkeypatch):
     monkeypatch.setattr(plan, "_BUSY", 1000)
-    check(inputs(1, 300, 1, 2, 128, 128, N=SEQUENCES, dtype=dtype), cu_seqlens=borders())
+    check(inputs(1, 300, 1, 2, 128, 128, N=SEQUENCES, dtype=dtype), cu_seqlens=boundaries())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -238,7 +238,7 @@ def train_step(x, upstream, **options):
 def test_training_and_decoding_never_stall_the_stream(packed):
     x = inputs(1, 300, 2, 4, 128, 128, N=SEQUENCES if packed else 1)
     x = {name: value.requires_grad_() for name, value in x.items()}
-    options = {"cu_seqlens": borders()} if packed else {}
+    options = {"cu_seqlens": boundaries()} if packed else {}
     upstream = [torch.randn_like(y) for y in chunk_gated_delta_rule(**x, impl=None, **options)]
     state = torch.zeros(1, 4, 128, 128, device="cuda")
     token = [x[name].detach()[:, 0] for name in ("q", "k", "v", "g", "beta")]

@@ -237,11 +237,11 @@ def test_without_norm_or_states(D, on_hopper):
 
 
 @pytest.mark.parametrize(("decay", "then"), DECAYS)
-@pytest.mark.parametrize("borders", [None, [0, 40, 40, 540]])
-def test_segments(decay, then, borders, on_hopper, monkeypatch):
+@pytest.mark.parametrize("boundaries", [None, [0, 40, 40, 540]])
+def test_segments(decay, then, boundaries, on_hopper, monkeypatch):
     monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
-    sequences = 1 if borders is None else len(borders) - 1
-    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    sequences = 1 if boundaries is None else len(boundaries) - 1
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     x = inputs(1, 540, 1, 1, 64, N=sequences, decay=decay)
     x["g"][:, 256:] *= then / decay
     check(x, cu_seqlens=cu_seqlens)

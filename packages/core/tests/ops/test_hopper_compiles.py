@@ -9,7 +9,7 @@ import torch
 from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
 BORDERS = [0, 3000, 3000, 9000, 16384]
-PACKED = dict(B=1, T=16384, borders=BORDERS)
+PACKED = dict(B=1, T=16384, boundaries=BORDERS)
 
 
 def tensors(dtype=torch.bfloat16, **shapes):
@@ -23,15 +23,15 @@ def tensors(dtype=torch.bfloat16, **shapes):
 FLOAT32 = ("g", "beta", "dt", "D", "initial_state", "state", "writes")
 
 
-def both(op, x, borders, **options):
+def both(op, x, boundaries, **options):
     """A forward and a backward pass."""
-    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     output = op(**x, cu_seqlens=cu_seqlens, impl="gluon", **options)
     torch.autograd.grad(list(output), list(x.values()), [torch.empty_like(y) for y in output])
 
 
 def gated_delta_rule(
-    B=8, T=4096, H=16, HV=None, K=128, V=None, N=0, borders=None, norm=True, withheld=False, dtype=torch.bfloat16
+    B=8, T=4096, H=16, HV=None, K=128, V=None, N=0, boundaries=None, norm=True, withheld=False, dtype=torch.bfloat16
 ):  # fmt: skip
     from tokenmix_core.ops import chunk_gated_delta_rule
 
@@ -39,19 +39,21 @@ def gated_delta_rule(
     x = tensors(dtype, q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), g=(B, T, HV), beta=(B, T, HV))
     x |= tensors(initial_state=(N, HV, K, V)) if N else {}
     x |= tensors(writes=(B, T // 64, HV)) if withheld else {}
-    both(chunk_gated_delta_rule, x, borders, qk_l2norm=norm)
+    both(chunk_gated_delta_rule, x, boundaries, qk_l2norm=norm)
 
 
-def ssd(B=8, T=4096, G=1, HV=16, K=128, V=128, N=0, borders=None, steps=False, dtype=torch.bfloat16):
+def ssd(B=8, T=4096, G=1, HV=16, K=128, V=128, N=0, boundaries=None, steps=False, dtype=torch.bfloat16):
     from tokenmix_core.ops import chunk_ssd
 
     x = tensors(dtype, q=(B, T, G, K), k=(B, T, G, K), v=(B, T, HV, V), g=(B, T, HV))
     x |= tensors(dt=(B, T, HV), D=(HV,)) if steps else {}
     x |= tensors(initial_state=(N, HV, K, V)) if N else {}
-    both(chunk_ssd, x, borders)
+    both(chunk_ssd, x, boundaries)
 
 
-def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtype=torch.bfloat16, group=1, impl=None):
+def attention(
+    B=8, T=4096, H=16, D=128, window=None, sinks=0, boundaries=None, dtype=torch.bfloat16, group=1, impl=None
+):
     """What the operation runs: it takes no bfloat16 on a CPU itself."""
     from tokenmix_core.ops.softmax_attention.backends import Mask
     from tokenmix_core.ops.softmax_attention.backward import attention_backward
@@ -59,22 +61,22 @@ def attention(B=8, T=4096, H=16, D=128, window=None, sinks=0, borders=None, dtyp
 
     q, do = (torch.empty(B, T, H * group, D, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(B, T, H, D, dtype=dtype) for _ in range(2))
-    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     rest = cu_seqlens, Mask(True, window, sinks), D**-0.5
     attention_backward(q, k, v, *attention_forward(q, k, v, *rest, impl=impl), do, None, *rest, impl=impl)
 
 
 def kept_attention(
-    B=8, T=4096, TQ=None, HQ=32, H=8, HM=8, K=64, V=64, unit=1, window=768, borders=None, through_keep=False,
+    B=8, T=4096, TQ=None, HQ=32, H=8, HM=8, K=64, V=64, unit=1, window=768, boundaries=None, through_keep=False,
     dtype=torch.bfloat16,
 ):  # fmt: skip
     """The same for listed keys."""
     from tokenmix_core.ops.sparse_attention import autograd
 
     q, k, v = (torch.empty(s, dtype=dtype) for s in ((B, TQ or T, HQ, K), (B, T, H, K), (B, T, H, V)))
-    U = T // unit + (0 if borders is None or unit == 1 else len(borders) - 1)
+    U = T // unit + (0 if boundaries is None or unit == 1 else len(boundaries) - 1)
     keep = torch.empty(B, U, HM)
-    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     rest = unit, window, K**-0.5, "gluon"
     given = q, k, v, keep, None, cu_seqlens, *rest
     o, lse, *lists = autograd._forward(*given)
@@ -136,7 +138,7 @@ for D in (64, 128):
 
 
 @without_gpu
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+def test_every_kernel_compiles_and_fits_on_a_SM():
     kernels = compiled_by(__file__)
     assert len({x["kernel"] for x in kernels}) == 21
     assert_all_fit(kernels)

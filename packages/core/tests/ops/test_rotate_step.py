@@ -71,10 +71,10 @@ def test_a_step_is_the_rotation_and_leaves_other_places_alone(case):
     # the angle of zero turns nothing
     none = torch.zeros(1, 6)
     angles = [x.unsqueeze(1) for x in ((none.cos(), none.sin()) if cos is None else (cos, sin))]
-    turned = [rotate(y.unsqueeze(1), *angles, w, eps=1e-3).squeeze(1) for y, w in zip((q, k), weights, strict=True)]
+    rotated = [rotate(y.unsqueeze(1), *angles, w, eps=1e-3).squeeze(1) for y, w in zip((q, k), weights, strict=True)]
     keys, at = keys.clone(), 0 if places is None else places
-    keys[rows, at] = turned[1]
-    wanted = {"q": turned[0], "keys": keys}
+    keys[rows, at] = rotated[1]
+    wanted = {"q": rotated[0], "keys": keys}
     if values is not None:
         wanted["values"] = values.clone()
         wanted["values"][rows, at] = v

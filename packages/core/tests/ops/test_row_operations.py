@@ -23,8 +23,8 @@ def random(device, dtype=torch.float32, seed=0, **shapes):
 
 
 def angles(T, half, device, rows=1, seed=0):
-    turned = random(device, seed=seed, turned=(rows, T, half))["turned"]
-    return {"cos": turned.cos(), "sin": turned.sin()}
+    rotated = random(device, seed=seed, rotated=(rows, T, half))["rotated"]
+    return {"cos": rotated.cos(), "sin": rotated.sin()}
 
 
 def few_programs(monkeypatch):
@@ -203,7 +203,7 @@ class TestRotation(OpContract):
     shared = ("weight",)
     cases: ClassVar = {
         f"{name}, {places}": dict(norm=norm, rows=rows)
-        for name, norm in (("turned", False), ("normalised and turned", True))
+        for name, norm in (("rotated", False), ("normalised and rotated", True))
         for places, rows in (("positions shared", 1), ("positions by row", 2))
     }
     lengths = (1, 2, 3)
@@ -267,10 +267,10 @@ class TestGates(OpContract):
 
 def test_the_rotation_keeps_lengths_and_turns_back(device):
     x = random(device, x=(*TOKENS, 3, 12))["x"]
-    turned = angles(9, 6, device)
-    y = rotate(x, **turned, impl="triton")
+    rotated = angles(9, 6, device)
+    y = rotate(x, **rotated, impl="triton")
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(rotate(y, turned["cos"], -turned["sin"], impl="triton"), x)
+    torch.testing.assert_close(rotate(y, rotated["cos"], -rotated["sin"], impl="triton"), x)
 
 
 def test_slices_are_read_where_they_lie(device):
@@ -281,8 +281,8 @@ def test_slices_are_read_where_they_lie(device):
         leaves = [t.detach().requires_grad_() for t in (x, y, z)]
         weight = torch.ones(8, device=device, requires_grad=True)
         gated = gated_rms_norm(leaves[0], leaves[1], weight, size=8, impl="triton")
-        turned = rotate(leaves[2].unflatten(-1, (2, 12)), **angles(9, 6, device), impl="triton").flatten(2)
-        out = swiglu(gated, turned, impl="triton") + rms_norm(*leaves[:1], torch.ones_like(wide[0, 0, :24])).y
+        rotated = rotate(leaves[2].unflatten(-1, (2, 12)), **angles(9, 6, device), impl="triton").flatten(2)
+        out = swiglu(gated, rotated, impl="triton") + rms_norm(*leaves[:1], torch.ones_like(wide[0, 0, :24])).y
         results[name] = out, *torch.autograd.grad(out.sum(), [*leaves, weight])
     assert all(torch.equal(p, q) for p, q in zip(*results.values(), strict=True))
 

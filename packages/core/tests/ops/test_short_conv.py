@@ -55,12 +55,12 @@ class TestShortConv(OpContract):
         "ragged, with states": KernelCase(dict(N=2, activation="silu")),
         "shorter than the width": KernelCase(dict(T=2, N=2, W=8, activation="silu")),
         "no bias, no activation, no state": KernelCase(dict(bias=False)),
-        "packed": KernelCase(dict(N=5, activation="silu", borders=PACKED)),
-        "packed, width two": KernelCase(dict(W=2, activation="silu", borders=PACKED)),
+        "packed": KernelCase(dict(N=5, activation="silu", boundaries=PACKED)),
+        "packed, width two": KernelCase(dict(W=2, activation="silu", boundaries=PACKED)),
         "many channels": KernelCase(dict(T=3, D=130, activation="silu")),
     }
     pieces: ClassVar = {"of a sequence": dict(activation="silu")}
-    packed: ClassVar = {"of documents": dict(N=5, activation="silu", borders=PACKED)}
+    packed: ClassVar = {"of documents": dict(N=5, activation="silu", boundaries=PACKED)}
     neighbours: ClassVar = dict(B=3, N=3, T=5)
     laid: ClassVar = {"one row": dict(B=1, N=1, T=3, activation="silu")}
     on_gpu: ClassVar = {"many channels": dict(T=150, D=256, N=2, activation="silu")}
@@ -81,16 +81,16 @@ class TestShortConv(OpContract):
         "integers": ({"x": z(2, 5, 6, dtype=torch.long)}, "x must be .*got int64"),
         "no tokens": ({"x": z(2, 0, 6)}, "at least one token"),
         "packed rows": ({"cu_seqlens": torch.tensor([0, 5])}, "B = 1"),
-        "borders in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
-        "borders apart": ({"cu_seqlens": torch.tensor([0, 3, 5])[::2]}, "contiguous, got stride 2"),
+        "boundaries in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "boundaries apart": ({"cu_seqlens": torch.tensor([0, 3, 5])[::2]}, "contiguous, got stride 2"),
         "an unknown implementation": ({"impl": "cuda"}, "impl must be"),
     }
 
-    def make(self, dtype=torch.float64, device="cpu", seed=0, activation=None, borders=None, **sizes) -> Call:
+    def make(self, dtype=torch.float64, device="cpu", seed=0, activation=None, boundaries=None, **sizes) -> Call:
         options = {"activation": activation}
-        if borders is not None:
-            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
-            sizes |= {"B": 1, "T": borders[-1]}
+        if boundaries is not None:
+            options["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": boundaries[-1]}
         return Call(inputs(**sizes, dtype=dtype, device=device, seed=seed), options)
 
     def definition(self, x, weight, bias=None, initial_state=None, *, activation):

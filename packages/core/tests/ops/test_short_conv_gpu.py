@@ -27,7 +27,7 @@ def inputs(B, T, D, W, N=None, dtype=torch.bfloat16):
     return {n: torch.randn(s, generator=generator, device="cuda").to(dtype) for n, s in shapes.items()}
 
 
-def borders():
+def boundaries():
     return torch.tensor(PACKED, dtype=torch.int32, device="cuda")
 
 
@@ -36,7 +36,7 @@ def borders():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_every_width_and_dtype(W, dtype, packed, activation):
-    options = {"activation": activation} | ({"cu_seqlens": borders()} if packed else {})
+    options = {"activation": activation} | ({"cu_seqlens": boundaries()} if packed else {})
     x = inputs(1 if packed else 3, 1000, 260, W, N=6 if packed else 3, dtype=dtype)
     conv = partial(short_conv, **options)
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
@@ -55,7 +55,7 @@ def test_every_length_of_a_run(packed, BT, monkeypatch):
     for run in "short_conv", "short_conv_backward":
         tile = getattr(tuning, run)(1000, 260)._replace(BT=BT)
         monkeypatch.setattr(tuning, run, lambda tokens, channels, tile=tile: tile)
-    conv = partial(short_conv, activation="silu", **({"cu_seqlens": borders()} if packed else {}))
+    conv = partial(short_conv, activation="silu", **({"cu_seqlens": boundaries()} if packed else {}))
     x = inputs(1, 1000, 260, 4, N=6 if packed else 1)
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
 
@@ -68,7 +68,7 @@ def test_several_inputs_are_each_of_them(channels, packed, W, dtype, monkeypatch
     for run in "short_conv", "short_conv_backward":
         tile = getattr(tuning, run)(1000, 260)
         monkeypatch.setattr(tuning, run, lambda tokens, channels, tile=tile: tile)
-    options = {"activation": "silu", "impl": "triton"} | ({"cu_seqlens": borders()} if packed else {})
+    options = {"activation": "silu", "impl": "triton"} | ({"cu_seqlens": boundaries()} if packed else {})
     parts = [inputs(1 if packed else 3, 1000, D, W, N=6 if packed else 3, dtype=dtype) for D in channels]
     leaves = {n: [x[n].requires_grad_() for x in parts] for n in ("x", "weight", "initial_state")}
     together = short_convs(leaves["x"], leaves["weight"], initial_states=leaves["initial_state"], **options)
@@ -109,7 +109,7 @@ def train_step(x, upstream, cu_seqlens):
 
 def test_training_and_decoding_never_stall_the_stream():
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 256, 4, N=6).items()}
-    cu_seqlens = borders()
+    cu_seqlens = boundaries()
     upstream = [torch.randn_like(y) for y in short_conv(**x, cu_seqlens=cu_seqlens, impl="triton")]
     token, state = torch.randn(2, 256, device="cuda").bfloat16(), torch.zeros(2, 256, 3, device="cuda").bfloat16()
     step = partial(short_conv_step, token, x["weight"], x["bias"], state)
@@ -122,7 +122,7 @@ def test_training_and_decoding_never_stall_the_stream():
 
 def test_forward_and_backward_replay_from_a_graph():
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 256, 4, N=6).items()}
-    cu_seqlens = borders()
+    cu_seqlens = boundaries()
     upstream = [torch.randn_like(y) for y in short_conv(**x, cu_seqlens=cu_seqlens, impl="triton")]
     assert_replays(partial(train_step, x, upstream, cu_seqlens))
 

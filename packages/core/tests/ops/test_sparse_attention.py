@@ -54,9 +54,9 @@ def by_definition(q, k, v, keep, *, unit=1, window=None, until=None, scale=None,
     """The equations of the README, one query at a time, with a factor before the exponentials of far pairs."""
     (B, TQ, HQ, K), (TK, H), HM = q.shape, k.shape[1:3], keep.shape[2]
     scale = K**-0.5 if scale is None else scale
-    borders = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
+    boundaries = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
     o, lse = q.new_zeros(B, TQ, HQ, v.shape[-1]), q.new_full((B, TQ, HQ), NEG_INF)
-    for n, (start, stop) in enumerate(itertools.pairwise(borders)):
+    for n, (start, stop) in enumerate(itertools.pairwise(boundaries)):
         first_unit = start if unit == 1 else start // unit + n
         queries = range(TQ) if cu_seqlens is None else range(start, stop)
         for b, row, h in itertools.product(range(B), queries, range(HQ)):
@@ -196,7 +196,7 @@ class TestKeptAttention(OpContract):
         "ends of floats": ({"until": z(2, 7, 4)}, "until must be int32, int64, got float32"),
         "ends of other heads": ({"until": z(2, 7, 2, dtype=torch.int32)}, r"until must have .*got \[2, 7, 2\]"),
         "a negative scale": ({"scale": -1.0}, "scale must be positive, got -1.0"),
-        "borders in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "boundaries in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
         "torch's kernel": ({"impl": "sdpa"}, "impl must be .*got 'sdpa'"),
     }
 
@@ -244,9 +244,9 @@ class TestKeptAttention(OpContract):
 def test_all_kept_is_causal_attention_and_none_kept_is_the_window(unit, cu):
     for kept, window in ((1.0, None), (0.0, 20)):
         (*x, keep), options = inputs(TQ=150, unit=unit, kept=kept, cu=cu)
-        borders = options.get("cu_seqlens")
+        boundaries = options.get("cu_seqlens")
         got = run(lambda *x, keep=keep, options=options: kept_attention(*x, keep, window=20, **options), x, {})
-        want = run(lambda *x, w=window, cu=borders: attention(*x, window=w, cu_seqlens=cu), x, {})
+        want = run(lambda *x, w=window, cu=boundaries: attention(*x, window=w, cu_seqlens=cu), x, {})
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -337,13 +337,13 @@ def test_kernels_take_views_and_give_the_same_bits_each_time(device, small_tiles
 @pytest.mark.parametrize("cu", [None, [0, 3, 3, 40, 70]], ids=["whole", "packed"])
 def test_sinks_are_such_a_list(cu, sinks, device, small_tiles):
     (*x, _), _ = inputs(TQ=70, B=1 if cu else 2, HQ=4, H=2, K=16, dtype=torch.float32, device=device)
-    borders = None if cu is None else torch.tensor(cu, device=device)
+    boundaries = None if cu is None else torch.tensor(cu, device=device)
     places = torch.arange(70, device=device)
     for start, stop in itertools.pairwise(cu or []):
         places[start:stop] -= start
     marks = (places < sinks)[None, :, None].expand(len(x[0]), 70, 1)
-    want = run(lambda *x: kept_attention(*x, marks, window=9, cu_seqlens=borders), x, {})
-    got = run(lambda *x: attention(*x, window=9, sinks=sinks, cu_seqlens=borders, impl="triton"), x, {})
+    want = run(lambda *x: kept_attention(*x, marks, window=9, cu_seqlens=boundaries), x, {})
+    got = run(lambda *x: attention(*x, window=9, sinks=sinks, cu_seqlens=boundaries, impl="triton"), x, {})
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 

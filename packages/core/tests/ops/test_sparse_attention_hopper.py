@@ -31,8 +31,8 @@ CASES = {
     "wide keys": dict(K=128, window=10, kept=0.5),
     "chunks": dict(T=300, HQ=2, H=2, HM=1, unit=64, kept=0.5, V=128, through_lse=True),
     "chunks of 128, a window": dict(T=300, unit=128, kept=0.7, window=40),
-    "packed": dict(HQ=2, H=1, window=5, borders=[0, 1, 1, 17, 50, 51, 70], through_lse=True),
-    "packed chunks": dict(T=200, unit=64, kept=0.6, borders=[0, 1, 1, 66, 200]),
+    "packed": dict(HQ=2, H=1, window=5, boundaries=[0, 1, 1, 17, 50, 51, 70], through_lse=True),
+    "packed chunks": dict(T=200, unit=64, kept=0.6, boundaries=[0, 1, 1, 66, 200]),
     # of the first keys, far above those of a query's own tile, which alone decides what is subtracted from all
     "great scores": dict(HQ=2, H=1, window=10, kept=0.5, great=25),
 }  # fmt: skip
@@ -76,7 +76,9 @@ def test_values_and_gradients_answer_to_float64(by_gluon, monkeypatch, case, row
     tile = tuning.KeptAttentionTile(rows, TILE, 4, 1)
     monkeypatch.setattr(by_gluon[0].tuning, "kept_attention_hopper", lambda K, V: tile)
     case = CASES[case]
-    case = dict(B=1, HQ=1, H=1, HM=1, K=64, V=64, unit=1, kept=0.3, window=None, borders=None, through_lse=False) | case
+    case = (
+        dict(B=1, HQ=1, H=1, HM=1, K=64, V=64, unit=1, kept=0.3, window=None, boundaries=None, through_lse=False) | case
+    )
     B, HQ, H, HM, K, V, unit = (case[name] for name in ("B", "HQ", "H", "HM", "K", "V", "unit"))
     TQ = case.get("TQ", case.get("T", 70))
     TK = case.get("TK", TQ)
@@ -84,14 +86,14 @@ def test_values_and_gradients_answer_to_float64(by_gluon, monkeypatch, case, row
     shapes = (B, TQ, HQ, K), (B, TK, H, K), (B, TK, H, V)
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     k[:, :9] *= case.get("great", 1)
-    borders = case["borders"]
-    U = -(-TK // unit) if borders is None or unit == 1 else TK // unit + len(borders) - 1
+    boundaries = case["boundaries"]
+    U = -(-TK // unit) if boundaries is None or unit == 1 else TK // unit + len(boundaries) - 1
     if case["kept"] == "one head":
         keep = torch.zeros(B, U, HM)
         keep[..., -1] = 1
     else:
         keep = (torch.rand(B, U, HM, generator=generator) < case["kept"]).float()
-    cu = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    cu = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     form = dict(unit=unit, window=case["window"], scale=0.125)
 
     exact = [x.double().requires_grad_() for x in (q, k, v, keep)]

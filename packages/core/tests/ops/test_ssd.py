@@ -70,21 +70,21 @@ class TestSSD(OpContract):
         # each dg is a sum of products of either sign, which may come out next to nothing: one by itself has no bar
         "one token": KernelCase(dict(B=8, T=1, N=8)),
         "unequal head sizes, one group": KernelCase(dict(B=1, T=66, HV=4, V=32)),
-        "packed": KernelCase(dict(G=2, HV=4, N=5, borders=PACKED)),
+        "packed": KernelCase(dict(G=2, HV=4, N=5, boundaries=PACKED)),
         "segments": KernelCase(dict(B=1, T=150, N=1), patch=segments),
         "segments with steps and a skip": KernelCase(dict(B=1, T=150, N=1, steps=True), patch=segments),
-        "packed segments, groups": KernelCase(dict(N=5, borders=PACKED), patch=segments),
+        "packed segments, groups": KernelCase(dict(N=5, boundaries=PACKED), patch=segments),
         "widened heads": KernelCase(dict(B=1, T=9, V=32, N=1, steps=True), patch=widened, dtypes=("float32",)),
         "widened heads, by tokens": KernelCase(
             dict(B=1, T=9, V=32, N=1, steps=True), "tokens", widened, dtypes=("float32",)
         ),
-        "by tokens, packed": KernelCase(dict(N=3, steps=True, borders=[0, 0, 5, 9]), "tokens", dtypes=("float32",)),
+        "by tokens, packed": KernelCase(dict(N=3, steps=True, boundaries=[0, 0, 5, 9]), "tokens", dtypes=("float32",)),
     }
     pieces: ClassVar = {"of a sequence": dict(T=70, K=4, V=4, steps=True)}
     step = (ssd_step, dict(N=2, steps=True))
     packed: ClassVar = {
-        "with states": dict(K=4, V=4, N=5, steps=True, borders=PACKED),
-        "without states": dict(K=4, V=4, borders=PACKED),
+        "with states": dict(K=4, V=4, N=5, steps=True, boundaries=PACKED),
+        "without states": dict(K=4, V=4, boundaries=PACKED),
     }
     neighbours: ClassVar = dict(B=3, T=5, N=3, steps=True)
     laid: ClassVar = {"one row": dict(B=1, T=3, N=1, steps=True)}
@@ -112,9 +112,9 @@ class TestSSD(OpContract):
         "no tokens": (lambda x: x | {n: x[n][:, :0] for n in "qkvg"}, "at least one token, got T = 0"),
         "a scale that is no number": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
         "packed rows": ({"cu_seqlens": torch.tensor([0, 4])}, "B = 1"),
-        "borders in a list": ({"cu_seqlens": [0, 4]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
+        "boundaries in a list": ({"cu_seqlens": [0, 4]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
         **{
-            f"borders {values}": (lambda x, values=values: one_row(x, values), said)
+            f"boundaries {values}": (lambda x, values=values: one_row(x, values), said)
             for values, said in (
                 ([0, 3], r"rise from 0 to T = 4 .*got \[0, 3\]"),
                 ([1, 4], r"got \[1, 4\]"),
@@ -139,11 +139,11 @@ class TestSSD(OpContract):
         "a list": ({"q": [1.0]}, "q must be a tensor of shape .*, got list"),
     }
 
-    def make(self, dtype=torch.float64, device="cpu", seed=0, borders=None, **sizes) -> Call:
+    def make(self, dtype=torch.float64, device="cpu", seed=0, boundaries=None, **sizes) -> Call:
         options = {"scale": 0.7}
-        if borders is not None:
-            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
-            sizes |= {"B": 1, "T": borders[-1]}
+        if boundaries is not None:
+            options["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": boundaries[-1]}
         return Call(inputs(**sizes, dtype=dtype, device=device, seed=seed), options)
 
     def definition(self, q, k, v, g, *, scale, dt=None, D=None, initial_state=None):
@@ -173,10 +173,12 @@ class TestSSD(OpContract):
         yield ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0)
 
 
-def one_row(arguments, borders):
-    """The first row of a call, as documents with these borders."""
+def one_row(arguments, boundaries):
+    """The first row of a call, as documents with these boundaries."""
     first = {name: x[:1] if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    return first | {"cu_seqlens": torch.tensor(borders, dtype=None if isinstance(borders[0], float) else torch.int32)}
+    return first | {
+        "cu_seqlens": torch.tensor(boundaries, dtype=None if isinstance(boundaries[0], float) else torch.int32)
+    }
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e4, float("-inf"), "mixed"])

@@ -37,7 +37,7 @@ def inputs(B, T, G, HV, K, V, N=None, dtype=torch.bfloat16, decay="mild", seed=0
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-def borders(values=PACKED):
+def boundaries(values=PACKED):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
@@ -106,7 +106,7 @@ def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, monkeypatch):
     plan_with(monkeypatch, gradients=gradients, segment=segment)
     shape = (1, T, 1, 2, K, V, 7) if packed else (3, T, 1, 2, K, V, 3)
     x = inputs(*shape, dtype=dtype, decay="extreme" if packed else "mild", steps=steps)
-    check(x, **({"cu_seqlens": borders()} if packed else {}))
+    check(x, **({"cu_seqlens": boundaries()} if packed else {}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +132,7 @@ def test_outputs_of_some_columns_a_program(K, V, columns, dtype, packed, segment
     forward = tuning.ssd(1, 1000, 1, 1, 2, K, V, dtype).forward._replace(hopper=columns)
     plan_with(monkeypatch, forward=forward, segment=segment)
     x = inputs(1, 1000, 1, 2, K, V, N=7 if packed else 1, dtype=dtype, steps=K == 256)
-    check(x, **({"cu_seqlens": borders()} if packed else {}))
+    check(x, **({"cu_seqlens": boundaries()} if packed else {}))
 
 
 def test_rows_that_begin_at_multiples_of_16_bytes_alone():
@@ -153,7 +153,7 @@ def test_heads_that_share_a_group(G, HV):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_batches_with_empty_sequences(dtype, decay, segment, monkeypatch):
     plan_with(monkeypatch, segment=segment)
-    check(inputs(1, 1000, 1, 2, 128, 64, N=7, dtype=dtype, decay=decay), cu_seqlens=borders())
+    check(inputs(1, 1000, 1, 2, 128, 64, N=7, dtype=dtype, decay=decay), cu_seqlens=boundaries())
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
@@ -271,7 +271,7 @@ def train_step(x, upstream, **options):
 @pytest.mark.parametrize("packed", [False, True])
 def test_training_and_decoding_never_stall_the_stream(packed):
     x = {n: value.requires_grad_() for n, value in inputs(1, 1000, 1, 4, 64, 64, N=7 if packed else 1).items()}
-    options = {"cu_seqlens": borders()} if packed else {}
+    options = {"cu_seqlens": boundaries()} if packed else {}
     upstream = [torch.randn_like(y) for y in chunk_ssd(**x, impl=None, **options)]
     train_step(x, upstream, **options)
     state = torch.zeros(1, 4, 64, 64, device="cuda")
@@ -297,7 +297,7 @@ def test_every_element_is_written(monkeypatch):
         "empty_like": lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(float("nan")),
     }
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 1, 4, 64, 64, N=7).items()}
-    cu_seqlens = borders()
+    cu_seqlens = boundaries()
     upstream = [torch.randn_like(y) for y in chunk_ssd(**x, cu_seqlens=cu_seqlens, impl=None)]
     for segment in 0, 64:
         plan_with(monkeypatch, segment=segment)

@@ -21,13 +21,15 @@ PACKED = [0, 0, 1, 64, 64, 129, 330]
 FORMS = [chunk_gated_delta_rule, recurrent_gated_delta_rule]
 
 
-def inputs(B=2, T=70, H=1, HV=2, K=16, V=16, N=None, borders=None, chunk=64, dtype=torch.float64, device="cpu", seed=0):
+def inputs(
+    B=2, T=70, H=1, HV=2, K=16, V=16, N=None, boundaries=None, chunk=64, dtype=torch.float64, device="cpu", seed=0
+):
     """Random arguments by name, with a factor of any sign for each chunk's writes."""
     generator = torch.Generator(device).manual_seed(seed)
     randn = partial(torch.randn, generator=generator, device=device)
     rand = partial(torch.rand, generator=generator, device=device)
     gate = torch.float64 if dtype == torch.float64 else torch.float32
-    slots = chunk_slots(1, T, chunk, borders) if borders is not None else -(-T // chunk)
+    slots = chunk_slots(1, T, chunk, boundaries) if boundaries is not None else -(-T // chunk)
     x = {
         "q": randn(B, T, H, K).to(dtype),
         "k": randn(B, T, H, K).to(dtype),
@@ -61,10 +63,10 @@ class TestWithheldWrites(OpContract):
         "runs of two chunks": KernelCase(dict(T=200, K=64, V=64, N=2, chunk=128)),
         "by tokens": KernelCase(dict(T=140, K=64, V=64, N=2), "tokens"),
         # slots without a chunk have no meaning, and no gradient
-        "packed": KernelCase(dict(K=64, V=64, N=6, borders=PACKED)),
-        "packed runs of two chunks": KernelCase(dict(K=64, V=64, N=6, borders=PACKED, chunk=128)),
+        "packed": KernelCase(dict(K=64, V=64, N=6, boundaries=PACKED)),
+        "packed runs of two chunks": KernelCase(dict(K=64, V=64, N=6, boundaries=PACKED, chunk=128)),
     }
-    packed: ClassVar = {"of documents": dict(K=4, V=4, N=6, borders=PACKED, chunk=128)}
+    packed: ClassVar = {"of documents": dict(K=4, V=4, N=6, boundaries=PACKED, chunk=128)}
     neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)
     on_gpu: ClassVar = {"heads of 128": dict(B=2, T=150, HV=2, K=128, V=128, N=2)}
     traced: ClassVar = dict(B=1, HV=1, K=64, V=64, N=1)
@@ -79,11 +81,11 @@ class TestWithheldWrites(OpContract):
         "runs of a chunk and a half": ({"write_chunk": 96}, "write_chunk must be a multiple of 64, got 96"),
     }
 
-    def make(self, dtype=torch.float64, device="cpu", seed=0, borders=None, chunk=64, **sizes) -> Call:
+    def make(self, dtype=torch.float64, device="cpu", seed=0, boundaries=None, chunk=64, **sizes) -> Call:
         options = {"scale": 0.5, "qk_l2norm": True, "write_chunk": chunk}
-        if borders is not None:
-            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
-            sizes |= {"B": 1, "T": borders[-1], "borders": options["cu_seqlens"]}
+        if boundaries is not None:
+            options["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": boundaries[-1], "boundaries": options["cu_seqlens"]}
         return Call(inputs(**sizes, chunk=chunk, dtype=dtype, device=device, seed=seed), options)
 
     def definition(self, q, k, v, g, beta, writes, *, scale, qk_l2norm, write_chunk, initial_state=None):
@@ -191,15 +193,15 @@ def test_kernels_agree_for_every_size_on_a_gpu(K, V, dtype, chunk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("borders", [None, PACKED])
+@pytest.mark.parametrize("boundaries", [None, PACKED])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256), (128, 64), (64, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_for_hopper_agree_on_a_gpu(K, V, dtype, borders):
+def test_kernels_for_hopper_agree_on_a_gpu(K, V, dtype, boundaries):
     if GLUON.limit(torch.device("cuda", 0), dtype) is not None:
         pytest.skip("kernels in Gluon run on Hopper")
-    cu_seqlens = None if borders is None else torch.tensor(PACKED, dtype=torch.int32, device="cuda")
-    B, N = (2, 2) if borders is None else (1, 6)
-    x = inputs(B=B, T=330, H=2, HV=4, K=K, V=V, N=N, borders=cu_seqlens, dtype=dtype, device="cuda")
+    cu_seqlens = None if boundaries is None else torch.tensor(PACKED, dtype=torch.int32, device="cuda")
+    B, N = (2, 2) if boundaries is None else (1, 6)
+    x = inputs(B=B, T=330, H=2, HV=4, K=K, V=V, N=N, boundaries=cu_seqlens, dtype=dtype, device="cuda")
     check(x, impl="gluon", cu_seqlens=cu_seqlens)
 
 

@@ -31,9 +31,9 @@ def in_this_process(monkeypatch):
 
 def test_the_same_sources_train_the_same_model(in_this_process, tmp_path, capsys):
     short = ["--steps", "3", "--rows", "2", "--length", "32", "--device", "cpu", "--out", str(tmp_path / "kept.json")]
-    same, turned = SCRIPT["main"](["tiny", "--before", str(SCRIPT["ROOT"]), *short])
+    same, rotated = SCRIPT["main"](["tiny", "--before", str(SCRIPT["ROOT"]), *short])
     assert float(same["greatest distance"]) == 0
-    assert float(turned["greatest distance"]) < 1e-4
+    assert float(rotated["greatest distance"]) < 1e-4
     assert same["last loss"] < same["first loss"]
     assert "greatest distance" in capsys.readouterr().out
     kept = json.loads((tmp_path / "kept.json").read_text())
@@ -43,7 +43,7 @@ def test_the_same_sources_train_the_same_model(in_this_process, tmp_path, capsys
 def test_curves_that_part_are_told():
     level = [1.0] * 100
     (before, _) = SCRIPT["distances"](
-        {"before": level, "after": level[:50] + [0.5] * 50, "after, rows turned": level[:50] + [0.5] * 50}
+        {"before": level, "after": level[:50] + [0.5] * 50, "after, rows reversed": level[:50] + [0.5] * 50}
     )
     assert float(before["greatest distance"]) == float(before["distance at the end"]) == 0.5
 

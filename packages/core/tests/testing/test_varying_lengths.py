@@ -19,7 +19,7 @@ def test_a_row_compares_both_kinds_of_steps(capsys):
         assert row["torch"]
 
 
-def test_lengths_and_borders_are_new_in_every_step():
+def test_lengths_and_boundaries_are_new_in_every_step():
     import torch
 
     measurement = SCRIPT["Measurement"](
@@ -27,11 +27,11 @@ def test_lengths_and_borders_are_new_in_every_step():
     )
     lengths = [measurement.length() for _ in range(20)]
     assert len(set(lengths)) == len(lengths)
-    borders = measurement.borders(50, 7)
-    assert borders[0] == 0
-    assert borders[-1] == 50
-    assert len(borders) == 8
-    assert (borders.diff() > 0).all()
+    boundaries = measurement.boundaries(50, 7)
+    assert boundaries[0] == 0
+    assert boundaries[-1] == 50
+    assert len(boundaries) == 8
+    assert (boundaries.diff() > 0).all()
 
 
 @pytest.mark.parametrize("layers", [2, 3, 0])

@@ -83,8 +83,8 @@ def test_weights_that_make_no_mixture_are_refused(weights):
 
 def examples(row):
     """The examples of a row, and the pairs and the scored positions of each."""
-    borders = [0, *row["borders"].tolist(), len(row["input_ids"])]
-    parts = [slice(a, b) for a, b in pairwise(borders)]
+    boundaries = [0, *row["boundaries"].tolist(), len(row["input_ids"])]
+    parts = [slice(a, b) for a, b in pairwise(boundaries)]
     return [(row["input_ids"][part], int((row["labels"][part] != IGNORE_INDEX).sum())) for part in parts]
 
 
@@ -146,7 +146,7 @@ def test_recall_examples_grow_to_all_sizes(packed):
 def _facts(row, tokenizer):
     """Each example's facts, and what is scored of it, as keys and values."""
     found = []
-    parts = (np.split(row[name].numpy(), row["borders"]) for name in ("input_ids", "labels"))
+    parts = (np.split(row[name].numpy(), row["boundaries"]) for name in ("input_ids", "labels"))
     for ids, labels in zip(*parts, strict=True):
         text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         hidden = dict(re.findall(r"One of the special magic \w+s for (\S+) is: (\S+)\.", text))
@@ -195,11 +195,11 @@ def test_a_row_without_room_for_a_needle_is_refused():
 def _batch(corpus, count=4, seq_len=64):
     rows = ChunkRows(TokenFile(corpus), seq_len, seed=0)
     chosen = [rows[i] for i in range(count)]
-    assert sum(len(row["borders"]) for row in chosen) > 2, "the rows should have borders"
+    assert sum(len(row["boundaries"]) for row in chosen) > 2, "the rows should have boundaries"
     return chosen
 
 
-def test_separate_documents_are_packed_and_no_label_crosses_a_border(corpus):
+def test_separate_documents_are_packed_and_no_label_crosses_a_boundary(corpus):
     rows = _batch(corpus)
     batch = collate_separate(rows)
     cu_seqlens = batch["cu_seqlens"]
@@ -253,18 +253,18 @@ def test_packed_documents_never_see_each_other(corpus):
     )
     model = HybridForCausalLM(config).double()
     batch = collate_separate(_batch(corpus))
-    borders = torch.unique(batch["cu_seqlens"]).tolist()
+    boundaries = torch.unique(batch["cu_seqlens"]).tolist()
     together = model(**batch, num_items_in_batch=1, use_cache=False).loss
     apart = []
-    for start, end in pairwise(borders):
+    for start, end in pairwise(boundaries):
         ids = batch["input_ids"][:, start:end]
         apart.append(model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss)
     torch.testing.assert_close(together, torch.stack(apart).sum(), rtol=1e-12, atol=0)
     # and the first document's loss does not change with what follows it
     other = batch["input_ids"].clone()
-    other[:, borders[1] :] = np.random.default_rng(0).integers(0, 256)
+    other[:, boundaries[1] :] = np.random.default_rng(0).integers(0, 256)
     labels = batch["labels"].clone()
-    labels[:, borders[1] :] = IGNORE_INDEX
+    labels[:, boundaries[1] :] = IGNORE_INDEX
     losses = [
         model(input_ids=x, labels=labels, cu_seqlens=batch["cu_seqlens"], num_items_in_batch=1, use_cache=False).loss
         for x in (batch["input_ids"], other)

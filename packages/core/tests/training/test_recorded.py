@@ -15,7 +15,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.recording import HostRead, assert_graphs_train_alike, graphs_everywhere, record
 from tokenmix_core.training import engine
 from tokenmix_core.training.recipe import Tokens
-from tokenmix_core.training.recorded import MOST, Losses, RecordedPasses
+from tokenmix_core.training.recorded import MOST, GraphedStep, Losses
 from tokenmix_core.training.trainer import train
 
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_recorded_is_said_once_and_trained(corpus, recorded, tmp_
 
 
 def test_passes_that_read_from_the_device_end_a_run_with_what_to_do(corpus, tmp_path, monkeypatch):
-    # the eager forms of operations read the borders of documents
+    # the eager forms of operations read the boundaries of documents
     monkeypatch.setattr(graphs, "capture_on", lambda device: fails)
 
     def fails(work):
@@ -165,7 +165,7 @@ def test_gradients_that_a_first_micro_batch_has_not_are_refused():
         return Losses(loss.detach(), {})
 
     with graphs_everywhere():
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
 
     def update():
         model.zero_grad()
@@ -216,7 +216,7 @@ def gradients(model):
 def test_what_is_changed_in_a_layer_is_another_kind():
     model, plain = learners()
     with graphs_everywhere(eager=True):
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
     # a window is drawn for every step, and at last a weight is kept as it is
     for step, window in enumerate([None, 4, None, 4, None, 4, 4, None, None, None, None]):
         for learner in (model, plain):
@@ -232,7 +232,7 @@ def test_what_is_changed_in_a_layer_is_another_kind():
 def test_gradients_that_others_made_are_added_to_and_left_to_them():
     model, plain = learners()
     with graphs_everywhere(eager=True):
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
     for step in range(6):
         for learner in (model, plain):
             learner.zero_grad()
@@ -247,7 +247,7 @@ def test_gradients_that_others_made_are_added_to_and_left_to_them():
 def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
     model, plain = learners()
     with graphs_everywhere(eager=True):
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
     for tokens in [n for n in range(8, 8 + MOST + 2) for _ in range(3)]:
         for learner in (model, plain):
             learner.zero_grad()
@@ -262,7 +262,7 @@ def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
 def test_nothing_is_replayed_after_a_module_was_replaced(path):
     model, plain = learners()
     with graphs_everywhere(eager=True) as works:
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
         for step in range(6):
             if step == 3:
                 captured = len(works)
@@ -283,7 +283,7 @@ def test_nothing_is_replayed_after_a_module_was_replaced(path):
 def test_a_hook_that_comes_later_is_called_and_a_tensor_elsewhere_refused():
     model, _ = learners()
     with graphs_everywhere(eager=True):
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
     calls = []
     for step in range(6):
         if step == 3:
@@ -302,7 +302,7 @@ def test_kinds_that_never_come_again_are_forgotten(monkeypatch):
     model, _ = learners()
     monkeypatch.setattr("tokenmix_core.training.recorded.SEEN", 3)
     with graphs_everywhere(eager=True):
-        make = RecordedPasses(model, torch.device("cpu"))
+        make = GraphedStep(model, torch.device("cpu"))
     for tokens in [8, *range(8, 16)]:
         model.zero_grad()
         make(passes_of(model), given(tokens, 0), torch.tensor(30))
@@ -340,7 +340,7 @@ def test_a_gpu_is_told_by_its_kind_or_its_number():
         return Losses(loss.detach(), {})
 
     for device in ("cuda", "cuda:0"):
-        make = RecordedPasses(model, torch.device(device))
+        make = GraphedStep(model, torch.device(device))
         for _ in range(3):
             model.zero_grad()
             make(passes, {"x": torch.ones(2, 8, device="cuda")}, None)
@@ -368,7 +368,7 @@ def learn(make, waits):
 
 
 def recording(model, passes):
-    make = RecordedPasses(model, torch.device("cuda"), needed=False)
+    make = GraphedStep(model, torch.device("cuda"), needed=False)
     return lambda inputs: make(passes, inputs, None)
 
 

@@ -76,8 +76,8 @@ def extend(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T 
         before = _held(state)
         # sequences of different lengths are handled one by one
         packed = span.cu_seqlens is not None
-        borders = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
-        parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in borders]
+        boundaries = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
+        parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in boundaries]
         outputs, rows = [], []
         for n, (part, past) in enumerate(zip(parts, span.before.tolist(), strict=True)):
             row = Held(*(x[n : n + 1] for x in before))

@@ -15,7 +15,7 @@ from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.state import LayerState, Span, TensorState
@@ -193,7 +193,7 @@ class Lte(Mixer):
             o, auxiliary = self._whole(tokens, cu_seqlens)
         else:
             o = (step if stepping(x, state) else extend)(self, tokens, state)
-        return project_out(o.flatten(-2), self.o_proj), auxiliary
+        return output_linear(o.flatten(-2), self.o_proj), auxiliary
 
     def logits(
         self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None

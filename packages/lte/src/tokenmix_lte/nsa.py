@@ -14,7 +14,7 @@ from tokenmix_core.nn.attention import mean_visible
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.state import KVState, LayerState, TensorState
 from tokenmix_core.ops import attention, attention_decode
@@ -115,7 +115,7 @@ class Nsa(Mixer):
             branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._extend)(q, k, v, state)
-        return project_out(gated_sum(*branches, gates, impl=self.impl).flatten(-2), self.o_proj), None
+        return output_linear(gated_sum(*branches, gates, impl=self.impl).flatten(-2), self.o_proj), None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pooled_k: Tensor, pooled_v: Tensor, *, cu_seqlens: Tensor | None = None
@@ -172,11 +172,11 @@ class Nsa(Mixer):
         else:
             # sequences of different lengths are handled one by one
             packed = span.cu_seqlens is not None
-            borders = pairwise(span.cu_seqlens.tolist() if packed else range(rows + 1))
+            boundaries = pairwise(span.cu_seqlens.tolist() if packed else range(rows + 1))
             whole = slice(None)
             parts = [
                 (slice(n, n + 1), *((whole, slice(i, j)) if packed else (slice(i, j), whole)), past)
-                for n, ((i, j), past) in enumerate(zip(borders, span.before.tolist(), strict=True))
+                for n, ((i, j), past) in enumerate(zip(boundaries, span.before.tolist(), strict=True))
             ]
         outputs = []
         for row, batch, tokens, past in parts:

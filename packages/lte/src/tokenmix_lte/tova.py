@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenmix_core.nn.attention import Attention, mean_visible
 from tokenmix_core.nn.mixer import MixerOutput
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import project_out
+from tokenmix_core.nn.projections import output_linear
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, TensorState
 
@@ -108,7 +108,7 @@ class Tova(Attention):
         else:
             parts = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if i < j]
             o = torch.cat([self._attend(tuple(x[:, p] for x in (q, k, v)), self._empty(k), None)[0] for p in parts], 1)
-        return project_out(o.flatten(-2), self.o_proj), None
+        return output_linear(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # the held tokens are as many as a window's

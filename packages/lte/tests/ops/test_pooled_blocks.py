@@ -77,11 +77,11 @@ def test_the_last_queries_alone_give_the_same_outputs():
 def test_packed_sequences_do_not_share_blocks(lengths):
     tensors = inputs(B=1, T=sum(lengths))
     q, k, v = tensors
-    borders = cu_seqlens_from_lengths(torch.tensor(lengths))
+    boundaries = cu_seqlens_from_lengths(torch.tensor(lengths))
     got = compressed_attention(
-        q, pool_blocks(k, BLOCK, borders), pool_blocks(v, BLOCK, borders), BLOCK, cu_seqlens=borders
+        q, pool_blocks(k, BLOCK, boundaries), pool_blocks(v, BLOCK, boundaries), BLOCK, cu_seqlens=boundaries
     )
-    parts = [literal(*(x[:, i:j] for x in tensors)) for i, j in itertools.pairwise(borders.tolist()) if j > i]
+    parts = [literal(*(x[:, i:j] for x in tensors)) for i, j in itertools.pairwise(boundaries.tolist()) if j > i]
     wanted = [torch.cat(x, 1) for x in zip(*parts, strict=True)]
     torch.testing.assert_close(list(got), wanted)
     if wanted[1].isfinite().any():
@@ -98,9 +98,9 @@ def test_short_packed_sequences_need_no_padding_to_blocks(monkeypatch):
     monkeypatch.setattr("tokenmix_lte.ops.pooled_blocks.attention", attends)
     q, k, v = inputs(B=1, T=90)
     for lengths in ((3,) * 29 + (2, 1), (50, 40)):
-        borders = cu_seqlens_from_lengths(torch.tensor(lengths))
-        means = (pool_blocks(x, BLOCK, borders) for x in (k, v))
-        compressed_attention(q, *means, BLOCK, cu_seqlens=borders)
+        boundaries = cu_seqlens_from_lengths(torch.tensor(lengths))
+        means = (pool_blocks(x, BLOCK, boundaries) for x in (k, v))
+        compressed_attention(q, *means, BLOCK, cu_seqlens=boundaries)
     # at most as many queries as tokens, and few sequences more than there are rows
     rows = 90 // BLOCK
     assert seen == [(rows * BLOCK * q.shape[2], rows, n) for n in (rows + 1, 4)]

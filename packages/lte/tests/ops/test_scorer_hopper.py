@@ -56,7 +56,7 @@ def on_hopper(monkeypatch):
                 monkeypatch.setattr(module, name, partial(note, name, run))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     # four SMs
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(tuning, "SMs", lambda device: 4)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran
 

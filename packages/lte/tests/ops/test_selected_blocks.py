@@ -42,9 +42,9 @@ def by_definition(q, k, v, *, blocks, block_size, scale=None, cu_seqlens=None):
     """Compute the docstring's equations, one query at a time."""
     (B, TQ, HQ, K), (TK, H) = q.shape, k.shape[1:3]
     scale = K**-0.5 if scale is None else scale
-    borders = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
+    boundaries = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
     o, lse = q.new_zeros(B, TQ, HQ, v.shape[-1]), q.new_full((B, TQ, HQ), -torch.inf)
-    for start, stop in itertools.pairwise(borders):
+    for start, stop in itertools.pairwise(boundaries):
         rows = range(TQ) if cu_seqlens is None else range(start, stop)
         for b, row, h in itertools.product(range(B), rows, range(HQ)):
             i, h_k = row - start + (TK - TQ), h * H // HQ
@@ -98,7 +98,7 @@ class TestBlockAttention(OpContract):
         "float blocks": ({"blocks": torch.zeros(1, 20, 2, 3)}, "blocks must be int32"),
         "blocks of other heads": ({"blocks": torch.zeros(1, 20, 4, 3, dtype=torch.int32)}, "H=2"),
         "a negative scale": ({"scale": -1.0}, "scale must be positive"),
-        "borders before the end": ({"cu_seqlens": torch.tensor([0, 19])}, "cu_seqlens"),
+        "boundaries before the end": ({"cu_seqlens": torch.tensor([0, 19])}, "cu_seqlens"),
         "no kernels in Gluon": ({"impl": "gluon"}, "Gluon"),
         "more queries than keys": (lambda x: x | {n: x[n][:, :9] for n in "kv"}, "at most as many as keys"),
         "a list": ({"q": [1.0]}, "q must be a tensor of shape .*, got list"),
@@ -167,7 +167,7 @@ class TestSelection(OpContract):
         "a shift beyond the blocks": ({"shift": 80}, "U = 23 blocks"),
         "a shift of packed sequences": ({"cu_seqlens": torch.tensor([0, 4, 9]), "shift": 1}, "shift"),
         "a list": ({"pooled": [1.0]}, "pooled must be a tensor of shape .*, got list"),
-        "borders past the end": ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens"),
+        "boundaries past the end": ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens"),
     }
 
     @staticmethod
@@ -240,7 +240,7 @@ def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
     )  # fmt: skip
     # there are several runs of pairs
     assert 2 * plan.pairs_per_run(U) < T * S
-    borders, begin = [0, T] if cu is None else cu, 0
+    boundaries, begin = [0, T] if cu is None else cu, 0
     for r, slots in enumerate(lists.slots.flatten(0, 1).repeat_interleave(U, 0)):
         pairs = (slots == r % U).nonzero().flatten().tolist()
         end = begin + len(pairs)
@@ -249,7 +249,7 @@ def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
         # the other pairs need no mask
         for t, s in (divmod(p, S) for p in pairs[lists.masked[r] :]):
             last = (options["blocks"][r // U // H, t, r // U % H, s] + 1) * size - 1
-            assert t - max(x for x in borders if x <= t) >= last
+            assert t - max(x for x in boundaries if x <= t) >= last
         owned = range(begin // split + r, end // split + r + 1)
         assert lists.owners[owned.start : owned.stop].tolist() == [r] * len(owned)
         begin = end

@@ -22,8 +22,8 @@ def inputs(B=2, T=333, HQ=16, H=1, S=4, K=64, V=64, size=64, dtype=HALF, cu=None
     shapes = (B, T, HQ, K), (B, T, H, K), (B, T, H, V)
     tensors = [torch.randn(s, generator=rng, device="cuda").to(dtype).requires_grad_() for s in shapes]
     blocks = torch.randint(-1, T // size + 2, (B, T, H, S), generator=rng, device="cuda")
-    borders = None if cu is None else torch.tensor(cu, device="cuda")
-    return tensors, {"blocks": blocks, "block_size": size, "cu_seqlens": borders}
+    boundaries = None if cu is None else torch.tensor(cu, device="cuda")
+    return tensors, {"blocks": blocks, "block_size": size, "cu_seqlens": boundaries}
 
 
 def run(tensors, options):
@@ -89,8 +89,8 @@ def test_selected_blocks_have_as_much_attention_as_the_reference_s(sizes):
     rng = torch.Generator("cuda").manual_seed(0)
     q, pooled = (torch.randn(s, generator=rng, device="cuda").to(dtype) for s in ((B, T, HQ, K), (B, U, H, K)))
     lse = torch.randn(B, T, HQ, generator=rng, device="cuda") + 5
-    borders = None if cu is None else torch.tensor(cu, device="cuda")
-    options = {"block_size": size, "shift": shift, "cu_seqlens": borders}
+    boundaries = None if cu is None else torch.tensor(cu, device="cuda")
+    options = {"block_size": size, "shift": shift, "cu_seqlens": boundaries}
     kernel, exact = (select_blocks(q, pooled, lse, count, impl=impl, **options) for impl in ("triton", "reference"))
     assert torch.equal(kernel < 0, exact < 0)
     # in ascending order, padded with −1

@@ -37,7 +37,7 @@ def far_delta_rule(
     reading = tokens._replace(g=torch.zeros_like(tokens.g), beta=torch.zeros_like(tokens.beta))
     both = {name: (getattr(reading, name), getattr(tokens, name)) for name in ("q", "k", "v", "g", "beta")}
     doubled = tokens._replace(**{name: twice.join(*pair) for name, pair in both.items()})
-    o = twice.readers(layer.delta_rule(doubled, writes, None, twice.borders, write_chunk=2 * C)[0])
+    o = twice.readers(layer.delta_rule(doubled, writes, None, twice.boundaries, write_chunk=2 * C)[0])
     decay = twice.summed(tokens.g).exp().repeat_interleave(layer.group, 2)
     return (o * decay.unsqueeze(-1)).to(o.dtype)
 
@@ -61,7 +61,7 @@ class _Chunks:
 class _InRows(_Chunks):
     """Rows of T tokens in which chunks stand twice; a last partial one is filled up."""
 
-    borders = None
+    boundaries = None
 
     def __init__(self, T: int, C: int):
         self.T, self.C, self.chunks = T, C, cdiv(T, C)
@@ -93,7 +93,7 @@ class _Packed(_Chunks):
     """The same for packed sequences, in which a partial chunk stands twice as it is."""
 
     def __init__(self, T: int, C: int, cu_seqlens: Int[Tensor, "N_plus_1"]):
-        self.T, self.C, self.cu_seqlens, self.borders = T, C, cu_seqlens, 2 * cu_seqlens
+        self.T, self.C, self.cu_seqlens, self.boundaries = T, C, cu_seqlens, 2 * cu_seqlens
         sequence, position = sequence_ids(cu_seqlens, T), packed_positions(cu_seqlens, T)
         place = position % C
         size = (cu_seqlens.diff()[sequence] - position + place).clamp(max=C)
@@ -119,8 +119,10 @@ class _Packed(_Chunks):
 
     def turns(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
         """As in rows, of the longest sequences first, so that those of a turn are the first ones of the turn before."""
-        borders = self.cu_seqlens.tolist()
-        first = [(start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(borders))]
+        boundaries = self.cu_seqlens.tolist()
+        first = [
+            (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))
+        ]
         first.sort(key=lambda one: -one[1])
         of_turns = ([slot + i for slot, chunks in first if chunks > i] for i in range(first[0][1] if first else 0))
         return [torch.tensor(slots, device=device) for slots in of_turns]
@@ -204,8 +206,8 @@ def _far_softmax(
     q, k = F.pad(q, (0, _CHANNELS), value=1.0), F.pad(k, (0, _CHANNELS))
     q, k = queries.join(q, torch.zeros_like(q)), keys.join(blank, k)
     v = keys.join(torch.zeros_like(v), v)
-    scale, borders = layer.softmax_dim**-0.5, keys.borders
-    o = kept_attention(q, k, v, keep, unit=2 * layer.chunk, scale=scale, cu_seqlens=borders, impl=layer.impl).o
+    scale, boundaries = layer.softmax_dim**-0.5, keys.boundaries
+    o = kept_attention(q, k, v, keep, unit=2 * layer.chunk, scale=scale, cu_seqlens=boundaries, impl=layer.impl).o
     return queries.readers(o)
 
 

@@ -15,7 +15,7 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.plain import is_plain, warn_slower
-from tokenmix_core.nn.projections import is_plain_linear, project_out, projected
+from tokenmix_core.nn.projections import is_plain_linear, output_linear, projected
 from tokenmix_core.nn.ragged import RaggedKVState
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.short_conv import ShortConv, convolved
@@ -226,14 +226,14 @@ class NatsL(Mixer):
         else:
             rotation = rotary if self.rotary_dim else None
             linear, softmax = step(self, x, tokens, state, rotation) if one else go_on(self, x, tokens, state)
-        return project_out(self._merge(linear, softmax, x, tokens.flat_q, gate), self.o_proj), auxiliary
+        return output_linear(self._merge(linear, softmax, x, tokens.flat_q, gate), self.o_proj), auxiliary
 
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> tuple[Tokens, Tensor]:
         """q, k, v after convolution and SiLU, as both operations take them, and the gates; the gate of outputs.
 
-        Of a step q and k of the softmax heads are neither normed nor turned yet.
+        Of a step q and k of the softmax heads are neither normed nor rotated yet.
         """
         q, k, v, a, b, gate = projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         q, k, v = convolved(
@@ -260,7 +260,7 @@ class NatsL(Mixer):
         return tokens, gate
 
     def _placed(self, heads: Tensor, norm: RMSNorm, rotary: Rotation | None) -> Tensor:
-        """Softmax heads, normed, and turned where the layer rotates."""
+        """Softmax heads, normed, and rotated where the layer rotates."""
         if self.rotary_dim is None:
             return norm(heads)
         assert rotary is not None
@@ -279,13 +279,13 @@ class NatsL(Mixer):
         """The types of chunks by their mean inputs, or, where types are forced, by their numbers in their sequences."""
         if self.score_proj is None:
             return forced_types(self.types, numbers(), self.num_heads, means.dtype)
-        # in float32 under autocast, too: chunks near the border would be of another type in decoding
+        # in float32 under autocast, too: chunks near the boundary would be of another type in decoding
         with torch.autocast(means.device.type, enabled=False):
             if is_plain_linear(self.score_proj):
                 return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
             # of the dtype that such a layer computes in: its weights', where they are floating-point numbers
             floats = (p.dtype for p in self.score_proj.parameters() if p.is_floating_point())
-            return learned_types(project_out(means.to(next(floats, means.dtype)), self.score_proj).to(means.dtype))
+            return learned_types(output_linear(means.to(next(floats, means.dtype)), self.score_proj).to(means.dtype))
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
@@ -338,7 +338,7 @@ class NatsL(Mixer):
         """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
         logits = None
         if self.weight_proj is not None:
-            logits = project_out(flat_q if self.weights == "queries" else x, self.weight_proj).unflatten(-1, (2, -1))
+            logits = output_linear(flat_q if self.weights == "queries" else x, self.weight_proj).unflatten(-1, (2, -1))
         if not is_plain(RMSNorm, self.linear_norm, self.softmax_norm):
             warn_slower("NAtS-L's merge of both operations", ("linear_norm", "softmax_norm"))
             return merge_by_norms(linear, softmax, gate, self.linear_norm, self.softmax_norm, logits)

@@ -1,6 +1,6 @@
 """Inference: the chunk that is still open, and what becomes of it at its last token.
 
-A sequence holds, of whole chunks, the delta rule's state and the keys and values of those chunks and heads that turned
+A sequence holds, of whole chunks, the delta rule's state and the keys and values of those chunks and heads that rotated
 out softmax; of the open chunk its keys and values, the sum of its inputs, the state at its start with the decay since,
 and the running state. At a chunk's last token its type is known: a linear chunk's keys and values are dropped; a
 softmax chunk's are kept, and the running state goes back to that of the chunk's start, decayed.
@@ -83,14 +83,14 @@ def go_on(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[T
     span = state.span
     if span.uniform:
         return _go_on_evenly(layer, x, tokens, state, span.past % layer.chunk, span.past // layer.chunk)
-    borders, before = [0, *(span.after - span.before).cumsum(0).tolist()], span.before.tolist()
+    boundaries, before = [0, *(span.after - span.before).cumsum(0).tolist()], span.before.tolist()
     x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
     packed = type(tokens)(*flat)
     _prepare(state, x, span.batch)
     if not any(before) and layer.own_chunk != "softmax" and layer.decay:
-        linear, softmax = _begin(layer, x, packed, state, borders)
+        linear, softmax = _begin(layer, x, packed, state, boundaries)
     else:
-        linear, softmax = _go_on_in_groups(layer, x, packed, state, borders, before)
+        linear, softmax = _go_on_in_groups(layer, x, packed, state, boundaries, before)
     return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
 
 
@@ -134,14 +134,14 @@ def _go_on_evenly(
     return _joined(outputs), softmax
 
 
-def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: list[int]) -> tuple[Tensor, Tensor]:
+def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]) -> tuple[Tensor, Tensor]:
     """`go_on` for packed sequences that hold nothing yet, as a padded prompt's, all at once.
 
     Attention takes them as they are. The delta rule takes the whole chunks of all, whose types are known, and then the
     open chunks, which go on from the states that those end in.
     """
-    C, device, N = layer.chunk, x.device, len(borders) - 1
-    cu_seqlens = torch.tensor(borders, device=device)
+    C, device, N = layer.chunk, x.device, len(boundaries) - 1
+    cu_seqlens = torch.tensor(boundaries, device=device)
     types = layer.types_of(x, cu_seqlens)
     attend = layer.attend if layer.own_chunk == "both" else partial(far_attention, layer)
     softmax = attend(tokens, types.softmax, cu_seqlens)
@@ -151,7 +151,7 @@ def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: 
     place = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
     # tokens of whole chunks in front, then the others, both in their order
     order = (place >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
-    total = sum((end - start) // C * C for start, end in pairwise(borders))
+    total = sum((end - start) // C * C for start, end in pairwise(boundaries))
     first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))
     outputs, start = [], state.start.value
     if total:
@@ -177,7 +177,7 @@ def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: 
 
     # what is kept, in pieces of all sequences side by side
     slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
-    for begin in range(0, max((end - start) // C * C for start, end in pairwise(borders)), _PIECE * C):
+    for begin in range(0, max((end - start) // C * C for start, end in pairwise(boundaries)), _PIECE * C):
         i = begin + torch.arange(_PIECE * C, device=device)
         there = i < wholes.unsqueeze(1)
         at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
@@ -188,11 +188,11 @@ def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: 
 
 
 def _go_on_in_groups(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, borders: list[int], before: list[int]
+    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
     """`go_on` for packed sequences: together those whose open chunks are filled alike and that go on by as much."""
     groups: dict[tuple[int, int], list[int]] = {}
-    for n, (start, end) in enumerate(pairwise(borders)):
+    for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
     hold_nothing(state)
     kept, places, outputs = [], [], []
@@ -202,7 +202,7 @@ def _go_on_in_groups(
         kept.append((rows, apart.kept))
         if length == 0:
             continue
-        at = torch.tensor([range(borders[n], borders[n] + length) for n in numbers], device=x.device)
+        at = torch.tensor([range(boundaries[n], boundaries[n] + length) for n in numbers], device=x.device)
         here = type(tokens)(*(y[0, at] for y in tokens))
         chunks = state.span.before[rows].unsqueeze(1) // layer.chunk
         outputs.append([y.flatten(0, 1) for y in _go_on_evenly(layer, x[0, at], here, apart, fill, chunks)])

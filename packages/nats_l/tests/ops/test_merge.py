@@ -108,8 +108,8 @@ def test_norms_and_logits_may_be_kept_in_float32(device):
 
 def test_any_layout_is_read_right(device):
     x = inputs("each", dtype=torch.float32, device=device)
-    turned = {name: v.mT.contiguous().mT if v.dim() > 1 else v for name, v in x.items()}
-    torch.testing.assert_close(merge(**turned, impl="triton"), merge(**x, impl="reference"))
+    rotated = {name: v.mT.contiguous().mT if v.dim() > 1 else v for name, v in x.items()}
+    torch.testing.assert_close(merge(**rotated, impl="triton"), merge(**x, impl="reference"))
 
 
 def test_extreme_logits_choose_one_operation_and_stay_finite(device):

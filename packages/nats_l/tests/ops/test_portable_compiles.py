@@ -19,7 +19,7 @@ def merging():
 
 
 @without_gpu
-def test_every_kernel_compiles_and_fits_on_a_multiprocessor():
+def test_every_kernel_compiles_and_fits_on_a_SM():
     kernels = compiled_by(__file__)
     assert len(kernels) == 2
     assert_all_fit(kernels)

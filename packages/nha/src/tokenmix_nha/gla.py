@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, TensorState, register_mixer
 from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_nha.ops import chunk_gla, log_forget_gates
 
@@ -76,7 +76,7 @@ class GatedLinearAttention(Mixer):
     ) -> MixerOutput:
         q, k, v, a, z = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.a_down_proj, self.g_proj)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        g = log_forget_gates(project_out(a, self.a_up_proj), normalizer=self.gate_normalizer).unflatten(
+        g = log_forget_gates(output_linear(a, self.a_up_proj), normalizer=self.gate_normalizer).unflatten(
             -1, (self.num_heads, -1)
         )
         before = None if state is None else state.recurrent.value
@@ -84,7 +84,7 @@ class GatedLinearAttention(Mixer):
         if state is not None:
             state.recurrent.set(after)
         o = self.o_norm(o, z.view_as(o))
-        return project_out(o.flatten(-2), self.o_proj), None
+        return output_linear(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # k vᵀ and Sᵀ q: 2 K V FLOPs each

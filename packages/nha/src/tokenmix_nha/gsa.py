@@ -10,7 +10,7 @@ from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixe
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_nha.ops import log_forget_gates, slot_window_attention, slot_window_attention_step
@@ -94,7 +94,7 @@ class GatedSlotAttention(Mixer):
             )  # fmt: skip
             if state is not None:
                 state.slots.set(after)
-        return project_out(self.o_norm(F.silu(o).flatten(-2)), self.o_proj), None
+        return output_linear(self.o_norm(F.silu(o).flatten(-2)), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # keys and values of a slot: 2 K FLOPs each to read, 2 K each to update

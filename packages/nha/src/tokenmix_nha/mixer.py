@@ -15,7 +15,7 @@ from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
@@ -178,7 +178,7 @@ class NhaMixer(Mixer):
             o = self._attend_separately(heads, call)
         if self.shares is not None and state is None:
             self.shares.append(share_of_slots(self, heads, call).detach())
-        return self._keep_in_graph(project_out(o.flatten(-2), self.o_proj)), None
+        return self._keep_in_graph(output_linear(o.flatten(-2), self.o_proj)), None
 
     def _project(self, x: Tensor, call: Call, rotary: Rotation | None) -> Heads:
         gates = None if self.window == FULL else self.f_proj
@@ -203,7 +203,7 @@ class NhaMixer(Mixer):
         if self.fusion == "softmax" or not self.slots or self.window in (0, FULL):
             return None
         if self.weight_proj is not None:
-            return at_least_float32(project_out(x, self.weight_proj)).sigmoid()
+            return at_least_float32(output_linear(x, self.weight_proj)).sigmoid()
         return x.new_full((1, 1, 1), self.long_weight, dtype=torch.promote_types(x.dtype, torch.float32))
 
     def _with_positions(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -43,9 +43,9 @@ class TestGatedLinearAttention(OpContract):
     pieces: ClassVar = {"of a sequence": dict(T=37)}
     # more chunks than `CHUNK`, so that the scan recurses; boundaries inside chunks and at their ends
     packed: ClassVar = {
-        "with states": dict(N=5, borders=[0, 20, 20, 21, 37, 37]),
-        "weak gates": dict(gate=0.1, borders=[0, 3, 3, 32, 33, 50, 500, 600, 600]),
-        "strong gates": dict(gate=300.0, borders=[0, 3, 3, 32, 33, 50, 500, 600, 600]),
+        "with states": dict(N=5, boundaries=[0, 20, 20, 21, 37, 37]),
+        "weak gates": dict(gate=0.1, boundaries=[0, 3, 3, 32, 33, 50, 500, 600, 600]),
+        "strong gates": dict(gate=300.0, boundaries=[0, 3, 3, 32, 33, 50, 500, 600, 600]),
     }
     neighbours: ClassVar = dict(B=3, T=5, N=3)
     valid: ClassVar = dict(T=5, N=2)
@@ -61,11 +61,19 @@ class TestGatedLinearAttention(OpContract):
     }
 
     def make(
-        self, dtype=torch.float64, device="cpu", seed=0, B=2, T=37, N=None, gate=1.0, borders: list[int] | None = None
+        self,
+        dtype=torch.float64,
+        device="cpu",
+        seed=0,
+        B=2,
+        T=37,
+        N=None,
+        gate=1.0,
+        boundaries: list[int] | None = None,
     ) -> Call:
         options = {}
-        if borders is not None:
-            options["cu_seqlens"], B, T = torch.tensor(borders, device=device), 1, borders[-1]
+        if boundaries is not None:
+            options["cu_seqlens"], B, T = torch.tensor(boundaries, device=device), 1, boundaries[-1]
         generator = torch.Generator().manual_seed(seed)
         shapes = {"q": (B, T, 4, 5), "k": (B, T, 2, 5), "v": (B, T, 2, 7), "g": (B, T, 2, 5)}
         shapes |= {} if N is None else {"initial_state": (N, 2, 5, 7)}

@@ -8,10 +8,10 @@ import torch
 
 from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
-PACKED = dict(B=1, T=16384, H=4, borders=[0, 3000, 3000, 9000, 16384])
+PACKED = dict(B=1, T=16384, H=4, boundaries=[0, 3000, 3000, 9000, 16384])
 
 
-def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=False, carried=False, borders=None):
+def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=False, carried=False, boundaries=None):
     """Run forward and backward on tensors without data."""
     from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 
@@ -20,9 +20,9 @@ def attention(B=8, T=4096, H=16, group=1, K=128, V=128, M=32, w=32, own_keys=Fal
     if own_keys:
         x |= {"q_slots": empty(B, T, H * group, K), "k_slots": empty(B, T, H, K)}
     x = {name: value.requires_grad_() for name, value in x.items()}
-    cu_seqlens, state = None if borders is None else torch.tensor(borders, dtype=torch.int32), None
+    cu_seqlens, state = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32), None
     if carried:
-        N = B if borders is None else len(borders) - 1
+        N = B if boundaries is None else len(boundaries) - 1
         ring = empty(N, w, H, K), empty(N, w, H, V), long(N, w, H, M), empty(N, w, H, K) if own_keys else None
         state = SlotWindowState(long(N, H, M, K), long(N, H, M, V), *ring, torch.zeros(N, H, dtype=torch.int32))
     o = slot_window_attention(**x, window=w, initial_state=state, cu_seqlens=cu_seqlens, impl="gluon").o

@@ -131,9 +131,9 @@ class TestSlotWindowAttention(OpContract):
             ("carried", dict(B=2, T=20, own_keys=True, window=18, ring=18), None),
             ("carried, wide", dict(B=3, T=5, window=9, ring=18), None),
             ("hard gates", dict(T=40, gates="hard", window=4), None),
-            ("packed", dict(window=7, ring=7, borders=PACKED), None),
+            ("packed", dict(window=7, ring=7, boundaries=PACKED), None),
             ("full window", dict(B=2, T=65, HQ=2, window=65), None),
-            ("full window, packed", dict(HQ=2, window=65, borders=[0, 30, 30, 65]), None),
+            ("full window, packed", dict(HQ=2, window=65, boundaries=[0, 30, 30, 65]), None),
             ("scans of segments", dict(T=60, window=4, ring=4), scans_of_segments),
             ("tiles wider than the slots", dict(T=30, window=4, ring=4), tiles_wider_than_the_slots),
             ("slots part by part", dict(T=30, M=32, window=4), slots_part_by_part),
@@ -143,7 +143,7 @@ class TestSlotWindowAttention(OpContract):
     }
     pieces: ClassVar = {f"a window of {window}": dict(T=30, window=window, own_keys=True) for window in (0, 7, 100)}
     packed: ClassVar = {
-        f"a window of {window}": dict(window=window, own_keys=True, borders=[0, 0, 9, 10, 42, 42, 50])
+        f"a window of {window}": dict(window=window, own_keys=True, boundaries=[0, 0, 9, 10, 42, 42, 50])
         for window in (0, 6, 100)
     }
     neighbours: ClassVar = KERNELS | dict(B=3, T=7, window=3)
@@ -191,18 +191,18 @@ class TestSlotWindowAttention(OpContract):
         return {"o": output.o, "slots_k": state.slots_k, "slots_v": state.slots_v}
 
     def make(
-        self, dtype=torch.float64, device="cpu", seed=0, window=4, borders=None, ring=None, gates="mixed", **sizes
+        self, dtype=torch.float64, device="cpu", seed=0, window=4, boundaries=None, ring=None, gates="mixed", **sizes
     ) -> Call:
         options = {"window": window, "scale": 0.4}
-        if borders is not None:
-            options["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32, device=device)
-            sizes |= {"B": 1, "T": borders[-1]}
+        if boundaries is not None:
+            options["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32, device=device)
+            sizes |= {"B": 1, "T": boundaries[-1]}
         x = inputs(**sizes, gates="mixed" if gates == "uneven" else gates, dtype=dtype, device=device, seed=seed)
         if gates == "uneven":
             x["f"][:, 20:, 1] -= 20
         if ring is not None:
             (B, _, H, M), K, V = x["f"].shape, x["k"].shape[3], x["v"].shape[3]
-            rows = B if borders is None else len(borders) - 1
+            rows = B if boundaries is None else len(boundaries) - 1
             old, options["length"] = carried(rows, H, K, V, M, ring, "k_slots" in x, dtype=dtype, device=device)
             x |= old
         return Call(x, options)
@@ -368,9 +368,9 @@ def test_a_state_continues_with_another_window():
 @pytest.mark.parametrize("window", [0, 6, 100])
 def test_packed_sequences_never_mix(window):
     x = inputs(B=1, T=50, own_keys=True)
-    borders = torch.tensor(PACKED, dtype=torch.int32)
-    first, state = slot_window_attention(**x, window=window, cu_seqlens=borders)
-    second, state = slot_window_attention(**x, window=window, cu_seqlens=borders, initial_state=state)
+    boundaries = torch.tensor(PACKED, dtype=torch.int32)
+    first, state = slot_window_attention(**x, window=window, cu_seqlens=boundaries)
+    second, state = slot_window_attention(**x, window=window, cu_seqlens=boundaries, initial_state=state)
     for n, (begin, end) in enumerate(itertools.pairwise(PACKED)):
         if begin == end:
             continue

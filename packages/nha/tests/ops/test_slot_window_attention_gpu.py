@@ -101,10 +101,10 @@ def test_every_dtype_agrees_with_float64(M, dtype):
 @pytest.mark.parametrize("M", [16, 32, 64, 128])
 def test_carried_and_packed_agree_with_float64(M):
     old, length = state_inputs(5, 50, 1, 128, 128, M, True, torch.bfloat16)
-    borders = torch.tensor([0, 0, 100, 129, 130, 257], dtype=torch.int32, device="cuda")
+    boundaries = torch.tensor([0, 0, 100, 129, 130, 257], dtype=torch.int32, device="cuda")
     for window, group, gates in ((0, 2, "mixed"), (40, 2, "mixed"), (40, 1, "weak"), (100, 2, "mixed")):
         x = inputs(1, 257, group, 1, 128, 128, M, True, gates, torch.bfloat16)
-        check(x | old, window, torch.bfloat16, cu_seqlens=borders, length=length)
+        check(x | old, window, torch.bfloat16, cu_seqlens=boundaries, length=length)
 
 
 @pytest.mark.parametrize(("T", "window"), [(1, 20), (63, 20), (64, 20), (65, 20), (65, 12), (2100, 20)])
@@ -161,8 +161,8 @@ def test_tensors_past_two_to_the_31_elements():
 
 def test_training_does_not_synchronise():
     x = inputs(1, 500, 2, 2, 64, 64, 64, False, "weak", torch.bfloat16)
-    borders = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
-    train = lambda: values_and_gradients(partial(run, 32, None, cu_seqlens=borders), x)  # noqa: E731
+    boundaries = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
+    train = lambda: values_and_gradients(partial(run, 32, None, cu_seqlens=boundaries), x)  # noqa: E731
     train()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -121,9 +121,9 @@ def test_packed_sequences_with_carried_windows(carried, own_keys, on_hopper):
     slots, ring = (randn(N, 1, 16, 64) for _ in range(2)), (randn(N, W, 1, 64) for _ in range(2))
     state = (*slots, *ring, -randn(N, W, 1, 16).abs(), *[randn(N, W, 1, 64)] * own_keys)
     length = torch.tensor([W // 2, W, 3 * W + 1, 0, W // 2], dtype=torch.int32)[:, None]
-    borders = torch.tensor([0, 0, 9, 80, 80, 100], dtype=torch.int32)
+    boundaries = torch.tensor([0, 0, 9, 80, 80, 100], dtype=torch.int32)
     x = inputs(100, 64, 64, 16, own_keys=own_keys) | dict(zip(STATE, state, strict=False))
-    check(x, on_hopper, length, window=40, cu_seqlens=borders)
+    check(x, on_hopper, length, window=40, cu_seqlens=boundaries)
 
 
 def test_triton_gradients_follow_gluon_outputs_if_the_gluon_backward_fails_to_compile(on_hopper, monkeypatch):

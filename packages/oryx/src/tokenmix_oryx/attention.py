@@ -10,7 +10,7 @@ from tokenmix_core.nn.attention import cached_attention, mean_visible
 from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import KVState, LayerState
@@ -85,7 +85,7 @@ class NormedAttention(Mixer):
             o = attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
         else:
             o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
-        return project_out(self.norm(o.flatten(-2), gate), self.o_proj), None
+        return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # 2 · 2 · K operations a visible key and head; the convolutions: 2 W a channel

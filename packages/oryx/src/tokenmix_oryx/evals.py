@@ -34,7 +34,7 @@ from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 Schedule = list[tuple[int, str]]
 # tokens after a switch, over which its cost is averaged
 AFTER = ((0, 16), (16, 64), (64, 128))
-# the share of a prompt that counts as context where no border is known
+# the share of a prompt that counts as context where no boundary is known
 CONTEXT_SHARE = 0.975
 # the columns of Tables 1 and 9 that enter the average
 LANGUAGE = {
@@ -212,8 +212,8 @@ def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
     """`context` up to RULER's question, `prompt` from it on."""
 
     def modes(input_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        borders = [_question_start(tokenizer, row) for row in input_ids.tolist()]
-        return _split_rows(borders, input_ids.shape[1], context, prompt)
+        boundaries = [_question_start(tokenizer, row) for row in input_ids.tolist()]
+        return _split_rows(boundaries, input_ids.shape[1], context, prompt)
 
     return modes
 
@@ -274,21 +274,21 @@ def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: st
     prompts = [example.context + example.question for example in batch]
     room = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
     lengths = [_count(tokenizer, p) for p in prompts]
-    borders = [max(lengths) - n + _count(tokenizer, e.context) for n, e in zip(lengths, batch, strict=True)]
+    boundaries = [max(lengths) - n + _count(tokenizer, e.context) for n, e in zip(lengths, batch, strict=True)]
     said = generate_text(
         model,
         tokenizer,
         prompts,
         max_new_tokens=room,
-        prefill_mode=_split_rows(borders, max(lengths), context, prompt),
+        prefill_mode=_split_rows(boundaries, max(lengths), context, prompt),
         generation_mode=prompt,
     )
     return [example.answer in words for example, words in zip(batch, said, strict=True)]
 
 
-def _split_rows(borders: Sequence[int], tokens: int, context: str, prompt: str) -> Bool[Tensor, "B T"]:
-    """True for attention: `context` before each row's border, `prompt` from it on."""
-    before = torch.arange(tokens) < torch.tensor(borders).unsqueeze(1)
+def _split_rows(boundaries: Sequence[int], tokens: int, context: str, prompt: str) -> Bool[Tensor, "B T"]:
+    """True for attention: `context` before each row's boundary, `prompt` from it on."""
+    before = torch.arange(tokens) < torch.tensor(boundaries).unsqueeze(1)
     return torch.where(before, context == ATTENTION, prompt == ATTENTION)
 
 

@@ -17,7 +17,7 @@ from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.plain import is_plain, warn_slower
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import is_plain_linear, project_out, projected
+from tokenmix_core.nn.projections import is_plain_linear, output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, Span, TensorState
@@ -198,7 +198,7 @@ class OryxMixer(Mixer):
         if state is None and mode.attention is not None and self._fuses(hidden_states):
             assert rotary is not None, "the model turns every call's positions"
             mixed = self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)
-            return project_out(mixed, self.o_proj), None
+            return output_linear(mixed, self.o_proj), None
         # without a cache nobody will read the state that attention leaves behind
         recurs = mode.uniform != ATTENTION or state is not None
         rates = (self.dt_proj, self.beta_proj) if recurs else (None, None)
@@ -206,20 +206,20 @@ class OryxMixer(Mixer):
         q, k, v, gate, *rates = projected(hidden_states, of_q, self.k_proj, self.v_proj, self.g_proj, *rates)
         q = self._query(hidden_states, q, mode)
         k, v = self._shared(k, v, state, cu_seqlens, step)
-        turned = (q, k)
+        rotated = (q, k)
         if self.rope_both or mode.may_attend or state is not None:
             assert rotary is not None, "the model turns every call's positions"
-            turned = apply_rotary_to_both(q, k, rotary)
-        o = self._attend(*turned, v, mode, state, cu_seqlens, step)
+            rotated = apply_rotary_to_both(q, k, rotary)
+        o = self._attend(*rotated, v, mode, state, cu_seqlens, step)
         if recurs:
-            linear = self._recur(rates, *(turned if self.rope_both else (q, k)), v, state, cu_seqlens, step)
+            linear = self._recur(rates, *(rotated if self.rope_both else (q, k)), v, state, cu_seqlens, step)
             if o is None:
                 o = linear
             elif mode.attention is not None:
                 # attention is 0 where it does not answer, and looks at no gradient there
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "a mode has one mixer at least"
-        return project_out(self.norm(o.flatten(-2), gate), self.o_proj), None
+        return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
         """Tell whether what lies between the projections is one operation: kernels, and none of some ablations."""
@@ -245,7 +245,7 @@ class OryxMixer(Mixer):
         assert k_conv is not None, "asked for beforehand"
         assert v_conv is not None, "asked for beforehand"
         if linear_q is None:
-            rows, order = project_out(x, attention_q), None
+            rows, order = output_linear(x, attention_q), None
         elif order is not None and can_group(x, linear_q, attention_q):
             rows = project_in_order(x, linear_q.weight, attention_q.weight, order)
         else:
@@ -306,7 +306,7 @@ class OryxMixer(Mixer):
         attends = mode.attention[..., None]
         attention_q, linear_q = self._query_layer(ATTENTION), self._query_layer(LINEAR)
         if linear_q is attention_q:
-            found = project_out(x, attention_q)
+            found = output_linear(x, attention_q)
         elif mode.order is not None and can_group(x, linear_q, attention_q):
             found = project_by_mode(x, linear_q.weight, attention_q.weight, mode.order)
         else:

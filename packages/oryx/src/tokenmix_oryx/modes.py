@@ -100,7 +100,7 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
         mode: one mode; a schedule, whose starts count the tokens of each sequence from 0 without padding, or are
             shares of its length, in a call that begins it; or `[B, T]`, one value for each place of the call.
         span: where the call's tokens lie.
-        cu_seqlens: borders of packed sequences.
+        cu_seqlens: boundaries of packed sequences.
 
     Raises:
         ValueError: no mode, a tensor of another shape, or shares in a call that does not begin its sequences.
@@ -122,8 +122,8 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
         if len(met) == 1:
             return Modes(met.pop())
     positions = _positions(span, cu_seqlens)
-    borders = torch.tensor(starts[1:], device=span.device)
-    piece = torch.searchsorted(borders, positions, right=True)
+    boundaries = torch.tensor(starts[1:], device=span.device)
+    piece = torch.searchsorted(boundaries, positions, right=True)
     return Modes(None, _is_attention(modes, span.device)[piece])
 
 
@@ -155,11 +155,11 @@ def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seql
             "give the starts as positions"
         )
     positions = _positions(span, cu_seqlens)
-    borders = span.cu_seqlens if cu_seqlens is None else cu_seqlens
-    if borders is None:
+    boundaries = span.cu_seqlens if cu_seqlens is None else cu_seqlens
+    if boundaries is None:
         lengths = span.after.unsqueeze(1).expand_as(positions)
     else:
-        lengths = borders.long().diff().repeat_interleave(borders.long().diff(), output_size=positions.shape[1])
+        lengths = boundaries.long().diff().repeat_interleave(boundaries.long().diff(), output_size=positions.shape[1])
         lengths = lengths.unsqueeze(0)
     share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
     # the first token at or past a share of the length

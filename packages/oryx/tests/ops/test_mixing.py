@@ -85,7 +85,7 @@ CHANGES = {
     "SiLU after the convolution": {"silu_shared": True},
     "SiLU on attention's queries": {"silu_attention_query": True},
     "SiLU on linear's queries": {"silu_linear_query": True},
-    "attention alone turned": {"turn_linear": False},
+    "attention alone rotated": {"turn_linear": False},
     "gate after the norm": {"gate_before": False},
     "norm by head": {"groups": 3},
     "three heads": {},
@@ -129,7 +129,7 @@ class TestMix(OpContract):
             for form, sizes in (
                 ("whole", dict(own_angles=True)),
                 ("sorted", dict(order=True)),
-                ("packed", dict(order=True, borders=BORDERS)),
+                ("packed", dict(order=True, boundaries=BORDERS)),
             )
         },
         **{kind: KernelCase(dict(T=24, kind=kind, order=True)) for kind in ("tokens", "attention", "linear")},
@@ -140,8 +140,8 @@ class TestMix(OpContract):
         },
     }
     packed: ClassVar = {
-        "SSD": dict(K=4, borders=BORDERS),
-        "the delta rule": dict(K=4, options=DELTA, delta=True, borders=BORDERS),
+        "SSD": dict(K=4, boundaries=BORDERS),
+        "the delta rule": dict(K=4, options=DELTA, delta=True, boundaries=BORDERS),
     }
     neighbours: ClassVar = dict(B=3, T=5)
     laid: ClassVar = {"in the order of modes": dict(B=1, T=5, order=True)}
@@ -168,10 +168,10 @@ class TestMix(OpContract):
 
     def make(
         self, dtype=torch.float64, device="cpu", seed=0, options=MAMBA2, B=2, T=40, K=16, W=4, kind="tokens",
-        order=False, borders=None, own_angles=False, delta=False,
+        order=False, boundaries=None, own_angles=False, delta=False,
     ) -> Call:  # fmt: skip
-        if borders is not None:
-            B, T = 1, borders[-1]
+        if boundaries is not None:
+            B, T = 1, boundaries[-1]
         attends = modes(kind, B, T, device)
         positions = torch.arange(T, device=device)[None]
         if own_angles:
@@ -180,8 +180,8 @@ class TestMix(OpContract):
         form = {"options": options, "attends": attends, "rotation": rotation}
         if order:
             form["places"] = token_order(attends).places
-        if borders is not None:
-            form["cu_seqlens"] = torch.tensor(borders, device=device)
+        if boundaries is not None:
+            form["cu_seqlens"] = torch.tensor(boundaries, device=device)
         # a weight that skips the state, or the delta rule
         x = made(options._replace(turn_linear=not delta), B, T, K, dtype=dtype, device=device, W=W, seed=seed)
         if dtype == torch.float64:
@@ -202,7 +202,7 @@ class TestMix(OpContract):
             x = sum(weight[:, i] * x[:, i : i + T] for i in range(W))
             return x * x.sigmoid() if options.silu_shared else x
 
-        def turned(x):
+        def rotated(x):
             cos, sin = (a.unsqueeze(2) for a in rotation)
             pairs = torch.complex(*x.chunk(2, -1)) * torch.complex(cos.double(), sin.double())
             return torch.cat((pairs.real, pairs.imag), -1)
@@ -210,10 +210,10 @@ class TestMix(OpContract):
         k, v, q, activated = (
             x.unflatten(-1, (H, -1)) for x in (convolved(k, k_weight), convolved(v, v_weight), q, q * q.sigmoid())
         )
-        near = turned(activated if options.silu_attention_query else q)
+        near = rotated(activated if options.silu_attention_query else q)
         far = activated if options.silu_linear_query else q
-        keys, scale = turned(k), k.shape[3] ** -0.5
-        far, k = (turned(far), keys) if options.turn_linear else (far, k)
+        keys, scale = rotated(k), k.shape[3] ** -0.5
+        far, k = (rotated(far), keys) if options.turn_linear else (far, k)
         if len(heads) < 3:
             far, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (far, k))
         S, outputs = v.new_zeros(B, H, k.shape[3], v.shape[3]), []

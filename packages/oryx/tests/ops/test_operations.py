@@ -12,9 +12,9 @@ from tokenmix_oryx.ops import mix, selected_attention
 
 @pytest.fixture
 def hopper_device(monkeypatch):
-    """Every device is taken for a Hopper GPU of 132 multiprocessors."""
+    """Every device is taken for a Hopper GPU of 132 SMs."""
     monkeypatch.setattr(choice, "device_limit", lambda device: None)
-    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tuning, "SMs", lambda device: 132)
 
 
 def test_a_mixed_call_is_explained_mixer_by_mixer(hopper_device):

@@ -67,11 +67,11 @@ class TestSelectedAttention(OpContract):
         for name, sizes in (
             ("whole", dict(T=70)),
             ("fewer queries", dict(TQ=21, T=50)),
-            ("packed", dict(borders=[0, 5, 5, 40, 70])),
+            ("packed", dict(boundaries=[0, 5, 5, 40, 70])),
         )
     }
     pieces: ClassVar = {kind: dict(T=30, kind=kind) for kind in KINDS}
-    packed: ClassVar = {kind: dict(kind=kind, borders=[0, 3, 3, 4, 20, 37]) for kind in KINDS}
+    packed: ClassVar = {kind: dict(kind=kind, boundaries=[0, 3, 3, 4, 20, 37]) for kind in KINDS}
     neighbours: ClassVar = dict(B=3, T=5)
     traced: ClassVar = dict(B=2)
     replayed: ClassVar = dict(T=5, kind="runs")
@@ -90,7 +90,7 @@ class TestSelectedAttention(OpContract):
         "heads that do not divide": (
             {"q": z(1, 8, 3, 16)} | dict.fromkeys("kv", z(1, 8, 2, 16)), "HQ must be a multiple of H"
         ),
-        "borders beside fewer queries": (
+        "boundaries beside fewer queries": (
             {"q": z(1, 7, 2, 16), "selected": torch.ones(1, 7).bool(), "cu_seqlens": torch.tensor([0, 7])},
             "as many queries as keys",
         ),
@@ -98,12 +98,13 @@ class TestSelectedAttention(OpContract):
     }  # fmt: skip
 
     def make(
-        self, dtype=torch.float64, device="cpu", seed=0, B=2, T=20, TQ=None, kind="random tokens", borders=None, HQ=2,
+        self, dtype=torch.float64, device="cpu", seed=0, B=2, T=20, TQ=None, kind="random tokens", boundaries=None,
+        HQ=2,
         H=1, V=16,
     ) -> Call:  # fmt: skip
         options = {}
-        if borders is not None:
-            options["cu_seqlens"], B, T = torch.tensor(borders, device=device), 1, borders[-1]
+        if boundaries is not None:
+            options["cu_seqlens"], B, T = torch.tensor(boundaries, device=device), 1, boundaries[-1]
         x = made(B, TQ or T, T, HQ, H, 16, V, dtype, device, seed)
         return Call(x, options | {"selected": chosen(kind, B, TQ or T, device)})
 

@@ -105,8 +105,8 @@ class TokenFile:
             _verify(self.path, self.meta)
         tokens = _map(self.path / TOKENS, dtype)
         documents = _read_offsets(self.path / DOCUMENTS, self.meta)
-        border = self.meta.documents - self.meta.held_out_documents
-        first, last = {"train": (0, border), "held_out": (border, None), "all": (0, None)}[split]
+        boundary = self.meta.documents - self.meta.held_out_documents
+        first, last = {"train": (0, boundary), "held_out": (boundary, None), "all": (0, None)}[split]
         kept = documents[first : None if last is None else last + 1]
         self.documents = np.asarray(kept) - kept[0]
         self.tokens = tokens[kept[0] : kept[-1]]
@@ -123,7 +123,7 @@ class TokenFile:
         """The tokens of one document, its end token included."""
         return self.tokens[self.documents[index] : self.documents[index + 1]]
 
-    def borders(self, start: int, stop: int) -> np.ndarray:
+    def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin strictly inside `[start, stop)`, counted from `start`."""
         first, last = np.searchsorted(self.documents, (start + 1, stop))
         return self.documents[first:last] - start

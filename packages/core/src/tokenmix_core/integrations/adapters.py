@@ -1,7 +1,7 @@
 """Our operations with the arguments of the functions that transformers' hybrid layers call.
 
 The originals are in each `modeling_*.py` of the families, under the same names. Keyword arguments of a call that mean
-nothing to a function are passed over, as transformers does; those that tell borders of packed documents are read.
+nothing to a function are passed over, as transformers does; those that tell boundaries of packed documents are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
-from tokenmix_core.modeling.packing import borders_where
+from tokenmix_core.modeling.packing import boundaries_where
 from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
@@ -36,9 +36,9 @@ def causal_conv1d_fn(
 ) -> Float[Tensor, "B D T"]:
     """The convolution over whole sequences; layers hand on T + W tokens where they have a state."""
     x = hidden_states.transpose(1, 2)
-    rows, borders = _packed(x, call)
+    rows, boundaries = _packed(x, call)
     y = ops.short_conv(
-        rows, weight, bias, activation=_fused(activation), cu_seqlens=borders, impl=unless_gluon(impl)
+        rows, weight, bias, activation=_fused(activation), cu_seqlens=boundaries, impl=unless_gluon(impl)
     ).o.reshape(x.shape)
     return _activated(y, activation).transpose(1, 2)
 
@@ -80,12 +80,12 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule over whole sequences, and the states after them."""
     shape = value.shape
-    query, borders = _packed(query, call, cu_seqlens)
+    query, boundaries = _packed(query, call, cu_seqlens)
     key, value, g, beta = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value, g, beta))
-    _refuse_cache(borders, initial_state, output_final_state)
+    _refuse_cache(boundaries, initial_state, output_final_state)
     o, final = fitting.delta_rule(
         ops.chunk_gated_delta_rule, query, key, value, g, beta, scale=None, initial_state=_wide(initial_state, query),
-        cu_seqlens=borders, qk_l2norm=use_qk_l2norm_in_kernel, impl=impl,
+        cu_seqlens=boundaries, qk_l2norm=use_qk_l2norm_in_kernel, impl=impl,
     )  # fmt: skip
     return o.reshape(shape), final if output_final_state else None
 
@@ -147,16 +147,16 @@ def mamba_chunk_scan(
     States are `[B, HV, P, N]`, transposed views of ours, in which a step updates ours in place.
     """
     shape = hidden_states.shape
-    C, borders = _packed(C, call)
+    C, boundaries = _packed(C, call)
     B, x, dt = (t.reshape(*C.shape[:2], *t.shape[2:]) for t in (B, hidden_states, dt))
-    _refuse_cache(borders, initial_states, return_final_states)
+    _refuse_cache(boundaries, initial_states, return_final_states)
     dt = _time_step(dt, dt_bias, dt_softplus)
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = dt.clamp(*dt_limit)
     before = _wide(initial_states, C)
     y, final = fitting.ssd(
         ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
-        initial_state=None if before is None else before.mT, cu_seqlens=borders, impl=impl,
+        initial_state=None if before is None else before.mT, cu_seqlens=boundaries, impl=impl,
     )  # fmt: skip
     # whose views layers take
     y = y.reshape(shape).contiguous()
@@ -239,46 +239,46 @@ def norm_of_gated(
 
 
 def _packed(
-    x: Float[Tensor, "B T ..."], call: dict[str, Any], borders: Tensor | None = None
+    x: Float[Tensor, "B T ..."], call: dict[str, Any], boundaries: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
-    """x as one row, and the borders in it, where the call tells of packed documents; else x itself."""
-    if borders is None:
-        borders = call.get("cu_seq_lens_q")
-    if borders is not None:
-        return x, borders
+    """x as one row, and the boundaries in it, where the call tells of packed documents; else x itself."""
+    if boundaries is None:
+        boundaries = call.get("cu_seq_lens_q")
+    if boundaries is not None:
+        return x, boundaries
     index = call.get("seq_idx")
     if index is None or index.shape != x.shape[:2]:
         return x, None
-    borders = _borders_of(index)
-    return (x, None) if borders is None else (x.reshape(1, -1, *x.shape[2:]), borders)
+    boundaries = _boundaries_of(index)
+    return (x, None) if boundaries is None else (x.reshape(1, -1, *x.shape[2:]), boundaries)
 
 
 class _Last:
-    """The borders that the last `seq_idx` told: a model's layers ask for the same, and each would wait for it."""
+    """The boundaries that the last `seq_idx` told: a model's layers ask for the same, and each would wait for it."""
 
     def __init__(self) -> None:
-        self.index, self.version, self.borders = None, -1, None
+        self.index, self.version, self.boundaries = None, -1, None
 
     def __call__(self, index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
         if torch.compiler.is_compiling():
-            return _borders(index)
+            return _boundaries(index)
         if self.index is None or self.index() is not index or self.version != index._version:
-            self.index, self.version, self.borders = weakref.ref(index), index._version, _borders(index)
-        return self.borders
+            self.index, self.version, self.boundaries = weakref.ref(index), index._version, _boundaries(index)
+        return self.boundaries
 
 
-_borders_of = _Last()
+_boundaries_of = _Last()
 
 
-def _borders(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
+def _boundaries(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
     rows, tokens = index.shape
     begins = F.pad(index[:, 1:] != index[:, :-1], (1, 0), value=True)
     # rows that are one document each are left as they are
-    return borders_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
+    return boundaries_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
 
 
-def _refuse_cache(borders: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:
-    if borders is not None and (state is not None or output_final_state):
+def _refuse_cache(boundaries: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:
+    if boundaries is not None and (state is not None or output_final_state):
         raise ValueError("packed documents go without a cache: pass use_cache=False")
 
 

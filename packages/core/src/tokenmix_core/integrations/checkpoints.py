@@ -157,7 +157,7 @@ def _load_pickled(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_foreign(source: Path, layouts: Sequence[Layout], dtype: str = "auto") -> Any:
+def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto") -> Any:
     """The model of a folder of another library as one of ours, in evaluation mode.
 
     Args:
@@ -226,13 +226,13 @@ def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype:
     Args:
         source: the folder to read.
         out: the folder to make.
-        layouts, dtype: as for `load_foreign`.
+        layouts, dtype: as for `load_third_party`.
 
     Raises:
-        ValueError: as `load_foreign`, or `out` is not empty.
+        ValueError: as `load_third_party`, or `out` is not empty.
     """
     check_new_folder(out)
-    model = load_foreign(source, layouts, dtype)
+    model = load_third_party(source, layouts, dtype)
     model.save_pretrained(out)
     copy_companions(source, out)
     return model

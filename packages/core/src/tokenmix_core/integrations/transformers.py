@@ -73,7 +73,7 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
     Gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD, convolution and
     gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before transformers 5.23
     Nemotron-H's norm is Zamba2's: exchanged in a model, and as Zamba2's family). Weights, caches and all else stay
-    transformers'. Documents packed into rows are kept apart where a call tells their borders, as `cu_seq_lens_q` or
+    transformers'. Documents packed into rows are kept apart where a call tells their boundaries, as `cu_seq_lens_q` or
     `seq_idx`. A compiled model keeps what it was traced with: exchange first, then compile. A copy of a model goes on
     with what the model had then; a pickled one comes back as transformers made it.
 

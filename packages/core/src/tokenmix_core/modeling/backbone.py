@@ -41,7 +41,7 @@ class HybridOutput(CacheOutput):
         hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
         auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it; a tuple of
             them where the layers' shapes differ.
-        cu_seqlens: the borders of packed documents, in whichever form the call gave them.
+        cu_seqlens: the boundaries of packed documents, in whichever form the call gave them.
     """
 
     last_hidden_state: Tensor | None = None
@@ -188,8 +188,8 @@ class HybridModel(HybridPreTrainedModel):
             position_ids: `[B or 1, T]`, rotary positions; by default tokens are counted without padding. In one row
                 without a cache and padding, a document begins wherever they do not rise, as transformers'
                 DataCollatorWithFlattening gives them; elsewhere they must rise, which a traced graph does not check.
-                Finding the borders waits for the device once; give them as `cu_seqlens`, and nothing does.
-            cu_seqlens: `[N + 1]`, borders of packed sequences (B = 1); for training and scoring, without a cache. The
+                Finding the boundaries waits for the device once; give them as `cu_seqlens`, and nothing does.
+            cu_seqlens: `[N + 1]`, boundaries of packed sequences (B = 1); for training and scoring, without a cache.
                 collator's `cu_seq_lens_q` and `cu_seq_lens_k` are the same, `seq_idx [1, T]` another form;
                 `max_length_q` and `max_length_k` are taken and not needed.
             cache: the cache of a former call; updated. `past_key_values` is another name of it.
@@ -222,13 +222,13 @@ class HybridModel(HybridPreTrainedModel):
         real, hidden = packed.shape[1], packed if rows is None else hidden
         auxiliary: dict[str, list[Tensor]] = {}
         if real:
-            borders = call.cu_seqlens
+            boundaries = call.cu_seqlens
             rotary = {int(dim): table(call.position_ids) for dim, table in self.rotary.items()}
             alone = bool(output_hidden_states) or rows is not None
             deferring = [False] * len(self._blocks) if alone else self._deferring()
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
-                args |= {"cu_seqlens": borders, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
+                args |= {"cu_seqlens": boundaries, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if rows is not None:
                     args["rows"] = rows
                 if deferring[i]:
@@ -308,7 +308,7 @@ class HybridModel(HybridPreTrainedModel):
         Args:
             inputs: those that the caller gave.
             span: where the call's tokens lie.
-            cu_seqlens: borders of packed sequences.
+            cu_seqlens: boundaries of packed sequences.
             cache: what this call reads and updates; None without one.
         """
         takers = self.input_takers

@@ -22,7 +22,7 @@ from tokenmix_core.modeling.lengths import is_given, round_up
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import is_plain_linear, project_out
+from tokenmix_core.nn.projections import is_plain_linear, output_linear
 from tokenmix_core.nn.state import Bounds
 
 
@@ -137,12 +137,12 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             output_logits = labels is None or not self.training
         whole = None
         if labels is not None:
-            whole = None if self._fuses_loss() else project_out(hidden, self.lm_head)
+            whole = None if self._fuses_loss() else output_linear(hidden, self.lm_head)
             targets = _targets(hidden, labels, attention_mask, out.cu_seqlens)
             loss = self._loss(hidden, whole, targets, num_items_in_batch, out.auxiliary)
         if output_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = project_out(hidden[:, kept], self.lm_head) if whole is None else whole[:, kept]
+            logits = output_linear(hidden[:, kept], self.lm_head) if whole is None else whole[:, kept]
         if cache is not None:
             cache.broken = False
         return HybridCausalLMOutput(

@@ -40,7 +40,7 @@ def choosing_needs_host(criterion: Any) -> bool:
     return type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)
 
 
-class Chooser:
+class Sampler:
     """Chooses a token of each sequence from logits, as transformers' `_sample` does, and writes it for the next step.
 
     All its tensors keep their sizes, so that a choice is recorded as a step is. Processors that need to know how many
@@ -100,9 +100,9 @@ class Chooser:
         self._write(token)
         self._host_length = T + 1
 
-    def moved(self, recorded: Recorded, room: int) -> Chooser:
+    def moved(self, recorded: Recorded, room: int) -> Sampler:
         """The same for other storage of the steps, and with more room."""
-        other = Chooser(recorded, self.processors, room, sample=self.sample, eos=self.eos, pad=self.pad)
+        other = Sampler(recorded, self.processors, room, sample=self.sample, eos=self.eos, pad=self.pad)
         other._records, other._host_length = self._records, self._host_length
         other.tokens.copy_(self.tokens[:, -1:].expand_as(other.tokens))
         other.tokens[:, : self.room] = self.tokens

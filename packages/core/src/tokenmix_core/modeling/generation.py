@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tokenmix_core.launch import graphs
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import CACHE, name_of, take_cache
-from tokenmix_core.modeling.choosing import Chooser, choosing_needs_host, draw
+from tokenmix_core.modeling.choosing import Sampler, choosing_needs_host, draw
 from tokenmix_core.modeling.steps import Steps, StepStore, why_not
 from tokenmix_core.nn.mixer import Mixer
 
@@ -194,7 +194,7 @@ class _Loop:
         )
         recorded = steps.settle()
         room = max(recorded.room, input_ids.shape[1]) + 1
-        chooser = Chooser(recorded, self.processors, room, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
+        chooser = Sampler(recorded, self.processors, room, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
         chooser.begin(input_ids, token)
         positions = first.get("position_ids")
         if positions is not None:

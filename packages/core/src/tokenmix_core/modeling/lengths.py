@@ -35,7 +35,7 @@ def rounded_length(tokens: int) -> int:
 def round_up(
     model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ids, labels and borders of a training call with tokens behind each row, which no label refers to.
+    """Return ids, labels and boundaries of a training call with tokens behind each row, which no label refers to.
 
     The tokens are the row's own first ones. In packed rows they are a document; empty documents follow up to a power of
     two. The call stays as it is unless `can_round` holds.

@@ -1,4 +1,4 @@
-"""How a call says which of its tokens belong together: masks of padding, borders of documents, positions."""
+"""How a call says which of its tokens belong together: masks of padding, boundaries of documents, positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     Attributes:
         span: where they lie.
         cache: what the call reads and updates; None without one.
-        documents: the borders of packed documents, in whichever form the call gave them.
+        documents: the boundaries of packed documents, in whichever form the call gave them.
         position_ids: `[B or 1, T]`, in the layout of the layers.
     """
 
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     @property
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
-        """The borders that the layers see: of documents, or of rows whose padding was taken out."""
+        """The boundaries that the layers see: of documents, or of rows whose padding was taken out."""
         return self.span.cu_seqlens if self.documents is None else self.documents
 
 
@@ -55,7 +55,7 @@ def begin_call(
     Args:
         model: the backbone, which has a `config`, makes a cache and may recompute activations.
         hidden: the embeddings `[B, T, D]`.
-        named: other inputs of the call, from which transformers' names of borders are taken away.
+        named: other inputs of the call, from which transformers' names of boundaries are taken away.
         attention_mask, position_ids, cu_seqlens, cache, use_cache: as for `HybridModel.forward`.
 
     Raises:
@@ -72,7 +72,7 @@ def begin_call(
         # a second run of a layer would update its state a second time
         raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
     cached = cache is not None or (bool(use_cache) and not recomputes)
-    cu_seqlens = document_borders(
+    cu_seqlens = document_boundaries(
         cu_seqlens, position_ids, attention_mask, named, batch=batch, tokens=tokens, cached=cached
     )
     if use_cache is None:
@@ -92,7 +92,7 @@ def begin_call(
     return Call(span, cache, cu_seqlens, token_positions(position_ids, span, cu_seqlens, cache))
 
 
-def document_borders(
+def document_boundaries(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     position_ids: Int[Tensor, "B T"] | None,
     mask: Tensor | None,
@@ -102,16 +102,17 @@ def document_borders(
     tokens: int,
     cached: bool,
 ) -> Int[Tensor, "N_plus_1"] | None:
-    """The borders of a call's documents, in whichever form they are given; None where there is one document a row.
+    """The boundaries of a call's documents, in whichever form they are given; None where there is one document a row.
 
-    Borders that are given as such are taken without looking. Those that `seq_idx` or the positions of one row tell are
+    Boundaries that are given as such are taken without looking. Those that `seq_idx` or the positions of one row tell
+    are
     computed on the device, and their number is waited for: once a call, where transformers' models wait in each layer.
 
     Args:
-        cu_seqlens: borders `[N + 1]`.
+        cu_seqlens: boundaries `[N + 1]`.
         position_ids: positions; in one row without a cache, a document begins wherever they do not rise.
         mask: the call's attention mask.
-        named: other inputs of the call, from which transformers' names of borders are taken away: `cu_seq_lens_q`,
+        named: other inputs of the call, from which transformers' names of boundaries are taken away: `cu_seq_lens_q`,
             `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`.
         batch, tokens: B and T.
         cached: whether the caller asked for a cache.
@@ -121,25 +122,25 @@ def document_borders(
     """
     for name in _LONGEST:
         named.pop(name, None)
-    borders, index = [], named.pop(_INDEX, None)
+    boundaries, index = [], named.pop(_INDEX, None)
     for name in _BORDERS:
         given = named.pop(name, None)
         if given is not None:
-            borders.append(_tensor(name, given))
-    if borders and cu_seqlens is not None:
+            boundaries.append(_tensor(name, given))
+    if boundaries and cu_seqlens is not None:
         raise ValueError("cu_seqlens and cu_seq_lens_q say the same: give one of them")
-    if len(borders) == 2 and not _agree(*borders):
+    if len(boundaries) == 2 and not _agree(*boundaries):
         raise ValueError(
-            "cu_seq_lens_q and cu_seq_lens_k must be the same borders, as queries and keys are of the same tokens; "
-            f"got {borders[0].tolist()[:8]} and {borders[1].tolist()[:8]}"
+            "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, as queries and keys are of the same tokens; "
+            f"got {boundaries[0].tolist()[:8]} and {boundaries[1].tolist()[:8]}"
         )
-    if borders:
-        cu_seqlens = borders[0]
+    if boundaries:
+        cu_seqlens = boundaries[0]
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
         if batch != 1:
-            raise ValueError(f"packed documents lie in one row (B = 1), got B = {batch} together with their borders")
+            raise ValueError(f"packed documents lie in one row (B = 1), got B = {batch} together with their boundaries")
         return cu_seqlens
     if index is not None:
         index = _tensor(_INDEX, index)
@@ -147,12 +148,12 @@ def document_borders(
             raise ValueError(f"seq_idx goes with one row (B = 1), without a cache and attention_mask, got B = {batch}")
         if index.shape != (batch, tokens):
             raise ValueError(f"seq_idx must have shape [B, T] = {[batch, tokens]}, got {list(index.shape)}")
-        return borders_where(index[0, 1:] != index[0, :-1], tokens)
+        return boundaries_where(index[0, 1:] != index[0, :-1], tokens)
     if position_ids is None or batch != 1 or cached or tokens == 1 or position_ids.shape != (1, tokens):
         return None
     if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
         return None
-    return borders_where(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
+    return boundaries_where(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
 
 
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
@@ -185,7 +186,7 @@ def token_positions(
     """`[B or 1, T]` in the layout of the layers.
 
     Raises:
-        ValueError: positions of another shape, or that begin anew inside a row whose borders are not known.
+        ValueError: positions of another shape, or that begin anew inside a row whose boundaries are not known.
     """
     if position_ids is not None:
         if (
@@ -207,8 +208,8 @@ def token_positions(
     return span.positions.view(span.layout)
 
 
-def borders_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
-    """The borders of documents that begin at these tokens after the first; None for one. It waits for the device."""
+def boundaries_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
+    """The boundaries of documents that begin at these tokens after the first; None for one. It waits for the device."""
     starts = begins.nonzero().squeeze(1) + 1
     # a graph that is being traced cannot ask how many there are
     if not torch.compiler.is_compiling() and not len(starts):
@@ -239,6 +240,6 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    # the values of borders are read on a CPU only: reading them from a GPU would stall its stream
+    # the values of boundaries are read on a CPU only: reading them from a GPU would stall its stream
     look = not (a.is_cuda or b.is_cuda or torch.compiler.is_compiling())
     return a.shape == b.shape and (not look or torch.equal(a, b))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.launch import private
-from tokenmix_core.nn.plain import has_hooks, is_foreign
+from tokenmix_core.nn.plain import has_hooks, is_third_party
 from tokenmix_core.nn.state import Span
 
 
@@ -52,7 +52,11 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
     everything = private.watches_all_modules()
     with ExitStack() as stack:
         for module in modules:
-            if everything or _is_watched(module) or (is_foreign(module) and any(map(_is_watched, module.modules()))):
+            if (
+                everything
+                or _is_watched(module)
+                or (is_third_party(module) and any(map(_is_watched, module.modules())))
+            ):
                 stack.enter_context(private.call_replaced(module, lambda call, m=module: _in_rows(m, call, span)))
         yield
 

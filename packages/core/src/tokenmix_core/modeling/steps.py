@@ -24,7 +24,7 @@ from tokenmix_core.launch.forms import specialised
 from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.nn.plain import foreign_modules, has_hooks, settings_of
+from tokenmix_core.nn.plain import has_hooks, settings_of, third_party_modules
 
 # recorded steps that wait in a model: as many always, and at the most while their caches take so many bytes together
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
@@ -162,8 +162,8 @@ class Steps:
         self.recorded: Recorded | None = None
         # looked at before every step, which are many: dictionaries of hooks, and modules such as adapters
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._foreign = foreign_modules(model)
-        self._settings = settings_of(self._foreign)
+        self._third_party = third_party_modules(model)
+        self._settings = settings_of(self._third_party)
         # whether the model itself is at work on a step
         self._within = False
 
@@ -176,7 +176,7 @@ class Steps:
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
-        if any(self._hooks) or settings_of(self._foreign) != self._settings:
+        if any(self._hooks) or settings_of(self._third_party) != self._settings:
             # since the cache's first step: what is recorded knows nothing of it
             return False
         own = self.model.input_takers
@@ -331,7 +331,7 @@ def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
         for layer in cache.layers
         for part in layer.parts.values()
     )
-    adapters = settings_of(foreign_modules(model))
+    adapters = settings_of(third_party_modules(model))
     return device, modes, model.training, weights, mixers, adapters, parts, cache.batch_size
 
 

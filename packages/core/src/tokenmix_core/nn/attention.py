@@ -12,7 +12,7 @@ from tokenmix_core.nn.heads import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary, normed_for_step
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode, rotate_step
@@ -107,7 +107,7 @@ class Attention(Mixer):
         if state is not None and state.kv.fixed and self.rotary_dim is not None:
             # which is one token of each sequence
             q = self._take_in(q, k, v, state, rotary)
-            return project_out(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
+            return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
         if self.rotary_dim is not None:
             assert rotary is not None
             q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
@@ -118,10 +118,10 @@ class Attention(Mixer):
         else:
             step = stepping(hidden_states, state)
             o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
-        return project_out(o.flatten(-2), self.o_proj), None
+        return output_linear(o.flatten(-2), self.o_proj), None
 
     def _take_in(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
-        """q of one token of each sequence, turned; k, turned, and v are stored."""
+        """q of one token of each sequence, rotated; k, rotated, and v are stored."""
         assert rotary is not None
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:

@@ -14,7 +14,7 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm
 from tokenmix_core.nn.plain import is_plain, warn_slower
-from tokenmix_core.nn.projections import project_out, projected
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
@@ -119,7 +119,7 @@ class GatedDeltaNet(Mixer):
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
         if step and state is not None and self._in_one_launch(hidden_states):
-            return project_out(self._step(hidden_states, state), self.o_proj), None
+            return output_linear(self._step(hidden_states, state), self.o_proj), None
         q, k, v, a, b, z = self._projected(hidden_states)
         q, k, v = convolved(
             (self.q_conv, self.k_conv, self.v_conv),
@@ -156,7 +156,7 @@ class GatedDeltaNet(Mixer):
                 state.arrivals.get(after.shape[0], after)
         o = self.fit.outputs(o, self.num_v_heads)
         o = self.o_norm(o) if z is None else self.o_norm(o, z.view_as(o))
-        return project_out(o.flatten(-2), self.o_proj), None
+        return output_linear(o.flatten(-2), self.o_proj), None
 
     def _projected(self, x: Tensor) -> tuple[Any, ...]:
         """q, k and v before their convolutions, what decay and β are made of, and the gate of outputs, if any."""

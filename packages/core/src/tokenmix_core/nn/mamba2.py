@@ -13,7 +13,7 @@ from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import parted, project_out
+from tokenmix_core.nn.projections import output_linear, split_linear
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
@@ -105,7 +105,7 @@ class Mamba2(Mixer):
         rotary: Rotation | None = None,
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
-        z, mixed, dt = parted(hidden_states, self.in_proj, (self.inner, self.mixed, self.num_heads))
+        z, mixed, dt = split_linear(hidden_states, self.in_proj, (self.inner, self.mixed, self.num_heads))
         mixed = self.conv(mixed, state=state and state.conv, cu_seqlens=cu_seqlens, step=step)
         groups = self.num_groups * self.state_size
         x, B, C = mixed.split((self.inner, groups, groups), -1)
@@ -128,7 +128,7 @@ class Mamba2(Mixer):
             if state is not None:
                 state.recurrent.set(after)
         y = self.fit.outputs(y, self.num_heads).flatten(-2)
-        return project_out(self.norm(y, z), self.out_proj), None
+        return output_linear(self.norm(y, z), self.out_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
         # the outer product and Sᵀc: 2NP each; the convolution: 2W a channel

@@ -66,7 +66,7 @@ class Mixer(KeepsFloat32):
             name: one of `inputs`.
             value: what the caller gave. A tensor `[B, T, ...]` is taken as one value a token, and packed as they are.
             span: where the call's tokens lie.
-            cu_seqlens: borders of packed sequences.
+            cu_seqlens: boundaries of packed sequences.
         """
         per_token = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (span.batch, span.tokens)
         return span.pack(value) if per_token else value
@@ -99,7 +99,7 @@ class Mixer(KeepsFloat32):
         Args:
             hidden_states: `[B, T, D]`; packed sequences have B = 1.
             state: what the layer keeps; read and updated. `state.span` says where the tokens lie. None without a cache.
-            cu_seqlens: borders of packed sequences.
+            cu_seqlens: boundaries of packed sequences.
             rotary: angles of the tokens, when `rotary_dim` is set.
             inputs: the extra inputs named by `inputs`.
 

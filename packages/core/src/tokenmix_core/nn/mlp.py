@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.nn.projections import is_plain_linear, project_out, projected
+from tokenmix_core.nn.projections import is_plain_linear, output_linear, projected
 from tokenmix_core.ops import swiglu, swiglu_linear
 
 
@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
         gate, up = projected(x, self.gate_proj, self.up_proj)
         autocast = torch.is_autocast_enabled(gate.device.type)
         if not is_plain_linear(self.down_proj) or (autocast and not torch.is_grad_enabled()):
-            y = project_out(swiglu(gate, up), self.down_proj)
+            y = output_linear(swiglu(gate, up), self.down_proj)
             return y if residual is None else residual + y
         weight = self.down_proj.weight
         # what autocast would do at the layer

@@ -49,12 +49,12 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def foreign_modules(model: nn.Module) -> list[nn.Module]:
+def third_party_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of other libraries than torch and ours, such as adapters."""
-    return [module for module in model.modules() if is_foreign(module)]
+    return [module for module in model.modules() if is_third_party(module)]
 
 
-def is_foreign(module: nn.Module) -> bool:
+def is_third_party(module: nn.Module) -> bool:
     """True if a module is of another library than torch and ours."""
     return not type(module).__module__.startswith(("torch", "tokenmix_"))
 

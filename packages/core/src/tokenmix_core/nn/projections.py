@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokenmix_core.launch import private, replay
 from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.nn.precision import gives_float32
-from tokenmix_core.ops import linears
+from tokenmix_core.ops import fused_linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
 from tokenmix_core.ops.projections.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
 
@@ -27,7 +27,8 @@ _ORDINARY = Tensor, nn.Parameter
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
     """The outputs of several linear layers, None for None: those of each, but that plain layers share launches.
 
-    Without gradients up to six of them take one launch for one token, and for few if they are not large (`linears`).
+    Without gradients up to six of them take one launch for one token, and for few if they are not large
+    (`fused_linears`).
     On a GPU, where x has a gradient, the products that make it add to one tensor, where torch makes one for each layer
     and adds these, and thin layers share a product, also where torch compiles a model; gradients of gradients there are
     none of then, as of kernels.
@@ -36,16 +37,16 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
     return tuple(None if layer is None else next(found) for layer in layers)
 
 
-def project_out(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
+def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
     """The output of one linear layer: for one token, without gradients, by a kernel that reads its weight sooner."""
     if not _can_share(x, [layer]):
         refuse_meta(x, layer)
     elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
-        return _by_linears(x, [weight])[0]
+        return _by_fused_linears(x, [weight])[0]
     return layer(x)
 
 
-def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """The output of a linear layer in parts of so many features, side by side.
 
     On a GPU, where x has a gradient, each part is a product of its own: gradients of parts of one tensor would be
@@ -56,7 +57,7 @@ def parted(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]
         dtype = _dtype_of_products(x, [weight])
         if dtype is not None:
             return _products(x, weight.split(list(sizes)), dtype)
-    return project_out(x, layer).split(list(sizes), -1)
+    return output_linear(x, layer).split(list(sizes), -1)
 
 
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
@@ -84,11 +85,11 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     dtype = _dtype_of_products(x, weights)
     if dtype is not None and _shares_gradient(x):
         return _products(x, weights, dtype)
-    return _by_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
+    return _by_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Tell whether products are best made by `linears`: of few tokens, without gradients."""
+    """Tell whether products are best made by `fused_linears`: of few tokens, without gradients."""
     # what autocast makes of a layer is its own
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
@@ -103,8 +104,8 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return rows == 1 or (number > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * number)
 
 
-def _by_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    found = linears(x.reshape(-1, x.shape[-1]), weights)
+def _by_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    found = fused_linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 

@@ -167,6 +167,6 @@ def apply_rotary_to_both(
     # where torch traces, the number of tokens, asked for, would make a graph for either answer
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1 or q.dtype != k.dtype:
         return apply_rotary(q, rotation), apply_rotary(k, rotation)
-    turned = torch.empty_like(k, memory_format=torch.contiguous_format)
+    rotated = torch.empty_like(k, memory_format=torch.contiguous_format)
     q, k, cos, sin = (x.squeeze(1) for x in (q, k, *rotation))
-    return rotate_step(q, k, None, cos, sin, turned, None, None).unsqueeze(1), turned
+    return rotate_step(q, k, None, cos, sin, rotated, None, None).unsqueeze(1), rotated

@@ -151,7 +151,7 @@ class Span:
 
     @_once
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
-        """Borders of the packed sequences; None for a dense call."""
+        """Boundaries of the packed sequences; None for a dense call."""
         return None if self.mask is None or self.aligned else cu_seqlens_from_lengths(self._counts)
 
     @_once

@@ -13,7 +13,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
 from tokenmix_core.ops.gated_units.api import swiglu, swiglu_linear
 from tokenmix_core.ops.gates.api import delta_gates
 from tokenmix_core.ops.norms.api import gated_rms_norm, rms_norm
-from tokenmix_core.ops.projections.api import linears
+from tokenmix_core.ops.projections.api import fused_linears
 from tokenmix_core.ops.rotary.api import rotate, rotate_step
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
 from tokenmix_core.ops.sparse_attention.api import kept_attention
@@ -28,10 +28,10 @@ __all__ = [
     "delta_gates",
     "delta_layer_step",
     "explain",
+    "fused_linears",
     "gated_delta_rule_step",
     "gated_rms_norm",
     "kept_attention",
-    "linears",
     "merge_attention",
     "recurrent_gated_delta_rule",
     "recurrent_ssd",

@@ -488,7 +488,7 @@ def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int) -> int | None:
-    """Check the borders of a packed batch; return the number of sequences, None for an unpacked batch.
+    """Check the boundaries of a packed batch; return the number of sequences, None for an unpacked batch.
 
     Values are checked on a CPU only: reading them from a GPU would stall its stream.
 

@@ -18,7 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     recurrent_gated_delta_rule,
 )
 from tokenmix_core.ops.gated_delta_rule.layout import narrowed_heads
-from tokenmix_core.ops.projections.api import linears
+from tokenmix_core.ops.projections.api import fused_linears
 from tokenmix_core.ops.projections.sizes import DTYPES
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
@@ -52,7 +52,7 @@ def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
     plan = ssd_plan.plan(q, v, None, impl)
     gradients = "triton" if plan.gradients.hopper is None else "gluon"
     return {
-        "states of segments and borders": "triton",
+        "states of segments and boundaries": "triton",
         "outputs": "gluon" if plan.forward.hopper else "triton",
         "gradients": f"{gradients}, in a walk" if plan.gradients.walks else gradients,
     }
@@ -203,9 +203,9 @@ register_operation(
 )
 register_operation(
     Operation(
-        linears,
+        fused_linears,
         {"x": "B D"},
         {"B": 8, "D": 2048},
-        lambda x, impl: whole("linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
+        lambda x, impl: whole("fused_linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
     )
 )

@@ -223,7 +223,7 @@ def measure_forms(
     return [{**row, "impl": f"{row['impl']}, Triton {version}"} for row in rows]
 
 
-def document_borders(device: str, documents: int = 100, tokens: int = 152_497) -> Tensor:
+def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497) -> Tensor:
     """`cu_seqlens` of packed documents, some of 64 tokens and some of thousands, as a corpus has them."""
     generator = torch.Generator().manual_seed(0)
     spread = (torch.rand(documents, generator=generator) * math.log(100)).exp()

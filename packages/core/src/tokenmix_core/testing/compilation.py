@@ -46,7 +46,7 @@ def compiled_by(script: str, *, every: bool = False) -> list[dict]:
 
 
 def assert_all_fit(kernels: Iterable[dict]) -> None:
-    """Every kernel that `compiled_by` tells of compiles, and a multiprocessor has its shared memory."""
+    """Every kernel that `compiled_by` tells of compiles, and a SM has its shared memory."""
     assert [x for x in kernels if x["error"] or x["shared"] > _SHARED_MEMORY] == []
 
 

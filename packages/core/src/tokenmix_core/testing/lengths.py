@@ -19,8 +19,8 @@ class LengthsContract:
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_appended_tokens_change_no_gradient(self, model, ids, packed, monkeypatch):
-        borders = torch.tensor([0, 7, 7, self.tokens], dtype=torch.int32) if packed else None
-        given: dict[str, Any] = {"cu_seqlens": borders} if packed else {}
+        boundaries = torch.tensor([0, 7, 7, self.tokens], dtype=torch.int32) if packed else None
+        given: dict[str, Any] = {"cu_seqlens": boundaries} if packed else {}
         ids = ids[:1] if packed else ids
 
         def gradients() -> tuple[Tensor, dict[str, Tensor]]:
@@ -34,7 +34,7 @@ class LengthsContract:
         loss, exact = gradients()
         monkeypatch.setattr(lengths, "on_gpu", lambda x: True)
         known = all(map(lengths.takes_more_tokens, model.modules()))
-        rounded, _, documents = lengths.round_up(model, ids, ids, borders)
+        rounded, _, documents = lengths.round_up(model, ids, ids, boundaries)
         assert rounded.shape[1] == (32 if known else self.tokens)
         assert documents is None or len(documents) == (5 if known else 4)
         again, found = gradients()

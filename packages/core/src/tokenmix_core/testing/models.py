@@ -20,7 +20,7 @@ from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_core.testing.residual import ResidualContract
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
-from tokenmix_core.training.recorded import Losses, RecordedPasses
+from tokenmix_core.training.recorded import GraphedStep, Losses
 
 
 def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
@@ -114,19 +114,19 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
         assert relative_error(packed, torch.cat(apart, 1)) < 1e-4
 
     @torch.no_grad()
-    def test_documents_are_told_apart_in_every_form_of_their_borders(self, model, ids):
+    def test_documents_are_told_apart_in_every_form_of_their_boundaries(self, model, ids):
         parts = ids[:1].split([5, 1, self.tokens - 6], 1)
         apart = torch.cat([model(part, use_cache=False, **self.inputs).logits for part in parts], 1)
-        borders = torch.tensor([0, 5, 6, self.tokens], dtype=torch.int32)
+        boundaries = torch.tensor([0, 5, 6, self.tokens], dtype=torch.int32)
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts]).unsqueeze(0)
-        index = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), borders.diff()).unsqueeze(0)
+        index = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), boundaries.diff()).unsqueeze(0)
         longest = {"max_length_q": self.tokens - 6, "max_length_k": self.tokens - 6}
         for given in (
             {"position_ids": positions},
             {"position_ids": positions, "attention_mask": torch.ones_like(positions), "use_cache": False},
             {"position_ids": positions + 2, "seq_idx": index},
-            {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone(), **longest},
-            {"position_ids": positions, "cu_seq_lens_q": borders, "seq_idx": index},
+            {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries.clone(), **longest},
+            {"position_ids": positions, "cu_seq_lens_q": boundaries, "seq_idx": index},
         ):
             assert relative_error(model(ids[:1], **given, **self.inputs).logits, apart) < 1e-4, list(given)
 
@@ -303,7 +303,7 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
 
             # on a GPU kernels are recorded
             with graphs_everywhere(eager=True):
-                make = RecordedPasses(learner, ids.device) if recorded else lambda passes, *given: passes(*given)
+                make = GraphedStep(learner, ids.device) if recorded else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []
             torch.manual_seed(0)
             # of three micro-batches an update, in the second update all are recorded or repeated
@@ -316,7 +316,7 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
                     optimizer.zero_grad()
             losses.append(seen)
             weights.append([*learner.parameters(), *learner.buffers()])
-        assert isinstance(make, RecordedPasses)
+        assert isinstance(make, GraphedStep)
         assert sum(x is not None for x in make.kinds.values()) == 2, "the first of an update, and the others"
         assert losses[0] == losses[1]
         assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

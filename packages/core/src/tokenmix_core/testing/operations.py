@@ -262,14 +262,14 @@ class OpContract(LayoutTests):
 
     def test_packed_documents_equal_each_alone(self, form, eager_impl, packed_case):
         tensors, options = self.make(**self.packed[packed_case])
-        borders = options["cu_seqlens"].tolist()
-        lengths = [stop - start for start, stop in pairwise(borders)]
+        boundaries = options["cu_seqlens"].tolist()
+        lengths = [stop - start for start, stop in pairwise(boundaries)]
         assert 0 in lengths
         assert 1 in lengths
 
         def apart(**given):
             outputs, ends = [], {name: [] for name in self._ends()}
-            for n, (start, stop) in enumerate(pairwise(borders)):
+            for n, (start, stop) in enumerate(pairwise(boundaries)):
                 alone = self.document(given | options, n, start, stop)
                 if start < stop:
                     outputs.append(self.forms[form](**alone, impl=eager_impl))

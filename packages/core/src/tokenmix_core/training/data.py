@@ -35,13 +35,13 @@ class Row(TypedDict):
 
     Attributes:
         input_ids, labels: `[T]` int64.
-        borders: where documents begin inside the row.
+        boundaries: where documents begin inside the row.
         inputs: by name, further inputs of the model, `[T, ...]`.
     """
 
     input_ids: Int[Tensor, "T"]
     labels: Int[Tensor, "T"]
-    borders: Int[np.ndarray, "n"]
+    boundaries: Int[np.ndarray, "n"]
     inputs: NotRequired[dict[str, Tensor]]
 
 
@@ -83,7 +83,7 @@ class ChunkRows(Dataset):
         start = permuted(position, self.chunks, (self.seed, epoch)) * self.seq_len
         stop = start + self.seq_len
         ids = torch.from_numpy(self.file.tokens[start:stop].astype(np.int64))
-        return {"input_ids": ids, "labels": ids.clone(), "borders": self.file.borders(start, stop)}
+        return {"input_ids": ids, "labels": ids.clone(), "boundaries": self.file.boundaries(start, stop)}
 
 
 class GrowingRows(Dataset):
@@ -98,7 +98,7 @@ class GrowingRows(Dataset):
         seq_len: T, the tokens of a row.
         largest: the largest size of an example.
         seed: rows are a function of the seed and their index.
-        packed: fill a row with examples of one size, with borders between them; else each has T tokens and a row of
+        packed: fill a row with examples of one size, with boundaries between them; else each has T tokens and a row of
             its own.
         ramp_rows: rows until all sizes occur; 0 for at once.
 
@@ -140,7 +140,7 @@ class GrowingRows(Dataset):
             self.examples(1, length + rest, size, first + count - 1),
         )
         input_ids, labels = (torch.cat([x.flatten() for x in column]) for column in zip(*parts, strict=True))
-        return {"input_ids": input_ids, "labels": labels, "borders": np.arange(1, count, dtype=np.int64) * length}
+        return {"input_ids": input_ids, "labels": labels, "boundaries": np.arange(1, count, dtype=np.int64) * length}
 
 
 class MQARRows(GrowingRows):
@@ -220,7 +220,7 @@ class NiahRows(Dataset):
         text: running text to hide facts in, for the second and third task.
         seq_len: T.
         seed: rows are a function of the seed and their index.
-        packed: fill a row with examples, with borders between them; else each has a row of its own.
+        packed: fill a row with examples, with boundaries between them; else each has a row of its own.
         ramp_rows: rows until examples have grown; 0 for at once.
 
     Raises:
@@ -277,8 +277,8 @@ class NiahRows(Dataset):
             return [], []
         used = sum(map(len, hidden)) + sum(len(x) for pair in asked for x in pair)
         length = min(len(haystack), int((longest - 1 - used) * rng.random()))
-        borders = [0, *sorted(int(at) for at in rng.integers(0, length + 1, len(hidden))), length]
-        pieces = [haystack[start:stop] for start, stop in itertools.pairwise(borders)]
+        boundaries = [0, *sorted(int(at) for at in rng.integers(0, length + 1, len(hidden))), length]
+        pieces = [haystack[start:stop] for start, stop in itertools.pairwise(boundaries)]
         ids = [*pieces[0], *(token for pair in zip(hidden, pieces[1:], strict=True) for x in pair for token in x)]
         labels = [IGNORE_INDEX] * len(ids)
         for i in rng.permutation(len(asked)):
@@ -295,7 +295,7 @@ class NiahRows(Dataset):
         haystack = self._haystack(rng)
         ids: list[int] = []
         labels: list[int] = []
-        borders: list[int] = []
+        boundaries: list[int] = []
         while True:
             room = min(longest, self.seq_len - len(ids))
             more, scored = self._example(rng, haystack, room, int(rng.choice(joined)))
@@ -304,7 +304,7 @@ class NiahRows(Dataset):
             ids += more
             labels += scored
             haystack = haystack[len(more) :]
-            borders.append(len(ids))
+            boundaries.append(len(ids))
             if not self.packed:
                 break
         left = self.seq_len - len(ids)
@@ -313,7 +313,7 @@ class NiahRows(Dataset):
         return {
             "input_ids": torch.tensor(ids),
             "labels": torch.tensor(labels),
-            "borders": np.array([border for border in borders if border < self.seq_len], dtype=np.int64),
+            "boundaries": np.array([boundary for boundary in boundaries if boundary < self.seq_len], dtype=np.int64),
         }
 
 
@@ -374,7 +374,7 @@ def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
 def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
     """A packed batch `[1, B·T]` in which no document sees another.
 
-    `cu_seqlens` holds the borders of rows and documents. It is filled up with empty sequences to a power of two plus
+    `cu_seqlens` holds the boundaries of rows and documents. It is filled up with empty sequences to a power of two plus
     one, so that a compiled model meets few shapes. The first token of a sequence is never predicted: what would
     predict it belongs to another document.
     """
@@ -382,7 +382,7 @@ def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
     labels = torch.cat([row["labels"] for row in rows])
     starts, offset = [], 0
     for row in rows:
-        starts += [offset, *(offset + row["borders"]).tolist()]
+        starts += [offset, *(offset + row["boundaries"]).tolist()]
         offset += len(row["input_ids"])
     labels[torch.tensor(starts)] = IGNORE_INDEX
     sequences = 1 << (len(starts) - 1).bit_length()

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.recipe import OptimizerRecipe
-from tokenmix_core.training.recorded import Losses, RecordedPasses
+from tokenmix_core.training.recorded import GraphedStep, Losses
 
 # dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
 PEAK_FLOPS = (
@@ -70,7 +70,7 @@ class RecipeTrainer(Trainer):
     ):
         super().__init__(*args, **kwargs)
         self.schedule, self.identity, self._record = schedule, identity, record
-        self._recorded: RecordedPasses | None = None
+        self._recorded: GraphedStep | None = None
         self.output_dir = Path(str(self.args.output_dir))
         # such a model divides its summed loss terms by num_items_in_batch itself
         self.model_accepts_loss_kwargs = True
@@ -136,7 +136,7 @@ class RecipeTrainer(Trainer):
         """Give back the memory of recorded passes."""
         self._recorded = None
 
-    def _recorder(self, model: nn.Module) -> RecordedPasses | None:
+    def _recorder(self, model: nn.Module) -> GraphedStep | None:
         """What records the passes; None where they cannot be, which is said if they had to, or nothing is gained."""
         auto = self._record == "auto"
         try:
@@ -144,7 +144,7 @@ class RecipeTrainer(Trainer):
                 raise ValueError("several processes train")
             if auto and not self._waited_for(model):
                 raise ValueError("the GPU would not wait for the host")
-            return RecordedPasses(model, self.args.device, needed=not auto)
+            return GraphedStep(model, self.args.device, needed=not auto)
         except ValueError as why:
             self._record = "never"
             if auto:

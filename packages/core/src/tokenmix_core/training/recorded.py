@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.launch import graphs
-from tokenmix_core.nn.plain import foreign_modules, settings_of
+from tokenmix_core.nn.plain import settings_of, third_party_modules
 
 # kinds of micro-batches that are recorded, and those that are known to have come once
 MOST, SEEN = 8, 64
@@ -44,7 +44,7 @@ class _Recorded(NamedTuple):
     losses: Losses
 
 
-class RecordedPasses:
+class GraphedStep:
     """Makes forward and backward passes of a model, recorded where they repeat.
 
     A kind of micro-batch is told by its tensors' shapes, by what its other inputs say, by the plain attributes of all
@@ -72,7 +72,7 @@ class RecordedPasses:
         # a tensor's device has a number, "cuda" none
         self.device, self.capture, self.needed = torch.empty(0, device=device).device, capture, needed
         self.model, self.parameters, self.modules = model, list(model.parameters()), list(model.modules())
-        self.foreign = foreign_modules(model)
+        self.third_party = third_party_modules(model)
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
         self.kinds: dict[Hashable, _Recorded | None] = {}
@@ -104,7 +104,7 @@ class RecordedPasses:
             return passes(dict(inputs), items)
         given = {**inputs, _ITEMS: items}
         if apart := [name for name, x in given.items() if isinstance(x, Tensor) and x.device != self.device]:
-            raise ValueError(f"RecordedPasses: {apart[0]} is on {given[apart[0]].device}, the model on {self.device}")
+            raise ValueError(f"GraphedStep: {apart[0]} is on {given[apart[0]].device}, the model on {self.device}")
         kind = (first, _kind(given), self._settings)
         recorded = self.kinds.get(kind)
         if recorded is None and kind in self.kinds and self._room():
@@ -146,7 +146,7 @@ class RecordedPasses:
             self._say("the model has got other modules: its passes are made kernel by kernel")
             return None
         plain = tuple(tuple(_hashable(values.get(name)) for name in names) for values, names in self._plain)
-        return plain, settings_of(self.foreign), tuple(p.requires_grad for p in self.parameters)
+        return plain, settings_of(self.third_party), tuple(p.requires_grad for p in self.parameters)
 
     def _say(self, what: str) -> None:
         if not self._said:

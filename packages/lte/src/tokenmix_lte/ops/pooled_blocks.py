@@ -59,7 +59,7 @@ def compressed_attention(
         pooled_k, pooled_v: results of `pool_blocks`, for at least all complete blocks.
         block: tokens of a block.
         shift: number of tokens before the first query; 0 with `cu_seqlens`.
-        cu_seqlens: borders of packed sequences, for B = 1.
+        cu_seqlens: boundaries of packed sequences, for B = 1.
         impl: implementation of attention.
     """
     if cu_seqlens is not None:
@@ -105,11 +105,11 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     # boundaries of sequences with at least one row; then each unused row alone, as long as there are boundaries
     first = ~used | (row == begins[sequence])
     firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
-    borders = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
+    boundaries = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
     of_slot = inverse(slot, pooled_k.shape[1])
     k, v = (moved(x[0], slot, of_slot, holes=True).unsqueeze(0) for x in (pooled_k, pooled_v))
     grouped = moved(q[0], tokens, target, holes=True).unsqueeze(0)
-    out = _among_blocks(grouped, k, v, borders, impl)
+    out = _among_blocks(grouped, k, v, boundaries, impl)
     o, lse = (moved(x[0].flatten(0, 1), target, tokens.flatten(), holes=True).unsqueeze(0) for x in out)
     return AttentionOutput(o, lse.masked_fill((group == 0)[:, None], -torch.inf))
 

@@ -48,7 +48,7 @@ def short_conv(
         bias: `[D]` or None. weight and bias share one float dtype, which may differ from x's.
         activation: None or "silu".
         initial_state: `[N, D, W − 1]` in x's dtype: the last inputs before each sequence, oldest first.
-        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
+        cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
             no kernels in Gluon, as reading and writing is all that takes time here.
 

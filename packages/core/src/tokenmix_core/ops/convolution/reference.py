@@ -23,10 +23,10 @@ def short_conv_reference(
     """The definition as a sum of W shifted products, accumulated in float32 (float64 for float64 inputs)."""
     if cu_seqlens is None:
         return _one_row(x, weight, bias, activation, initial_state)
-    borders = cu_seqlens.tolist()
+    boundaries = cu_seqlens.tolist()
     parts = [
         _one_row(x[:, begin:end], weight, bias, activation, None if initial_state is None else initial_state[n : n + 1])
-        for n, (begin, end) in enumerate(itertools.pairwise(borders))
+        for n, (begin, end) in enumerate(itertools.pairwise(boundaries))
     ]
     return ScanOutput(torch.cat([part.o for part in parts], 1), torch.cat([part.final_state for part in parts]))
 

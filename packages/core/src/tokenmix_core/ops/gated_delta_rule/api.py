@@ -60,7 +60,7 @@ def chunk_gated_delta_rule(
         scale: factor on the outputs; None is K ** −0.5.
         initial_state: the state before the first token of each sequence; None is zero. N is B, or the number of
             packed sequences.
-        cu_seqlens: borders of packed sequences (then B = 1), which may be empty.
+        cu_seqlens: boundaries of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
         writes: for each run of `write_chunk` tokens and value head a factor m, any real number: what the run's tokens
             write enters the state by that share at the run's end, S ← e^{Σ g} S₀ + m (S − e^{Σ g} S₀) with S₀ the

@@ -26,7 +26,7 @@ GLUON_STEP = GluonForm(
     slower="a little slower where batches are large",
 )
 
-# the share of multiprocessors, each of which has room for one program of a step that walks along chunks with all work
+# the share of SMs, each of which has room for one program of a step that walks along chunks with all work
 # of theirs, that a round keeps busy; fewer leave so many idle that two steps are quicker, the second of which takes all
 # chunks at once
 _BUSY = 96 / 132
@@ -140,7 +140,7 @@ def plan(
 
 
 def _busy(programs: int) -> bool:
-    """Tell whether rounds of a program a multiprocessor keep enough of them busy."""
+    """Tell whether rounds of a program a SM keep enough of them busy."""
     return programs >= _BUSY * tuning.one_round() * cdiv(programs, tuning.one_round())
 
 

@@ -39,7 +39,7 @@ def recurrent_reference(
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """Token by token, as the equation reads. Returns outputs in v's dtype and final states."""
     if cu_seqlens is not None:
-        borders = cu_seqlens.tolist()
+        boundaries = cu_seqlens.tolist()
         parts = [
             recurrent_reference(
                 *(x[:, start:end] for x in (q, k, v, g, beta)),
@@ -49,7 +49,7 @@ def recurrent_reference(
                 writes=None if writes is None else writes[:, start // write_chunk + n :],
                 write_chunk=write_chunk,
             )
-            for n, (start, end) in enumerate(pairwise(borders))
+            for n, (start, end) in enumerate(pairwise(boundaries))
         ]
         outputs, states = zip(*parts, strict=True)
         return torch.cat(outputs, 1), torch.cat(states, 0)
@@ -111,8 +111,8 @@ def chunk_reference(
     HV, V = v.shape[2:]
     dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), torch.float32)
     out_dtype, device = v.dtype, q.device
-    borders = cu_seqlens.tolist() if cu_seqlens is not None else range(0, B * T + 1, T)
-    index, steps = _chunks(list(borders), min(chunk_size, max(16, next_power_of_2(T))), device)
+    boundaries = cu_seqlens.tolist() if cu_seqlens is not None else range(0, B * T + 1, T)
+    index, steps = _chunks(list(boundaries), min(chunk_size, max(16, next_power_of_2(T))), device)
     chunks, C = index.shape
 
     def gather(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def chunk_reference(
     write = (k * rest * beta.unsqueeze(-1)).mT
     last = gamma[..., -1:, :]
 
-    N = len(borders) - 1
+    N = len(boundaries) - 1
     state = q.new_zeros(N, H, HV // H, K, V) if initial_state is None else initial_state.to(dtype).unflatten(1, (H, -1))
     entering, residual, first = [], [], 0
     # with `writes`: states without what the chunk so far has written, and the share of it that stays
@@ -148,7 +148,7 @@ def chunk_reference(
         if writes is not None and step * C % write_chunk == 0:
             s = _withheld(s, bare[active], share[active], dtype)
             bare = bare.index_copy(0, active, s)
-            now = _shares(writes, borders, active, step * C // write_chunk, write_chunk)
+            now = _shares(writes, boundaries, active, step * C // write_chunk, write_chunk)
             share = share.index_copy(0, active, now.unflatten(1, (H, -1)).to(dtype))
         r = fresh[here] - seen[here] @ s
         entering.append(s)
@@ -173,25 +173,25 @@ def chunk_reference(
     return o.to(out_dtype), state.flatten(1, 2)
 
 
-def _shares(writes: Tensor, borders: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
+def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
     """`writes` of the active sequences' chunk of that number, `[active, HV]`."""
     rows = writes.flatten(0, 1)
     if len(writes) == 1:
         # packed, or a single row, which is the same
-        slots = [borders[n] // write_chunk + n + chunk for n in active.tolist()]
+        slots = [boundaries[n] // write_chunk + n + chunk for n in active.tolist()]
     else:
         slots = [n * writes.shape[1] + chunk for n in active.tolist()]
     return rows[slots]
 
 
-def _chunks(borders: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def _chunks(boundaries: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """The tokens of each chunk `[chunks, C]` (T where there is none), and the sequences active at each chunk index."""
     # plain integers, so that torch.compile can follow
-    lengths = [end - start for start, end in pairwise(borders)]
+    lengths = [end - start for start, end in pairwise(boundaries)]
     rows, steps = [torch.empty(0, C, dtype=torch.long)], []
     for first in range(0, max(lengths), C):
         active = [n for n, length in enumerate(lengths) if length > first]
-        at = torch.tensor([[borders[n] + first] for n in active]) + torch.arange(C)
-        rows.append(at.masked_fill(at >= torch.tensor([[borders[n + 1]] for n in active]), borders[-1]))
+        at = torch.tensor([[boundaries[n] + first] for n in active]) + torch.arange(C)
+        rows.append(at.masked_fill(at >= torch.tensor([[boundaries[n + 1]] for n in active]), boundaries[-1]))
         steps.append(torch.tensor(active).to(device))
     return torch.cat(rows).to(device), steps

@@ -1,4 +1,4 @@
-"""Sequences split into segments, so that few heads keep many multiprocessors busy.
+"""Sequences split into segments, so that few heads keep many SMs busy.
 
 A segment takes the state S that enters it to M S + L. `segment_states` finds L and M of all segments at once, then runs
 along a sequence's segments to find what enters each.

@@ -8,7 +8,7 @@ from torch import Tensor
 from tokenmix_core.launch.replay import Replayed
 from tokenmix_core.ops.common import as_rows, eager_function
 from tokenmix_core.ops.gated_units.kernels import swiglu_backward, swiglu_forward
-from tokenmix_core.ops.projections.kernel import linears_forward
+from tokenmix_core.ops.projections.kernel import fused_linears_forward
 from tokenmix_core.ops.projections.sizes import DTYPES
 
 
@@ -33,7 +33,7 @@ def _run_linear(a, b, weight, residual) -> Tensor:
     if len(a_rows) == 1 and a.dtype in DTYPES:
         # of one token the product is made where it is read, and the sum where it is written
         added = None if residual is None else as_rows(residual)
-        return linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
+        return fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
     y = torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
     return y if residual is None else residual + y
 

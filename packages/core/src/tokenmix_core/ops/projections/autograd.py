@@ -28,17 +28,17 @@ def _weights(given: Inputs) -> list[Tensor]:
 @of_fields
 def _run(given: Inputs) -> list[Tensor]:
     """`[B, N]` of each weight."""
-    from tokenmix_core.ops.projections.kernel import linears_forward
+    from tokenmix_core.ops.projections.kernel import fused_linears_forward
 
     x = given.x if given.x.stride(1) == 1 else given.x.contiguous()
-    return linears_forward(x, _weights(given))
+    return fused_linears_forward(x, _weights(given))
 
 
-linears_op = recorded_op("tokenmix_core::linears", _run, mutates_args=())
-linears_triton = direct_when_eager(linears_op, _run)
+fused_linears_op = recorded_op("tokenmix_core::fused_linears", _run, mutates_args=())
+fused_linears_triton = direct_when_eager(fused_linears_op, _run)
 
 
-@linears_op.register_fake
+@fused_linears_op.register_fake
 @of_fields
 def _(given: Inputs):
     return [given.x.new_empty(given.x.shape[0], w.shape[0]) for w in _weights(given)]

@@ -9,6 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]]) -> tuple[Tensor, ...]:
+def fused_linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]]) -> tuple[Tensor, ...]:
     """`[B, N]` of each weight."""
     return tuple(F.linear(x, weight) for weight in weights)

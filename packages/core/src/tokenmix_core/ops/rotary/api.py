@@ -22,7 +22,7 @@ def rotate(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T H K"]:
-    """Channels i and i + K/2 of every head turned by its token's angles, after an RMS norm of the head with `weight`.
+    """Channels i and i + K/2 of every head rotated by its token's angles, after an RMS norm of the head with `weight`.
 
     Computed in float32, returned in x's dtype; differentiable in x and weight.
 
@@ -70,7 +70,7 @@ def rotate_step(
 
     Args:
         q, k, v: of one token of each sequence; v and `values` may both be None.
-        cos, sin: of its angles, float32; both None for a token that is not turned.
+        cos, sin: of its angles, float32; both None for a token that is not rotated.
         keys, values: of the cache, of q's dtype, with channels side by side; overwritten at `places`.
         places: int64, each from 0 to S − 1, which nobody checks; None for 0.
         q_weight, k_weight: of the norms of q and k; None for no norm.
@@ -78,7 +78,7 @@ def rotate_step(
         impl: as for `rotate`.
 
     Returns:
-        q, turned.
+        q, rotated.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -117,11 +117,11 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
     return "reference" if not q.numel() else row_impl(op, impl, q)
 
 
-def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **turned: Tensor) -> dict[str, int]:
-    """The sizes of cosines; a ValueError where what is `turned`, a tensor by name, cannot have them."""
+def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
+    """The sizes of cosines; a ValueError where what is `rotated`, a tensor by name, cannot have them."""
     rows = 1 if cos is None else len(cos)
     if dims["K"] % 2 or rows not in (1, dims["B"]):
-        ((name, x),) = turned.items()
+        ((name, x),) = rotated.items()
         raise ValueError(
             f"{op}: {name} must have an even K and cos B or 1 rows, got {list(x.shape)} and "
             f"{None if cos is None else list(cos.shape)}"

@@ -42,7 +42,7 @@ def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
-    """The halves of the heads at `p_x [BM]`: normalised where there is a weight, turned where `o_t` have angles."""
+    """The halves of the heads at `p_x [BM]`: normalised where there is a weight, rotated where `o_t` have angles."""
     b_a, b_b = load_halves(p_x, m_r, HALF, BH)
     if weight is not None:
         o_d = tl.arange(0, BH)
@@ -56,26 +56,26 @@ def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.conste
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["rows", "turned"])
+@triton.jit(do_not_specialize=["rows", "rotated"])
 def rotate_kernel(
-    x, weight, cos, sin, y, stride_x, rows, turned, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    x, weight, cos, sin, y, stride_x, rows, rotated, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of heads; `turned` tokens have angles, which rows of a batch may share."""
+    """A block of heads; `rotated` tokens have angles, which rows of a batch may share."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
     o_t = o_r // H
     p_x = x + o_t * stride_x + (o_r % H) * 2 * HALF
-    b_a, b_b = turn(p_x, weight, cos, sin, o_t % turned, m_r, eps, HALF, BH)
+    b_a, b_b = turn(p_x, weight, cos, sin, o_t % rotated, m_r, eps, HALF, BH)
     store_halves(y + o_r * 2 * HALF, b_a, b_b, m_r, HALF, BH)
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["turned"])
+@triton.jit(do_not_specialize=["rotated"])
 def rotate_step_kernel(
     q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, stride_q, stride_k, stride_v, s_kb, s_kp, s_kh,
-    s_vb, s_vp, s_vh, turned, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
+    s_vb, s_vp, s_vh, rotated, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A head of q, k or, if it is given, v of one token a program."""
@@ -91,12 +91,12 @@ def rotate_step_kernel(
         place = tl.load(places + i_n).to(tl.int64)
     if i_h < HQ:
         p_x = q + o_n * stride_q + i_h * 2 * HALF
-        b_a, b_b = turn(p_x, q_weight, cos, sin, o_n % turned, m_n, eps, HALF, BH)
+        b_a, b_b = turn(p_x, q_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
         store_halves(y + (o_n * HQ + i_h) * 2 * HALF, b_a, b_b, m_n, HALF, BH)
     elif i_h < HQ + H:
         i_k = i_h - HQ
         p_x = k + o_n * stride_k + i_k * 2 * HALF
-        b_a, b_b = turn(p_x, k_weight, cos, sin, o_n % turned, m_n, eps, HALF, BH)
+        b_a, b_b = turn(p_x, k_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
         store_halves(keys + o_n * s_kb + place * s_kp + i_k * s_kh, b_a, b_b, m_n, HALF, BH)
     elif v is not None:
         i_v = i_h - HQ - H
@@ -106,9 +106,9 @@ def rotate_step_kernel(
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["rows", "turned"])
+@triton.jit(do_not_specialize=["rows", "rotated"])
 def rotate_backward_kernel(
-    x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, turned, H, eps,
+    x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Every so-manieth block of heads, with this program's part of the weight's gradient in registers."""
@@ -124,7 +124,7 @@ def rotate_backward_kernel(
         m_r = o_r < rows
         o_t = o_r // H
         b_p, b_q = load_halves(dy + o_t * stride_dy + (o_r % H) * 2 * HALF, m_r, HALF, BH)
-        b_cos, b_sin = load_angles(cos, sin, o_t % turned, m_r, HALF, BH)
+        b_cos, b_sin = load_angles(cos, sin, o_t % rotated, m_r, HALF, BH)
         b_da = b_p * b_cos + b_q * b_sin
         b_db = b_q * b_cos - b_p * b_sin
         if weight is not None:
@@ -147,12 +147,12 @@ def rotate_backward_kernel(
 
 
 def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H: int, eps: float) -> Tensor:
-    """y `[tokens, H · K]` of x, tokens of one stride; cos and sin `[turned, K / 2]`, contiguous."""
+    """y `[tokens, H · K]` of x, tokens of one stride; cos and sin `[rotated, K / 2]`, contiguous."""
     tokens, width = x.shape
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     tile = tuning.row_tile(width // H // 2)
     rotate_kernel[(cdiv(tokens * H, tile.BM),)](
-        x=x, weight=weight, cos=cos, sin=sin, y=y, stride_x=x.stride(0), rows=tokens * H, turned=len(cos), H=H,
+        x=x, weight=weight, cos=cos, sin=sin, y=y, stride_x=x.stride(0), rows=tokens * H, rotated=len(cos), H=H,
         eps=eps, HALF=width // H // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return y
@@ -171,9 +171,9 @@ def rotate_step(
     places: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """q turned, `[B, HQ, K]`; k, turned, and v are stored at `places [B]` of `keys` and `values`, `[B, S, H, ...]`.
+    """q rotated, `[B, HQ, K]`; k, rotated, and v are stored at `places [B]` of `keys` and `values`, `[B, S, H, ...]`.
 
-    Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[turned, K / 2]`, contiguous, or
+    Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[rotated, K / 2]`, contiguous, or
     None for no turn. Without places all is stored at the first.
     """
     (B, HQ, K), H = q.shape, k.shape[1]
@@ -184,7 +184,7 @@ def rotate_step(
     rotate_step_kernel[(B * (HQ + (1 if v is None else 2) * H),)](
         q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, y=y, keys=keys, values=values,
         places=places, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=0 if v is None else v.stride(0), s_kb=s_kb,
-        s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, turned=1 if cos is None else len(cos), HQ=HQ,
+        s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, rotated=1 if cos is None else len(cos), HQ=HQ,
         H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
     return y
@@ -203,7 +203,7 @@ def rotate_backward(
         dweights = torch.empty((programs, K), dtype=torch.float32, device=dy.device)
     rotate_backward_kernel[(programs,)](
         x=x, weight=weight, cos=cos, sin=sin, dy=dy, dx=dx, dweights=dweights,
-        stride_x=0 if x is None else x.stride(0), stride_dy=dy.stride(0), rows=tokens * H, turned=len(cos), H=H,
+        stride_x=0 if x is None else x.stride(0), stride_dy=dy.stride(0), rows=tokens * H, rotated=len(cos), H=H,
         eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return dx, None if dweights is None or weight is None else dweights.sum(0).to(weight.dtype)

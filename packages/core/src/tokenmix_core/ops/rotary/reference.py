@@ -20,16 +20,16 @@ def rotate_step_reference(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, keys: Tensor, values: Tensor | None, places: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """q turned; k, turned, and v are stored at their places."""
+    """q rotated; k, rotated, and v are stored at their places."""
 
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         if cos is not None and sin is not None:
             return rotate_reference(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1), weight, eps).squeeze(1)
         return x if weight is None else F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
     rows = torch.arange(len(q), device=q.device)
     at = rows, torch.zeros_like(rows) if places is None else places
-    keys.index_put_(at, turned(k, k_weight))
+    keys.index_put_(at, rotated(k, k_weight))
     if v is not None and values is not None:
         values.index_put_(at, v)
-    return turned(q, q_weight)
+    return rotated(q, q_weight)

@@ -70,7 +70,7 @@ def attention(
         window: how many keys a query sees, itself included; needs `causal`.
         sinks: how many first keys of its sequence a query sees beside the window.
         scale: factor of the scores, positive; None is K ** −0.5.
-        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
         impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; a step stays portable where that
             is faster), "triton" (our portable ones), "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn"
             (FlashAttention-4, or flash-attn 2 where that is not there), "reference", or None for the fastest here that

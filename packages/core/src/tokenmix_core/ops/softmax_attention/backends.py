@@ -23,7 +23,7 @@ OURS = "ours"
 
 # below this many queries a row the libraries' plain causal kernels have no lead over ours
 _LONG = 128
-# nor with no more blocks of 64 queries than a GPU has multiprocessors, where latency decides
+# nor with no more blocks of 64 queries than a GPU has SMs, where latency decides
 _FEW_BLOCKS = 128
 # FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
 _MANY_BLOCKS = 8192

@@ -14,7 +14,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
 
     q, k, v = (readable(x) for x in (q, k, v))
     left, right = (-1 if side is None else side for side in window_sides(mask))
-    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    cu, max_q, max_k = boundaries(q, k, cu_seqlens)
     if cu is None:
         o, lse, *_ = fa._flash_attn_forward(q, k, v, 0.0, scale, mask.causal, left, right, 0.0, None, False)
         return o, lse
@@ -32,7 +32,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     assert dlse is None
     q, k, v, do = (readable(x) for x in (q, k, v, do))
     left, right = (-1 if side is None else side for side in window_sides(mask))
-    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    cu, max_q, max_k = boundaries(q, k, cu_seqlens)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if cu is None:
         fa._flash_attn_backward(
@@ -64,6 +64,6 @@ def window_sides(mask: Mask) -> tuple[int | None, int | None]:
     return mask.window - 1, 0
 
 
-def borders(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """int32 sequence borders, and bounds of the lengths. Reading the true maximum would stall the stream."""
+def boundaries(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """int32 sequence boundaries, and bounds of the lengths. Reading the true maximum would stall the stream."""
     return None if cu_seqlens is None else cu_seqlens.int(), q.shape[1], k.shape[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmix_core.launch.replay import launches_unseen
 from tokenmix_core.ops.softmax_attention.backends import Mask
-from tokenmix_core.ops.softmax_attention.flash import borders, readable, window_sides
+from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 
 # of the functions that are called here, which nobody promises
 _PARAMETERS = {
@@ -59,7 +59,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
     from flash_attn.cute import interface as fa  # pyright: ignore[reportMissingImports]
 
     q, k, v = (readable(x) for x in (q, k, v))
-    cu, *_ = borders(q, k, cu_seqlens)
+    cu, *_ = boundaries(q, k, cu_seqlens)
     q, k, v = (_rows(x, cu) for x in (q, k, v))
     launches_unseen()
     o, lse, *_ = fa._flash_attn_fwd(q, k, v, return_lse=True, **_options(mask, scale, cu))
@@ -71,7 +71,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
     from flash_attn.cute import interface as fa  # pyright: ignore[reportMissingImports]
 
     q, k, v, do = (readable(x) for x in (q, k, v, do))
-    cu, *_ = borders(q, k, cu_seqlens)
+    cu, *_ = boundaries(q, k, cu_seqlens)
     dlse = None if dlse is None else _rows(dlse.contiguous(), cu)
     q, k, v, o, lse, do = (_rows(x, cu) for x in (q, k, v, o, lse, do))
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]

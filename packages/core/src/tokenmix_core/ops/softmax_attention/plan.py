@@ -58,7 +58,7 @@ def plan(
         mask: what each query sees.
         impl: as users give it.
         others: what the backward pass also reads by rows.
-        cu_seqlens: borders of packed sequences.
+        cu_seqlens: boundaries of packed sequences.
         chosen: some queries alone are wanted.
         scale: factor of the scores, where the plan is made for gradients.
 
@@ -74,8 +74,8 @@ def plan(
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
     wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
-    # a program by groups has a multiprocessor for itself
-    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * tuning.multiprocessors(q.device):
+    # a program by groups has a SM for itself
+    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * tuning.SMs(q.device):
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE

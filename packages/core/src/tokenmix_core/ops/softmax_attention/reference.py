@@ -130,8 +130,8 @@ class _Block(NamedTuple):
 
 def sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
     """The queries and the keys of each sequence; of a whole batch at once where nothing is packed."""
-    borders = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
-    for start, stop in itertools.pairwise(borders):
+    boundaries = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
+    for start, stop in itertools.pairwise(boundaries):
         rows = slice(start, stop)
         yield rows, (slice(0, tk) if cu_seqlens is None else rows)
 

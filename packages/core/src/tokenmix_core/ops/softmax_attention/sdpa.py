@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.softmax_attention.backends import Mask, takes_cudnn
-from tokenmix_core.ops.softmax_attention.flash import borders, readable, window_sides
+from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 from tokenmix_core.ops.softmax_attention.reference import visible
 
 _aten = torch.ops.aten
@@ -26,7 +26,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
     if takes_cudnn(q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, cu_seqlens is not None):
         return cudnn_forward(q, k, v, mask.causal, scale)
     left, right = window_sides(mask)
-    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    cu, max_q, max_k = boundaries(q, k, cu_seqlens)
     packed = cu is not None
     q, k, v = (x.squeeze(0) if packed else x for x in (q, k, v))
     o, lse, *_ = _aten._flash_attention_forward(
@@ -46,7 +46,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
         return cudnn_backward(q, k, v, o, lse, do, mask.causal, scale)
     seed = offset = _no_dropout(q)
     left, right = window_sides(mask)
-    cu, max_q, max_k = borders(q, k, cu_seqlens)
+    cu, max_q, max_k = boundaries(q, k, cu_seqlens)
     packed = cu is not None
     q, k, v, o, lse, do = (x.squeeze(0) if packed else x for x in (q, k, v, o, lse, do))
     grads = _aten._flash_attention_backward(

@@ -60,7 +60,7 @@ def kept_attention(
         window: how many keys the local part holds, the query's own included; None: the query's own unit up to itself.
         until: position, counted as the queries' are, of the first query that no longer sees a kept key; int32 or int64.
         scale: factor of the scores, positive; None is K ** −0.5.
-        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
         impl: "triton" (heads up to 256), "reference", "gluon", our kernels for Hopper (bfloat16 or float16, K and V of
             64 or 128, no `until`), or None, the fastest that takes the call; with K = 128 Gluon has to be asked for.
 

@@ -55,7 +55,7 @@ def chunk_ssd(
         D: `[HV]`, the weight with which a token's value skips the state, any float dtype; None is 0.
         scale: factor of the output.
         initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
-        cu_seqlens: `[N + 1]` int32 or int64, the borders of N sequences packed into one row (B = 1).
+        cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
         impl: "gluon" (Hopper, bfloat16 or float16, K and V of 64, 128 or 256), "triton" (portable kernels; K and V of
             16, 32, 64, 128 or 256), "reference" (any size and device), or None: the fastest here, which is Gluon where
             it runs, then Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays portable

@@ -62,7 +62,7 @@ def run_backward(
 ) -> Gradients:
     """All gradients; `before` is the third result of `run_forward`, or None to be made again."""
     from tokenmix_core.ops.ssd.gradients import ssd_gradients, ssd_walk
-    from tokenmix_core.ops.ssd.states import border_states
+    from tokenmix_core.ops.ssd.states import boundary_states
 
     inputs = Inputs(
         q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
@@ -79,7 +79,7 @@ def run_backward(
         if before is None:
             before, _ = _states_before(x, by.segment, by.states)
         after, initial_gradient = _gradients_after(x, do, after, by.segment, by.states)
-    states, gradients, whole = border_states(
+    states, gradients, whole = boundary_states(
         x, do=do, before=before, after=after, segment=by.segment, config=by.states, gradients=not walks
     )
     if walks:

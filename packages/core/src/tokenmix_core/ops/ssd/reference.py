@@ -61,9 +61,9 @@ def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutp
     """Apply a form for unpacked batches to each sequence of a packed one."""
     if cu_seqlens is None:
         return form(q, k, v, g, scale, initial_state)
-    borders = cu_seqlens.tolist()
+    boundaries = cu_seqlens.tolist()
     outputs, states = [], []
-    for n, (begin, end) in enumerate(itertools.pairwise(borders)):
+    for n, (begin, end) in enumerate(itertools.pairwise(boundaries)):
         part = [x[:, begin:end] for x in (q, k, v, g)]
         o, state = form(*part, scale, None if initial_state is None else initial_state[n : n + 1])
         outputs.append(o)

@@ -1,4 +1,4 @@
-"""States at the borders of chunks and segments: forward in time, and their gradients backward in time."""
+"""States at the boundaries of chunks and segments: forward in time, and their gradients backward in time."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from tokenmix_core.tuning import SSDStates
 
 @triton.jit
 def walk_states(
-    x, y, g, dt, initial, borders, final, totals,
+    x, y, g, dt, initial, boundaries, final, totals,
     begin, length, i_slot, i_s, i_h, i_g, i_k, i_v,
     stride_x, stride_y, scale, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -44,9 +44,9 @@ def walk_states(
     chunks = tl.cdiv(length, BT)
     for i in range(chunks):
         i_t = chunks - 1 - i if REVERSE else i
-        if borders is not None:
-            o_border = ((i_slot + i_t) * HV + i_h) * K * V
-            tl.store(borders + o_border + o_tile, b_s.to(borders.dtype.element_ty))
+        if boundaries is not None:
+            o_boundary = ((i_slot + i_t) * HV + i_h) * K * V
+            tl.store(boundaries + o_boundary + o_tile, b_s.to(boundaries.dtype.element_ty))
         o_t = begin + i_t * BT
         m_t = i_t * BT + o_i < length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
@@ -75,7 +75,7 @@ def locate_tile(
     i_p, T, N, HV, segment, cu_seqlens,
     NK: tl.constexpr, NV: tl.constexpr, BT: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """First row, length and first border slot of a program's tokens, its span, its head and its tile of the state."""
+    """First row, length and first boundary slot of a program's tokens, its span, its head and its tile of the state."""
     i_v = i_p % NV
     i_k = i_p // NV % NK
     i_h = i_p // (NV * NK) % HV
@@ -112,7 +112,7 @@ def segment_states_kernel(
 
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
-def border_states_kernel(
+def boundary_states_kernel(
     q, k, v, do, g, dt, before, after, states, gradients, initial_gradient, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -207,7 +207,7 @@ def segment_states(
     return states, final
 
 
-def border_states(
+def boundary_states(
     x: Inputs,
     *,
     do: Tensor,
@@ -235,7 +235,7 @@ def border_states(
         initial_gradient = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     spans = N if before is None or not segment else len(before)
     BK, BV = config.BK, config.BV
-    border_states_kernel[(spans * HV * (K // BK) * (V // BV), len(states))](
+    boundary_states_kernel[(spans * HV * (K // BK) * (V // BV), len(states))](
         q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, before=before, after=after, states=states[0], gradients=states[-1],
         initial_gradient=initial_gradient, cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1),
         stride_v=x.v.stride(1), stride_do=do.stride(1), scale=x.scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V,

@@ -98,7 +98,7 @@ def scorer_layer_backward(
     # only the first layer has two inputs
     (of, other), (dx, dother) = ((*tensors, None)[:2] for tensors in (inputs, grads))
     slots = chunk_slots(B, T, tile.BT, x.cu_seqlens)
-    tiles = cdiv(slots * H * len(inputs), _PROGRAMS_PER_SM * tuning.multiprocessors(dz.device))
+    tiles = cdiv(slots * H * len(inputs), _PROGRAMS_PER_SM * tuning.SMs(dz.device))
     programs, (TAPS, FIRST, STEP) = cdiv(slots, tiles), sizes.taps
     dw = dz.new_empty(programs, TAPS, H, len(inputs) * C, CO, dtype=torch.float32)
     dbias = dz.new_empty(programs, H, CO, dtype=torch.float32)

@@ -20,7 +20,7 @@ from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, store_tile
 from tokenmix_core.tile.decay import LOG2_E
 from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, load_rows, sizes
-from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, borders, locate_split
+from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, boundaries, locate_split
 from tokenmix_lte.ops.selected_blocks.plan import query_runs
 
 
@@ -134,7 +134,7 @@ def _combine_key_grads(
     i_b = (i_r // U // H).to(tl.int64)
     i_h = i_r // U % H
     start, keys, key, _ = block_of(i_r % U, TK, TK, 0, N, cu_seqlens, BLOCK, PACKED)
-    begin, end = borders(ends, i_r)
+    begin, end = boundaries(ends, i_r)
     i_first = begin // P + i_r
     b_dk = tl.zeros([BLOCK, BK], tl.float32)
     b_dv = tl.zeros([BLOCK, BV], tl.float32)

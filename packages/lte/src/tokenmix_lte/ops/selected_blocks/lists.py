@@ -64,13 +64,13 @@ def locate_split(owners, ends, listed, i_x, H, U, P: tl.constexpr):
     i_r = tl.load(owners + i_x)
     i_b = (i_r // U // H).to(tl.int64)
     i_h = (i_r // U % H).to(tl.int64)
-    begin, end = borders(ends, i_r)
+    begin, end = boundaries(ends, i_r)
     low = (i_x - begin // P - i_r) * P
     return i_b, i_h, i_r % U, i_r, listed + begin, tl.minimum(low, end - begin), tl.minimum(low + P, end - begin)
 
 
 @triton.jit
-def borders(ends, i_r):
+def boundaries(ends, i_r):
     """Return the offsets of the begin and end of the list of block `i_r` among all blocks."""
     return tl.load(ends + i_r - 1, mask=i_r > 0, other=0), tl.load(ends + i_r)
 

@@ -14,7 +14,7 @@ from tokenmix_nats_l.ops.merge.forward import inverse_rms, shares, tile
 
 # numbers of a tensor that a program holds at once: with twice as many, 254 registers leave room for half the programs
 _NUMBERS = 1024
-# programs a multiprocessor
+# programs a SM
 _PROGRAMS = 8
 
 
@@ -92,7 +92,7 @@ def merge_backward(
     dlinear, dsoftmax, dgate = (torch.empty_like(x) for x in (linear, softmax, gate))
     dlogits = None if logits is None else torch.empty_like(logits)
     BR, BV = tile(V, _NUMBERS)
-    tiles = cdiv(cdiv(rows, BR), _PROGRAMS * tuning.multiprocessors(linear.device))
+    tiles = cdiv(cdiv(rows, BR), _PROGRAMS * tuning.SMs(linear.device))
     programs = cdiv(rows, tiles * BR)
     dnorms = linear.new_empty(programs, 1 + each, V, dtype=torch.float32)
     merge_backward_kernel[(programs,)](

@@ -16,7 +16,7 @@ from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
     block_pairs,
-    block_to_border,
+    block_to_boundary,
     enter_weight,
     gates_between,
     load_by_slot,
@@ -45,9 +45,9 @@ def _pair_sums(
         b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
         for i in range(count):
             half = (BT // 2) >> i
-            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
             b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_x, 0.0), FACTOR, DOT)
-            b_e += b_border * tl.dot(b_h, as_factor(b_y * b_border, FACTOR, DOT), input_precision=DOT)
+            b_e += b_boundary * tl.dot(b_h, as_factor(b_y * b_boundary, FACTOR, DOT), input_precision=DOT)
     return b_e
 
 

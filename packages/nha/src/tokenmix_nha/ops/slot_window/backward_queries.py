@@ -13,7 +13,7 @@ from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
     block_pairs,
-    block_to_border,
+    block_to_boundary,
     block_to_start,
     load_columns,
     load_factors,
@@ -47,11 +47,11 @@ def _slot_logits(
         b_d *= b_start
         for i in range(count):
             half = (BT // 2) >> i
-            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
             m_h = opposite_pairs(r_t, r_j, half)
-            b_h = as_factor(b_col * b_border, FACTOR, DOT)
-            b_z += b_border * tl.dot(as_factor(tl.where(m_h, b_a, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
-            b_d += b_border * tl.dot(as_factor(tl.where(m_h, b_dp, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
+            b_h = as_factor(b_col * b_boundary, FACTOR, DOT)
+            b_z += b_boundary * tl.dot(as_factor(tl.where(m_h, b_a, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
+            b_d += b_boundary * tl.dot(as_factor(tl.where(m_h, b_dp, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
     m_b = block_pairs(r_t, r_j, size)
     b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT)
     b_d = tl.dot(as_factor(tl.where(m_b, b_dp, 0.0), FACTOR, DOT), b_col, b_d, input_precision=DOT)
@@ -169,9 +169,9 @@ def _queries(
             b_ys = (b_y * block_to_start(b_log, size, BT, DOT)).to(b_q.dtype)
             for i in range(count):
                 half = (BT // 2) >> i
-                b_border = block_to_border(b_log, size, half, BT, DOT)
-                b_h = tl.trans(as_factor(b_col * b_border, FACTOR, DOT))
-                b_h = tl.dot(as_factor(b_y * b_border, FACTOR, DOT), b_h, input_precision=DOT)
+                b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
+                b_h = tl.trans(as_factor(b_col * b_boundary, FACTOR, DOT))
+                b_h = tl.dot(as_factor(b_y * b_boundary, FACTOR, DOT), b_h, input_precision=DOT)
                 b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
         b_dq = tl.dot(b_ys, tl.trans(load_columns(p_sk + i_m, M, K, BM)), b_dq, input_precision=DOT)
     if not OWN_SLOT_KEYS:

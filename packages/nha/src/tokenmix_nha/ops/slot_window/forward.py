@@ -18,7 +18,7 @@ from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
     block_pairs,
-    block_to_border,
+    block_to_boundary,
     block_to_start,
     enter_weight,
     gates_between,
@@ -74,9 +74,9 @@ def _outputs(
         b_z *= block_to_start(b_log, size, BT, DOT)
         for i in range(count):
             half = (BT // 2) >> i
-            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
             b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), FACTOR, DOT)
-            b_z += b_border * tl.dot(b_h, as_factor(b_col * b_border, FACTOR, DOT), input_precision=DOT)
+            b_z += b_boundary * tl.dot(b_h, as_factor(b_col * b_boundary, FACTOR, DOT), input_precision=DOT)
     b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT) * b_row
     # a tile may be wider than SLOTS
     b_z = tl.where((tl.arange(0, BM) < SLOTS)[None, :], b_z * scale, float("-inf"))
@@ -101,10 +101,10 @@ def _outputs(
         b_ys = (b_y * block_to_start(b_log, size, BT, DOT)).to(b_q.dtype)
         for i in range(count):
             half = (BT // 2) >> i
-            b_border = block_to_border(b_log, size, half, BT, DOT)
+            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
             b_h = tl.dot(
-                as_factor(b_y * b_border, FACTOR, DOT),
-                tl.trans(as_factor(b_col * b_border, FACTOR, DOT)),
+                as_factor(b_y * b_boundary, FACTOR, DOT),
+                tl.trans(as_factor(b_col * b_boundary, FACTOR, DOT)),
                 input_precision=DOT,
             )
             b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)

@@ -230,7 +230,7 @@ def opposite_pairs(o_t, o_j, half):
 
 
 @triton.jit
-def block_to_border(b_log, size, half, BT: tl.constexpr, DOT: tl.constexpr):
+def block_to_boundary(b_log, size, half, BT: tl.constexpr, DOT: tl.constexpr):
     """Return factors ≤ 1 between the start of blocks of `size` tokens and the middle of blocks of 2 · `half`."""
     o_r = tl.arange(0, BT)
     return tl.exp2(-tl.abs(gates_between(b_log, (o_r & -(2 * half)) + half - 1, (o_r & -size) - 1, BT, DOT)))
@@ -281,8 +281,8 @@ def pair_weights(
         b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
         for i in range(count):
             half = (BT // 2) >> i
-            b_border = block_to_border(b_log, size, half, BT, DOT)
-            b_h = tl.trans(as_factor(b_y * b_border, FACTOR, DOT))
-            b_c = tl.dot(as_factor(b_col * b_border, FACTOR, DOT), b_h, input_precision=DOT)
+            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
+            b_h = tl.trans(as_factor(b_y * b_boundary, FACTOR, DOT))
+            b_c = tl.dot(as_factor(b_col * b_boundary, FACTOR, DOT), b_h, input_precision=DOT)
             b_b += tl.where(opposite_pairs(r_t, r_j, half), b_c, 0.0)
     return b_b

@@ -31,7 +31,7 @@ class MixOptions(NamedTuple):
         heads: H.
         silu_shared: SiLU after the convolutions.
         silu_attention_query, silu_linear_query: SiLU on the queries of a mode.
-        turn_linear: whether the linear mixer reads turned queries and keys, as attention always does.
+        turn_linear: whether the linear mixer reads rotated queries and keys, as attention always does.
         gate_before: the gate acts before the norm, or after it.
         groups: the norm is over E / groups channels.
         eps: of the norm.
@@ -90,7 +90,7 @@ def mix(
         attends: True for tokens in attention mode.
         rotation: angles of each token, of all channels of a head.
         places: the row of each token's query; None: rows are in the order of tokens.
-        cu_seqlens: borders of packed sequences, for B = 1.
+        cu_seqlens: boundaries of packed sequences, for B = 1.
         impl: "gluon" (Hopper, bfloat16 or float16: attention's gradients and the linear mixer, head sizes that both
             take in Gluon), "triton" (portable kernels), "reference" (any device), or None: the fastest here, which is
             Gluon for whichever of them it runs for, then Triton on CUDA tensors, and the reference on others.

@@ -53,13 +53,13 @@ class Kept(NamedTuple):
     """What the backward pass needs; what there is not is empty.
 
     Attributes:
-        q, k_turned, k_plain, values: what the mixers read, `[N, E]`; keys before they are turned where linear does.
+        q, k_rotated, k_plain, values: what the mixers read, `[N, E]`; keys before they are rotated where linear does.
         o, lse: attention's, of its tokens.
         o_linear, g, dt, beta: the linear mixer's outputs and its rates, and two more tensors of its own.
     """
 
     q: Tensor
-    k_turned: Tensor
+    k_rotated: Tensor
     k_plain: Tensor
     values: Tensor
     o: Tensor
@@ -152,13 +152,13 @@ def _forward(x: Inputs) -> Outputs:
         rows=x.rows, places=x.places, attends=x.attends, cos=x.cos, sin=x.sin, H=H,
         silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, turn_linear=x.turn_linear,
     )  # fmt: skip
-    k_turned, values = torch.empty_like(q), torch.empty_like(q)
+    k_rotated, values = torch.empty_like(q), torch.empty_like(q)
     k_plain = None if x.turn_linear else torch.empty_like(q)
     options = dict(H=H, cu_seqlens=x.cu_seqlens, silu=x.silu_shared)
-    shared_forward(k, x.k_weight, y=k_plain, turned=k_turned, angles=(x.cos, x.sin), **options)
+    shared_forward(k, x.k_weight, y=k_plain, rotated=k_rotated, angles=(x.cos, x.sin), **options)
     shared_forward(v, x.v_weight, y=values, **options)
-    k_linear = k_turned if k_plain is None else k_plain
-    q4, k4, kl4, v4 = (t.view(B, T, H, -1) for t in (q, k_turned, k_linear, values))
+    k_linear = k_rotated if k_plain is None else k_plain
+    q4, k4, kl4, v4 = (t.view(B, T, H, -1) for t in (q, k_rotated, k_linear, values))
     o, lse = attention_forward(
         q=q4, k=k4, v=v4, cu_seqlens=x.cu_seqlens, mask=CAUSAL, scale=(E // H) ** -0.5, selected=x.attends, fill=False,
         impl=x.impl,
@@ -175,7 +175,8 @@ def _forward(x: Inputs) -> Outputs:
         x.rows.new_empty(0) if t is None else t for t in (k_plain, beta, *(saved or (None, None)))
     )
     kept = Kept(
-        q=q, k_turned=k_turned, k_plain=k_plain, values=values, o=o, lse=lse, o_linear=o_linear, g=g, dt=dt, beta=beta,
+        q=q, k_rotated=k_rotated, k_plain=k_plain, values=values, o=o, lse=lse, o_linear=o_linear, g=g, dt=dt,
+        beta=beta,
         saved_0=saved_0, saved_1=saved_1,
     )  # fmt: skip
     return Outputs(y.view(B, T, E), kept)
@@ -198,7 +199,7 @@ def _(x: Inputs) -> Outputs:
             impl=x.impl,
         )  # fmt: skip
     kept = Kept(
-        q=x.rows.new_empty(like_rows), k_turned=x.rows.new_empty(like_rows),
+        q=x.rows.new_empty(like_rows), k_rotated=x.rows.new_empty(like_rows),
         k_plain=x.rows.new_empty(0 if x.turn_linear else like_rows), values=x.rows.new_empty(like_rows),
         o=x.rows.new_empty(heads), lse=x.rows.new_empty(B, H, T, dtype=torch.float32), o_linear=x.rows.new_empty(heads),
         g=g, dt=torch.empty_like(g), beta=x.rows.new_empty(0) if x.D is not None else torch.empty_like(g),
@@ -227,7 +228,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
         attends=x.attends, dy=token_rows(given.dy).view(-1, E), dgate=dgate.view(-1, E), groups=x.groups, eps=x.eps,
         before=x.gate_before,
     )  # fmt: skip
-    read = kept.q, kept.k_turned, kept.k_turned if x.turn_linear else kept.k_plain, kept.values, do, do_linear
+    read = kept.q, kept.k_rotated, kept.k_rotated if x.turn_linear else kept.k_plain, kept.values, do, do_linear
     q4, k4, kl4, v4, do4, dol4 = (t.view(B, T, H, -1) for t in read)
     dq, dk_attention, dv_attention = attention_backward(
         q=q4, k=k4, v=v4, o=kept.o, lse=kept.lse, do=do4, dlse=None, cu_seqlens=x.cu_seqlens, mask=CAUSAL,

@@ -128,7 +128,7 @@ def output_backward(
     """
     N, E = gate.shape
     do_attention, do_linear = (dy.new_empty(N, E) for _ in range(2))
-    tokens = max(8, cdiv(N, 16 * tuning.multiprocessors(gate.device)))
+    tokens = max(8, cdiv(N, 16 * tuning.SMs(gate.device)))
     programs = cdiv(N, tokens)
     dweights = gate.new_empty(programs, E, dtype=torch.float32)
     _output_backward[(programs,)](

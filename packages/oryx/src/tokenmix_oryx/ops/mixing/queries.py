@@ -1,4 +1,4 @@
-"""Queries of either mode: put in their places, activated and turned, in one pass; and the way back."""
+"""Queries of either mode: put in their places, activated and rotated, in one pass; and the way back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.cons
 
 @triton.jit
 def locate_tokens(places, attends, cos, sin, N, groups, angles, HALF: tl.constexpr, BT: tl.constexpr):
-    """A program's tokens, the rows of their queries, which are in attention mode, and the angles they are turned by."""
+    """Return a program's tokens, the rows of their queries, which are in attention mode, and their rotation angles."""
     o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
     m_t = o_t < N
     o_row = o_t.to(tl.int64)
@@ -117,7 +117,7 @@ def queries_forward(
     """q `[N, H, K]` from `rows [N, H K]`, that of token t at `places[t]` (None: at t).
 
     `modes`, all of them: whether SiLU acts in attention mode (`silu_attention`), in linear mode (`silu_linear`), and
-    whether queries in linear mode are turned too (`turn_linear`).
+    whether queries in linear mode are rotated too (`turn_linear`).
     """
     N, E = rows.shape
     q = torch.empty_like(rows)

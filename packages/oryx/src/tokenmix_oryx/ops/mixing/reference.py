@@ -38,10 +38,10 @@ def mix_reference(
         for x, weight in ((k, k_weight), (v, v_weight))
     )
     q, k, v = (x.unflatten(-1, heads) for x in (q, k, v))
-    turned_q, turned_k = (apply_rotary(x, rotation) for x in (q, k))
-    attention = selected_attention_by_runs(turned_q, turned_k, v, attends, cu_seqlens=cu_seqlens, impl="reference")
+    rotated_q, rotated_k = (apply_rotary(x, rotation) for x in (q, k))
+    attention = selected_attention_by_runs(rotated_q, rotated_k, v, attends, cu_seqlens=cu_seqlens, impl="reference")
     if options.turn_linear:
-        q, k = turned_q, turned_k
+        q, k = rotated_q, rotated_k
     if D is not None:
         scaled = (v * dt.unsqueeze(-1)).to(v.dtype)
         linear = chunk_ssd(q, k, scaled, g, cu_seqlens=cu_seqlens, impl=impl).o

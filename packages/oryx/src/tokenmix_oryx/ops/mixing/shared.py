@@ -1,4 +1,4 @@
-"""Keys and values, which both mixers share: convolved and turned or scaled in one pass; and the way back in one."""
+"""Keys and values, which both mixers share: convolved and rotated or scaled in one pass; and the way back in one."""
 
 # Triton knows no stars in tuples
 # ruff: noqa: RUF005
@@ -25,7 +25,7 @@ BT, BU = 32, 4
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N"])
 def _shared_forward(
-    x, weight, cos, sin, y, turned, cu_seqlens, stride_x, angles, T, N, H,
+    x, weight, cos, sin, y, rotated, cu_seqlens, stride_x, angles, T, N, H,
     K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One walk over BT tokens of a head, BU a step; the last W inputs of either half's channels are registers."""
@@ -68,11 +68,11 @@ def _shared_forward(
             if y is not None:
                 tl.store(y + o_y, b_lo.to(y.dtype.element_ty), mask=m_t)
                 tl.store(y + o_y + HALF, b_hi.to(y.dtype.element_ty), mask=m_t)
-            if turned is not None:
+            if rotated is not None:
                 b_cos = tl.load(cos + p_angle + o_t * HALF, mask=m_t, other=1.0)
                 b_sin = tl.load(sin + p_angle + o_t * HALF, mask=m_t, other=0.0)
-                tl.store(turned + o_y, (b_lo * b_cos - b_hi * b_sin).to(turned.dtype.element_ty), mask=m_t)
-                tl.store(turned + o_y + HALF, (b_hi * b_cos + b_lo * b_sin).to(turned.dtype.element_ty), mask=m_t)
+                tl.store(rotated + o_y, (b_lo * b_cos - b_hi * b_sin).to(rotated.dtype.element_ty), mask=m_t)
+                tl.store(rotated + o_y + HALF, (b_hi * b_cos + b_lo * b_sin).to(rotated.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _shared_backward(
 ):  # fmt: skip
     """One walk over BT tokens of a head, BU a step, as in the convolution's own backward pass.
 
-    What differs is the gradient of the convolution's outputs, which is summed from both mixers here, and turned back
+    What differs is the gradient of the convolution's outputs, which is summed from both mixers here, and rotated back
     where there are angles.
     """
     HALF: tl.constexpr = K // 2
@@ -102,7 +102,7 @@ def _shared_backward(
     _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     o_k = tl.arange(0, K)
     o_d = i_h * K + o_k
-    # the channel that a channel is turned with
+    # the channel that a channel is rotated with
     o_partner = o_d + tl.where(o_k < HALF, HALF, -HALF)
     b_sign = tl.where(o_k < HALF, 1.0, -1.0)
     m_d = o_d >= 0
@@ -171,15 +171,15 @@ def _shared_backward(
 
 
 def shared_forward(
-    x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, turned: Tensor | None = None,
+    x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, rotated: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:  # fmt: skip
-    """Write conv(x) to `y`, and turned by `angles` to `turned`, those that are given."""
+    """Write conv(x) to `y`, and rotated by `angles` to `rotated`, those that are given."""
     B, T, E = x.shape
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
     _shared_forward[(chunk_slots(B, T, BT, cu_seqlens) * H,)](
-        x=x, weight=weight, cos=cos, sin=sin, y=y, turned=turned, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
+        x=x, weight=weight, cos=cos, sin=sin, y=y, rotated=rotated, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
         angles=1 if cos is None else cos.shape[0], T=T, N=N, H=H, K=E // H, W=weight.shape[1], BT=BT, BU=BU, SILU=silu,
         PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
@@ -193,7 +193,7 @@ def shared_backward(
 
     Args:
         dattention, dlinear: gradients of what the two mixers read, `[B, T, H, K]`.
-        angles: what attention reads was turned by; with `turn_linear` what the linear mixer reads too.
+        angles: what attention reads was rotated by; with `turn_linear` what the linear mixer reads too.
     """
     B, T, E = x.shape
     W = weight.shape[1]

@@ -46,7 +46,7 @@ def selected_attention(
             TQ at most TK.
         selected: True for the queries whose outputs are wanted. Whole tiles of queries without any are skipped.
         scale: factor of the scores, positive; None is K ** −0.5.
-        cu_seqlens: borders of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
         impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128: the gradients, as no faster outputs are known),
             "triton" (portable kernels; K and V up to 256), "reference" (runs of selected queries, each by core's eager
             attention), or None: the fastest here, which is Gluon where it runs, then Triton on CUDA tensors, and runs

@@ -47,8 +47,8 @@ def selected_attention_by_runs(
 
 def _runs(selected: list[bool], cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int, bool]]:
     """Runs of equal queries within a sequence: their begin and end, the sequence's first token, and which they are."""
-    borders = [0, len(selected)] if cu_seqlens is None else cu_seqlens.tolist()
-    for first, last in itertools.pairwise(borders):
+    boundaries = [0, len(selected)] if cu_seqlens is None else cu_seqlens.tolist()
+    for first, last in itertools.pairwise(boundaries):
         start = first
         for wanted, run in itertools.groupby(selected[first:last]):
             stop = start + sum(1 for _ in run)

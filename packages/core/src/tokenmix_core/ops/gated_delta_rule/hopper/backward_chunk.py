@@ -259,7 +259,7 @@ def backward_chunk(
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # 168 registers let three blocks run on a multiprocessor, for which there is shared memory at K = V = 64
+    # 168 registers let three blocks run on a SM, for which there is shared memory at K = V = 64
     by = by or Warps(backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
     by.kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
         q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do,

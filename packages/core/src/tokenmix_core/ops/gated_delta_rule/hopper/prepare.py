@@ -25,7 +25,7 @@ from tokenmix_core.tile.hopper import (
     store_rows,
 )
 
-# warps that share a multiprocessor: its registers are enough for no more without spills
+# warps that share a SM: its registers are enough for no more without spills
 WARPS = 8
 
 # blocks of 16 tokens: a product, and its operands
@@ -236,7 +236,7 @@ def prepare(
     units = chunk_slots(B, T, CHUNK, cu_seqlens) * H
     # shared memory is enough for fewer where keys are long
     warps = WARPS if K < 256 else 5
-    prepare_kernel[(min(units, warps * tuning.multiprocessors(k.device)),)](
+    prepare_kernel[(min(units, warps * tuning.SMs(k.device)),)](
         k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),
         tokens=B * T, units=units, H=H, HV=HV, K=K, BT=CHUNK, L2NORM=qk_l2norm, PACKED=cu_seqlens is not None,
         num_warps=1, maxnreg=255,

@@ -1,6 +1,6 @@
 """`gradients` on Hopper by a walk against time: a sequence or segment of a head a program, D in its registers.
 
-The states' gradients never leave the multiprocessor, and what enters the states as Δ v and what skips them as D v are
+The states' gradients never leave the SM, and what enters the states as Δ v and what skips them as D v are
 taken apart where their products are at hand.
 """
 

@@ -186,7 +186,7 @@ def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, i
     """
     B, T, H, _ = x.k.shape
     *_, step = sizes.taps
-    programs_per_head = max(1, int(programs * tuning.multiprocessors(x.k.device)) // H)
+    programs_per_head = max(1, int(programs * tuning.SMs(x.k.device)) // H)
     tokens = max(8, min(cdiv(B * T, programs_per_head * BLOCK_STREAMS), cdiv(T, step))) * step
     slots = chunk_slots(B, T, tokens, x.cu_seqlens)
     return tokens, slots, cdiv(slots * step, BLOCK_STREAMS)
