@@ -19,6 +19,7 @@ from tokenmix_core.modeling import (
 )
 from tokenmix_core.nn.attention import cached_attention
 from tokenmix_core.nn.mixer import stepping
+from tokenmix_core.nn.projections import output_linear
 from tokenmix_core.ops import attention, chunk_ssd
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract, left_padded
@@ -47,7 +48,7 @@ class SwitchingMixer(Mixer):
         )
 
     def forward(self, hidden_states, *, state=None, cu_seqlens=None, rotary=None, mode=None, window=None):
-        q, k, v = self.qkv_proj(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        q, k, v = output_linear(hidden_states, self.qkv_proj).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
         g = torch.full(q.shape[:3], -0.1, dtype=q.dtype)
         before = None if state is None else state.recurrent.value
         linear, after = chunk_ssd(q, k, v, g, initial_state=before, cu_seqlens=cu_seqlens)
@@ -59,7 +60,7 @@ class SwitchingMixer(Mixer):
         o = soft if mode is None else torch.where(mode.bool()[..., None, None], linear, soft)
         lengths = k.square().sum(-1)
         auxiliary = {"length_loss": (self.penalty * lengths).sum() * 1e-3, "lengths": lengths.detach().mean((0, 1))}
-        return self.o_proj(o.flatten(-2)), auxiliary
+        return output_linear(o.flatten(-2), self.o_proj), auxiliary
 
     def mixing_flops(self, seq_len):
         return 4.0 * self.num_heads * self.size * (self.size + seq_len / 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenmix_core.nn.attention import Attention, mean_visible
 from tokenmix_core.nn.mixer import MixerOutput
 from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import output_linear
+from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary
 from tokenmix_core.nn.state import LayerState, TensorState
 
@@ -115,7 +115,7 @@ class Tova(Attention):
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.held + 1)
 
     def _heads(self, x: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected(x, self.q_proj, self.k_proj, self.v_proj))
         if self.rotary_dim is not None:
             assert rotary is not None
             q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)

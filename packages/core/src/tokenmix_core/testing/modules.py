@@ -76,13 +76,13 @@ class Forms:
             yield self.model(input_ids=self.ids[:, t : t + 1], past_key_values=cache, **self.inputs).logits
 
 
-def moved(x: Any, generator: torch.Generator) -> Any:
-    """Return a module's output, or a parameter, moved by random numbers of its own size."""
+def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
+    """Return a module's output, or a parameter, moved by random numbers of `scale` times its own size."""
     if isinstance(x, Tensor):
         size = x.detach().double().square().mean().sqrt().item() or 1.0
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        return x + (2 * size * noise).to(x.dtype)
-    return type(x)(moved(y, generator) for y in x) if isinstance(x, list | tuple) else x
+        return x + (scale * size * noise).to(x.dtype)
+    return type(x)(moved(y, generator, scale) for y in x) if isinstance(x, list | tuple) else x
 
 
 class ModulesContract:
@@ -101,10 +101,10 @@ class ModulesContract:
                         # such a call, as of attention alone, does not use the module
                         continue
                 seen.add(path)
-                # scores that are compared with a threshold need not change sides at the first try
+                # scores that are compared with a threshold need not change sides at the first try; each goes farther
                 assert any(
                     not torch.equal(_hooked(module, lambda: forms(name), seed), exact[name])  # noqa: B023
-                    for seed in range(1, 6)
+                    for seed in range(1, 17)
                 ), f"a hook on {path} has no effect in {name}"
                 with (
                     _changed(module, lambda p: p.to("meta")),
@@ -206,12 +206,12 @@ class ModulesContract:
 
 
 def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
-    """Return what a call computes while a hook moves the module's output."""
+    """Return what a call computes while a hook moves the module's output, farther with each seed from 1 on."""
     calls: list[int] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         calls.append(1)
-        return moved(output, torch.Generator().manual_seed(seed))
+        return moved(output, torch.Generator().manual_seed(seed), scale=2.0 * seed)
 
     handle = module.register_forward_hook(hook)
     try:
