@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tokenmix_core.modeling import HybridCache, HybridConfig, HybridForCausalLM
+from tokenmix_core.nn import registry
 from tokenmix_core.nn.attention import Attention, cached_attention_lse
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2
@@ -113,7 +114,7 @@ def test_a_member_that_a_subclass_lacks_is_named_with_its_purpose(call, told):
 
 
 def test_a_mixer_without_a_state_generates_without_a_cache_and_else_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr("tokenmix_core.nn.registry._MIXERS", {"sum": Sum})
+    monkeypatch.setitem(registry._MIXERS, "sum", Sum)
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = HybridForCausalLM(HybridConfig(**sizes, mixers=["sum"])).eval()
     options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

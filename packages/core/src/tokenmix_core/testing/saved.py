@@ -40,7 +40,7 @@ class SavedContract:
         from transformers import AutoModelForCausalLM
 
         expected = load_file(saved / "expected.safetensors")
-        model = AutoModelForCausalLM.from_pretrained(saved / "model").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(saved / "model").eval()
         inputs = expected["input_ids"]
         with torch.no_grad():
             logits = model(inputs).logits
