@@ -71,6 +71,27 @@ def test_gradients_do_not_depend_on_the_forward_or_on_layouts(backward, mask, si
                     assert error < (2e-2 if GPU else 1e-5), f"{forward}, {title}, {through_lse}: d{name} {error:.1e}"
 
 
+def test_a_gradient_that_begins_anywhere_is_copied_for_kernels_that_take_the_other_tensors(monkeypatch):
+    """Kernels in Gluon refuse arguments of this layout; a caller does not choose that of a gradient."""
+    pytest.importorskip("triton")
+    from tokenmix_core.ops.softmax_attention import backward
+
+    x = {name: tensor.to(torch.bfloat16) for name, tensor in inputs(T=5, K=64, B=1).items()}
+    do = LAYOUTS["offset"].gradients({"do": x["do"]})["do"]
+    planned: list[str | None] = []
+
+    def stop(q, k, v, mask, impl, do, **options):
+        planned.append(limit_of_gluon(q, k, v, do))
+        raise StopIteration
+
+    assert limit_of_gluon(x["q"], x["k"], x["v"], do) is not None
+    monkeypatch.setattr(backward, "plan", stop)
+    o, lse = torch.empty_like(x["q"]), torch.zeros(1, 4, 5, device=DEVICE)
+    with pytest.raises(StopIteration):
+        backward.attention_backward(x["q"], x["k"], x["v"], o, lse, do, None, None, MASKS["causal"], SCALE)
+    assert planned == [None]
+
+
 def exact(x, do, dlse, mask: Mask):
     leaves = [t.double().requires_grad_() for t in x.values()]
     out = attention_reference(*leaves, scale=SCALE, **mask._asdict())

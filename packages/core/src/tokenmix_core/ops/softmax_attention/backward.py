@@ -14,7 +14,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.launch.kernels import cached_launch
 from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
-from tokenmix_core.ops.softmax_attention.plan import Form, plan
+from tokenmix_core.ops.softmax_attention.plan import Form, limit, plan
 from tokenmix_core.ops.softmax_attention.selection import list_offset, list_tiles, listed, selected_rows
 from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.softmax_attention.tiles import (
@@ -209,6 +209,9 @@ def _attention_backward_keys(
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """Return dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero), as the forward pass."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
+    if limit(q, k, v) is None and limit(q, k, v, do) is not None:
+        # callers do not choose the layout of a gradient: copy it for the kernels that take the other tensors
+        do = do.clone(memory_format=torch.contiguous_format)
     (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
