@@ -78,7 +78,7 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, places: Mappin
 
 @functools.cache
 def _packing(formats: tuple[str | None, ...]) -> Callable[..., bytes]:
-    """Pack the head of a launch and its arguments, a word each, with room for scratch memory that nobody asked for."""
+    """Pack the head of a launch and its arguments, a word each, with empty fields for scratch memory."""
     words = (f"{form}{8 - struct.calcsize(form)}x" for form in formats if form is not None)
     return struct.Struct(f"<10Q{''.join(words)}16x").pack
 

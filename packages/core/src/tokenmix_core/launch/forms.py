@@ -1,6 +1,6 @@
 """Choose the compiled form of a kernel: one for a call's numbers, or one for all lengths.
 
-Triton compiles a kernel anew where a number is 1, or becomes a multiple of 16. With lengths that vary, each of a
+Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16. With lengths that vary, each of a
 kernel's counts (tokens, tiles, documents) is such a multiple now and then, and every combination of them would be
 compiled, which takes seconds. So the first call is compiled for its numbers; for later calls whose numbers combine
 otherwise, those arguments that were seen to vary are left unspecialised, in one form that serves all their values. A

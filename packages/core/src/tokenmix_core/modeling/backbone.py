@@ -276,7 +276,7 @@ class HybridModel(HybridPreTrainedModel):
         return self.state_bounds(seq_len, batch_size, dtype).most
 
     def _deferring(self) -> list[bool]:
-        """Block by block, whether its last branch is left to the next block's norm: where nobody looks between them."""
+        """Return for each block whether the next block's norm adds its last branch: no hook may lie between them."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 

@@ -147,7 +147,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # the last place of a shorter row is padding, which nobody reads
+            # the last place of a shorter row is padding, which no loss reads
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()

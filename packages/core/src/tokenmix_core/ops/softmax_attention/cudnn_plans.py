@@ -31,5 +31,5 @@ def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | No
 
 
 def forget() -> None:
-    """Count all calls anew."""
+    """Reset the counts of all calls."""
     _calls.clear()
